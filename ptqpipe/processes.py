@@ -1,6 +1,6 @@
 """Child processes with all their descendants and shared memory, and how processes end together.
 
-`Family` is Linux only: this process becomes the reaper of its descendants, so that a worker whose parent was killed is
+`ProcessTree` is Linux only: this process becomes the reaper of its descendants, so that a worker whose parent was killed is
 handed to it instead of being lost, and nothing that it did not start is ever touched. A shared-memory segment counts as
 the family's when one of its processes had it mapped and it was not there before the family started; it is removed only
 when no process maps it any more. Must not know what the processes are for. psutil is imported when it is needed.
@@ -30,7 +30,7 @@ _PARENT_POLL_S = 0.5
 
 
 @dataclass(slots=True)
-class Family:
+class ProcessTree:
     """A child and its descendants.
 
     before     names of the segments that were there first

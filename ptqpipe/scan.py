@@ -18,7 +18,7 @@ from ptqpipe.algorithms import total_error
 from ptqpipe.formats import Codec, Format
 from ptqpipe.global_scale import SAMPLE_ALL, SAMPLE_FRACTION, SAMPLE_RUNS, absmax_global, canonical, sample_rows
 from ptqpipe.qtensor import Illegal, QTensor, check_finite, illegal_numbers, scale_values, to_blocks
-from ptqpipe.report import Choice, Codes, WorstBlock
+from ptqpipe.report import ScaleChoice, Codes, WorstBlock
 from ptqpipe.source import Source, SourceRows, row_runs
 
 ABSMAX = "abs-max"
@@ -242,7 +242,7 @@ def _four_over_six_global(amax: float, fmt: Format) -> torch.Tensor:
 
 def compare_choices(
     ckpt: Source, weight: str, *, expert: int | None, rows: SourceRows, amax: float, all_rows: bool
-) -> tuple[Choice, ...]:
+) -> tuple[ScaleChoice, ...]:
     """Errors of all scale choices relative to abs-max, the stored scales last. ``amax`` is that of the fused group.
 
     Empty for formats with one scale per weight (its rows cannot be sampled), and where abs-max makes no error.
@@ -262,7 +262,7 @@ def compare_choices(
     if totals[0] <= 0:
         return ()
     names = [name for name, _, _ in ways] + [STORED]
-    return tuple(Choice(name, total / totals[0]) for name, total in zip(names, totals, strict=True))
+    return tuple(ScaleChoice(name, total / totals[0]) for name, total in zip(names, totals, strict=True))
 
 
 def _aligned(runs: list[tuple[int, int]], shape: tuple[int, int], fmt: Format) -> list[tuple[int, int]]:

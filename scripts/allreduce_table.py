@@ -20,7 +20,7 @@ from ptqpipe.collectives.simulator.codecs import PLAIN, get_rounding
 from ptqpipe.collectives.simulator.error import Case, ErrorRow, measure, model_error, rounding_error
 from ptqpipe.collectives.simulator.inputs import Inputs, drawn, row_parallel
 from ptqpipe.collectives.simulator.schemes import get_scheme
-from ptqpipe.collectives.simulator.time import Message, seconds
+from ptqpipe.collectives.simulator.time import MessageSize, seconds
 from ptqpipe.collectives.simulator.topologies import get_topology
 from ptqpipe.errors import UsageError
 
@@ -67,13 +67,13 @@ def errors(elements: int) -> Iterator[Compared]:
 
 def times() -> Iterator[Compared]:
     """Their speed-ups over bfloat16, and the milliseconds that a prefill saves."""
-    topology, message = get_topology("tpu-v5e"), Message(4096 * 4096)
+    topology, message = get_topology("tpu-v5e"), MessageSize(4096 * 4096)
     plain = seconds("ring-bf16", topology, ranks=8, message=message)
     for name, theirs in SPEEDUPS.items():
         ours = plain / seconds(name, topology, ranks=8, message=message)
         yield compared("speedup", name, theirs, ours, 1)
     for tokens, (before, after) in PREFILL_MS.items():
-        message = Message(tokens * WIDTH)
+        message = MessageSize(tokens * WIDTH)
         saved = seconds("ring-bf16", topology, ranks=16, message=message)
         saved -= seconds("semi-loop", topology, ranks=16, message=message)
         yield compared("saved_ms", f"prefill of {tokens} tokens", before - after, 2 * LAYERS * saved * 1e3, 2)

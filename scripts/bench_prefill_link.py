@@ -39,7 +39,7 @@ import torch.distributed as dist
 from ptqpipe.collectives import QuantAllReduce
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.overlap import Overlap, least_tokens
-from ptqpipe.engine.runner import CacheOptions, Runner
+from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.loading import load_rank, read_config
 from ptqpipe.runtime.memory import keep_freed_memory, use_one_arena
@@ -102,7 +102,7 @@ class Took:
 class Rank:
     """What steps run on."""
 
-    runner: Runner
+    runner: ModelRunner
     sums: Sums
     overlap: Overlap
 
@@ -194,7 +194,7 @@ def worker(options: argparse.Namespace) -> None:
     use_kernels(model)  # this and the next line as the service does
     keep_freed_memory()
     longest = max(options.prompt, options.window)
-    runner = Runner(model, CacheOptions(max_bytes=2 << 30, max_len=longest, max_seqs=1, block_size=BLOCK))
+    runner = ModelRunner(model, CacheOptions(max_bytes=2 << 30, max_len=longest, max_seqs=1, block_size=BLOCK))
     vocabulary = model.config.get_text_config().vocab_size
     tokens = torch.randint(3, vocabulary, (options.prompt,), generator=torch.Generator().manual_seed(0))
     line: dict[str, Any] = {"model": options.model.name, "link": link, "ranks": ranks, "codec": options.codec}

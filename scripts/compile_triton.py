@@ -139,7 +139,7 @@ def linear_launches() -> Iterator[Launch]:
                         yield "lanes" if lanes else "tiles", about, call
 
 
-def linear_weight(fmt: Format, shape: tuple[int, int], bias: torch.Tensor | None) -> triton_linear.Weight:
+def linear_weight(fmt: Format, shape: tuple[int, int], bias: torch.Tensor | None) -> triton_linear.LinearWeight:
     """A weight of zeros as the kernels read it."""
     data = torch.zeros(shape[0], shape[1] * fmt.element.bits // 8, dtype=torch.uint8)
     scales = None
@@ -149,7 +149,7 @@ def linear_weight(fmt: Format, shape: tuple[int, int], bias: torch.Tensor | None
     plan = triton_linear.plan_of(fmt, scales)
     assert plan is not None
     factor = torch.ones(1 if fmt.has_global else shape[0]) if fmt.has_global or scales is None else None
-    return triton_linear.Weight(data, scales, factor, bias, plan.bits, plan.kind, plan.group, plan.scale_rows)
+    return triton_linear.LinearWeight(data, scales, factor, bias, plan.bits, plan.kind, plan.group, plan.scale_rows)
 
 
 def message_launches() -> Iterator[Launch]:

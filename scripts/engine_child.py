@@ -19,7 +19,7 @@ import torch
 
 from ptqpipe.engine import Engine, EngineOptions
 from ptqpipe.engine.engine import Request
-from ptqpipe.engine.runner import CacheOptions, Runner
+from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.engine.sequence import SamplingParams
 from ptqpipe.kernels import cpu
 from ptqpipe.runtime.compiled import use_kernels
@@ -78,7 +78,7 @@ class Child:
         self.bytes = bytes_read(model)  # before the head's are in panels
         use_kernels(model)
         keep_freed_memory()
-        runner = Runner(model, CacheOptions(1 << 32, tokens, sequences))
+        runner = ModelRunner(model, CacheOptions(1 << 32, tokens, sequences))
         limits = EngineOptions(tokens, sequences)
         self.engine = Engine(runner, NoText(), options=limits, vocabulary=runner.config.vocab_size, end_tokens=())
 

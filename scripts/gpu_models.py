@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 import ptqpipe
 from ptqpipe.algorithms import unit
 from ptqpipe.engine import Engine, EngineOptions, Request, SamplingParams
-from ptqpipe.engine.runner import CacheOptions, Runner
+from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.kernels import triton, triton_linear
 from ptqpipe.runtime import packed
 from ptqpipe.runtime.loading import load, load_model
@@ -249,7 +249,7 @@ class NoText:
 
 def engine_of(model: Any, length: int, most: int) -> Engine:
     """An engine for ``most`` sequences of ``length`` tokens, without prefix caching."""
-    runner = Runner(model, CacheOptions(64 << 30, length, most))
+    runner = ModelRunner(model, CacheOptions(64 << 30, length, most))
     options = EngineOptions(length, most, max_batch_tokens=4096, prefix_caching=False)
     return Engine(runner, NoText(), options=options, vocabulary=runner.config.vocab_size, end_tokens=())
 

@@ -60,13 +60,13 @@ class Answer:
 
 def run(python: str, request: Request, *, environment: dict[str, str], limit_s: int) -> Answer:
     """Runs a request with another interpreter, and clears away what vLLM leaves."""
-    from ptqpipe.processes import Family
+    from ptqpipe.processes import ProcessTree
 
     one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if request.tensor_parallel == 1 else {}
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w+", errors="replace") as log:
         asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")
         asked.write_text(json.dumps(asdict(request)))
-        family = Family.start(
+        family = ProcessTree.start(
             [python, __file__, str(asked), str(answered)],
             {**os.environ, **ENVIRONMENT, **one_process, **environment},
             log=log.fileno(),

@@ -14,7 +14,7 @@ from ptqpipe.algorithms.activation_scale import fp8_scale, nvfp4_scale, static_a
 from ptqpipe.algorithms.metric import memory_bytes, output_error
 from ptqpipe.algorithms.unit import (
     CHUNK_ELEMENTS,
-    Matrix,
+    LoadedWeight,
     Sink,
     Task,
     UnitResult,
@@ -38,7 +38,7 @@ def quantizer(algorithm: Algorithm) -> Callable[[Task], UnitResult]:
 
 __all__ = [
     "CHUNK_ELEMENTS",
-    "Matrix",
+    "LoadedWeight",
     "Sink",
     "Task",
     "UnitResult",

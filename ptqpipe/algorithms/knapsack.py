@@ -21,7 +21,7 @@ TIME_LIMIT = 60.0  # seconds a program
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
+class Allocation:
     """The option of each group. ``gap`` is (cost - bound) / cost: how far from optimal it could at most be."""
 
     chosen: tuple[int, ...]
@@ -43,7 +43,7 @@ def require_scipy() -> None:
         raise missing_package("ptqpipe plan", "scipy", "ptqpipe[plan]") from None
 
 
-def solve(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: int) -> Solution | None:
+def solve(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: int) -> Allocation | None:
     """The best choice within ``budget`` bytes; None where even the smallest does not fit.
 
     Sizes are summed in whole numbers here: the solver's tolerance cannot break the budget.
@@ -62,7 +62,7 @@ def solve(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budg
             return _priced(cheapest, costs, sizes, 0.0)
 
 
-def _milp(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: int) -> Solution:
+def _milp(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: int) -> Allocation:
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_matrix
 
@@ -109,6 +109,6 @@ def _quiet() -> Iterator[None]:
 
 def _priced(
     chosen: tuple[int, ...], costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], bound: float
-) -> Solution:
+) -> Allocation:
     cost = sum(row[o] for row, o in zip(costs, chosen, strict=True))
-    return Solution(chosen, cost, sum(row[o] for row, o in zip(sizes, chosen, strict=True)), bound)
+    return Allocation(chosen, cost, sum(row[o] for row, o in zip(sizes, chosen, strict=True)), bound)

@@ -167,7 +167,7 @@ class Weight(Protocol):
     def rows(self, start: int, stop: int) -> torch.Tensor: ...
 
 
-class Matrix:
+class LoadedWeight:
     """A `Weight` that is in memory."""
 
     def __init__(self, w: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ptqpipe.algorithms import Matrix, Task, check_decode, joined, rtn
+from ptqpipe.algorithms import LoadedWeight, Task, check_decode, joined, rtn
 from ptqpipe.api.calls import command, folder_of
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import FORMATS, Format, get_format
@@ -40,7 +40,7 @@ def quantize(
     fmt.scale_shape((w.shape[0], w.shape[1]))
     runs: dict[tuple[int, int], QTensor] = {}
     task = Task(
-        [Matrix(w.detach())],
+        [LoadedWeight(w.detach())],
         fmt,
         ["the tensor"],
         lambda member, row, q: runs.__setitem__((member, row), q),

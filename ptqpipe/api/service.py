@@ -58,7 +58,7 @@ run()
 """
 
 
-class Service:
+class ServiceProcess:
     """A running service: ``url`` is where it answers, ``log`` its last lines. A context manager; or call ``stop``."""
 
     def __init__(self, ckpt: Path, arguments: list[str], environment: dict[str, str], *, drain_s: float) -> None:
@@ -138,7 +138,7 @@ class Service:
 
 
 @command(OPTIONS)
-def serve(ckpt: str | Path, *, port: int = 0, **options: Any) -> Service:
+def serve(ckpt: str | Path, *, port: int = 0, **options: Any) -> ServiceProcess:
     """Serves a checkpoint with OpenAI's API in a process of its own; ``url`` is its address.
 
     port     0 takes any free one
@@ -159,7 +159,7 @@ def serve(ckpt: str | Path, *, port: int = 0, **options: Any) -> Service:
     drain_s = options.get("drain")
     arguments = ["--port", str(port), *(word for name, value in options.items() for word in _words(name, value))]
     drain = 30.0 if drain_s is None else float(drain_s)
-    return Service(folder_of(ckpt), arguments, environment, drain_s=drain)
+    return ServiceProcess(folder_of(ckpt), arguments, environment, drain_s=drain)
 
 
 def _words(name: str, value: Any) -> list[str]:

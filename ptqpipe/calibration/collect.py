@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.experts import is_stacked, observe
-from ptqpipe.calibration.moments import Moments
+from ptqpipe.calibration.moments import RunningMoments
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
 from ptqpipe.families import Family, family_of
@@ -64,12 +64,12 @@ class Collector:
         """
         self.slots: dict[str, Slot] = {slot.id: slot for slot in find_slots(name, module, origins)}
         self.leaders: dict[str, str] = {}
-        self.moments: dict[str, Moments] = {}
-        self.held_out: dict[str, Moments] = {}  # the same of inputs that were shown while ``holding_out``
+        self.moments: dict[str, RunningMoments] = {}
+        self.held_out: dict[str, RunningMoments] = {}  # the same of inputs that were shown while ``holding_out``
         self.holding_out = False
         self._name = name
         self._module = module
-        self.empty: Callable[[int], Moments] = lambda columns: Moments.empty(
+        self.empty: Callable[[int], RunningMoments] = lambda columns: RunningMoments.empty(
             columns, block=block, full=full, device=device, quantiles=quantiles
         )
         self._hooks: list[Any] = []
@@ -141,7 +141,7 @@ def sums_of_layers(skeleton: Skeleton, *, block: bool, full: bool, held_out: boo
     return [
         (2 if held_out else 1)
         * sum(
-            Moments.nbytes(slot.columns, block=block, full=full) for slot in find_slots(name, module, skeleton.origins)
+            RunningMoments.nbytes(slot.columns, block=block, full=full) for slot in find_slots(name, module, skeleton.origins)
         )
         for name, module in (*skeleton.blocks, *skeleton.mtp)
     ]

@@ -1,6 +1,6 @@
 """Streamed moments of the rows of one linear input: exact maxima, sums in float64, quantiles from a histogram.
 
-Pure tensor code: it must not know modules, names or files. Sums over the tokens of one call of `Moments.add` are in
+Pure tensor code: it must not know modules, names or files. Sums over the tokens of one call of `RunningMoments.add` are in
 float64 (mean, second moment) or in one float32 matrix product (outer products), and calls are added in float64: the
 error of an outer product is that of a float32 dot product of as many tokens as one batch has.
 
@@ -23,7 +23,7 @@ _STRIPE = 256  # rows of a symmetric product that are computed together
 
 
 @dataclass(slots=True)
-class Moments:
+class RunningMoments:
     """Moments of the rows x [tokens, K] of one linear input that were seen so far. Tensors on the device of the rows.
 
     amax        [K] float32, max |x|
@@ -43,7 +43,7 @@ class Moments:
     gram: torch.Tensor | None
 
     @classmethod
-    def empty(cls, columns: int, *, block: bool, full: bool, device: torch.device, quantiles: bool = True) -> "Moments":
+    def empty(cls, columns: int, *, block: bool, full: bool, device: torch.device, quantiles: bool = True) -> "RunningMoments":
         """No rows yet. Blocks are left out where 16 does not divide the columns, the histogram without quantiles."""
         f64 = torch.float64
         blocks = columns // BLOCK if block and not full and columns % BLOCK == 0 else 0
@@ -94,18 +94,18 @@ class Moments:
         found = [self.total, self.squares, self.histogram, self.block_gram, self.gram]
         return [tensor for tensor in found if tensor is not None]
 
-    def merge(self, other: "Moments") -> None:
+    def merge(self, other: "RunningMoments") -> None:
         """Adds the rows that ``other`` has seen."""
         self.tokens += other.tokens
         self.amax = torch.maximum(self.amax, other.amax)
         for mine, theirs in zip(self.sums(), other.sums(), strict=True):
             mine += theirs
 
-    def on(self, device: torch.device) -> "Moments":
+    def on(self, device: torch.device) -> "RunningMoments":
         """The same on another device."""
         outer = (None if tensor is None else tensor.to(device) for tensor in (self.block_gram, self.gram))
         sums = (tensor.to(device) for tensor in (self.amax, self.total, self.squares, self.histogram))
-        return Moments(self.tokens, *sums, *outer)
+        return RunningMoments(self.tokens, *sums, *outer)
 
     def quantiles(self) -> dict[float, float]:
         """p -> the p-quantile of |x| over all elements, within QUANTILE_ERROR of itself; none without a histogram."""
@@ -164,10 +164,10 @@ def _quantile(ranks: Sequence[int], p: float, top: float) -> float:
     return min(lower + part * (upper - lower) if math.isfinite(upper) else lower, top)
 
 
-def stand_in(measured: Sequence[Moments]) -> tuple[Moments, dict[float, float]]:
+def stand_in(measured: Sequence[RunningMoments]) -> tuple[RunningMoments, dict[float, float]]:
     """What an expert without data gets from its group: the largest amax and quantiles, the means over all tokens."""
     first = measured[0]
-    whole = Moments.empty(
+    whole = RunningMoments.empty(
         first.amax.numel(),
         block=first.block_gram is not None,
         full=first.gram is not None,

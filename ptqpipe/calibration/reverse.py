@@ -246,7 +246,7 @@ def _from_head(runner: Runner, batch: int, seeds: Sequence[int]) -> torch.Tensor
     return found
 
 
-class _Sums:
+class _GradientSums:
     """Of the gradients at one linear layer, or at the block's output."""
 
     def __init__(self) -> None:
@@ -268,10 +268,10 @@ class _Sums:
 
 def _through(
     block: Block, modules: Sequence[str], batches: int, entering: Activations, leaving: Activations
-) -> dict[str, _Sums]:
+) -> dict[str, _GradientSums]:
     """Sums of the gradients in a block, at its modules and, by the name "", at its output; ``leaving`` then has those
     at its input."""
-    sums = {name: _Sums() for name in ("", *modules)}
+    sums = {name: _GradientSums() for name in ("", *modules)}
     for batch in range(batches):
         x = entering.get(batch).to(block.device).requires_grad_(True)
         gradient = leaving.get(batch).to(block.device)
@@ -287,7 +287,7 @@ def _through(
 
 
 @contextlib.contextmanager
-def _watched(module: torch.nn.Module, modules: Sequence[str], sums: Mapping[str, _Sums]) -> Iterator[None]:
+def _watched(module: torch.nn.Module, modules: Sequence[str], sums: Mapping[str, _GradientSums]) -> Iterator[None]:
     """While it is open, gradients at the outputs of submodules go into their sums."""
 
     def hook_of(name: str) -> Any:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.collect import Collector, Slot
-from ptqpipe.calibration.moments import Moments, stand_in
+from ptqpipe.calibration.moments import RunningMoments, stand_in
 from ptqpipe.calibration.reverse import Gradients
 from ptqpipe.checkpoint import write_tensors
-from ptqpipe.inputs import InputStatistics, Moments as Means
+from ptqpipe.inputs import InputStatistics, Moments
 
 OUTPUTS_FILE = "outputs.safetensors"
 LEAST_EXPERT_TOKENS = 16  # an expert with fewer has no statistics of its own
@@ -152,7 +152,7 @@ class BlockInputs:
         held = None
         if held_out and "held_tokens" in entry:
             moment = found[f"{key}.held_full_moment"] if full else None
-            held = Means(found[f"{key}.held_second_moment"], None, moment, tokens=int(entry["held_tokens"]))
+            held = Moments(found[f"{key}.held_second_moment"], None, moment, tokens=int(entry["held_tokens"]))
         return InputStatistics(
             tokens=int(entry["tokens"]),
             measured=bool(entry["measured"]),
@@ -165,11 +165,11 @@ class BlockInputs:
         )
 
 
-def _put(tensors: dict[str, torch.Tensor], key: str, moments: Moments, *, block: bool) -> None:
+def _put(tensors: dict[str, torch.Tensor], key: str, moments: RunningMoments, *, block: bool) -> None:
     tensors |= {f"{key}.{name}": tensor for name, tensor in moments.tensors(block=block).items()}
 
 
-def _put_held(tensors: dict[str, torch.Tensor], key: str, held_out: Moments, *, block: bool) -> None:
+def _put_held(tensors: dict[str, torch.Tensor], key: str, held_out: RunningMoments, *, block: bool) -> None:
     found = held_out.tensors(block=block)
     tensors |= {f"{key}.held_{name}": tensor for name, tensor in found.items() if name.endswith("_moment")}
 
@@ -184,7 +184,7 @@ def _entry(key: str, tokens: int, quantiles: Mapping[float, float], block: str, 
     }
 
 
-def _stand_ins(collector: Collector) -> dict[str, tuple[Moments, dict[float, float]]]:
+def _stand_ins(collector: Collector) -> dict[str, tuple[RunningMoments, dict[float, float]]]:
     """For every group of experts with one that saw too little: what those that saw enough give it.
 
     Where none saw enough, all that saw anything count.

@@ -19,7 +19,7 @@ from ptqpipe.calibration.reverse import pieces
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.errors import NumericsError
 
-Layer = Callable[[torch.Tensor, int], torch.Tensor]
+LayerForward = Callable[[torch.Tensor, int], torch.Tensor]
 """(hidden states that enter a quantized layer, number of the batch) -> those that leave it."""
 
 
@@ -31,7 +31,7 @@ class Whole:
         self.blocks = blocks
         # The caller puts the quantized layers here, what enters the first of them, and what gives the head of the float
         # model while it is open, where they are not the float model's.
-        self.layers: Sequence[Layer] = [block.forward for block in blocks]
+        self.layers: Sequence[LayerForward] = [block.forward for block in blocks]
         self.entering: Callable[[int], torch.Tensor] = entering.get
         self.float_head: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._runner = runner

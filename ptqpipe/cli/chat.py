@@ -58,12 +58,12 @@ def chat(given: Given) -> None:
     """
     if (given.ckpt is None) == (given.url is None):
         raise UsageError("name a checkpoint to load, or the --url of a running service: one of them")
-    from ptqpipe.cli.talk import Chat, Talk, answer_once
+    from ptqpipe.cli.talk import Conversation, Talk, answer_once
 
     sampling = {name: getattr(given, name) for name in ("temperature", "top_p", "max_tokens", "seed")}
     with ExitStack() as stack:
         url = stack.enter_context(_served(given)) if given.url is None else given.url
-        talk = Chat(url, api_key=given.api_key, sampling=sampling, system=given.system)
+        talk = Conversation(url, api_key=given.api_key, sampling=sampling, system=given.system)
         if sys.stdin.isatty():
             Talk(talk, say=_say, note=_note).run()
         else:

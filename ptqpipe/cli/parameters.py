@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 EMPTY = "the name is empty, expected that of a file or folder; is a variable of the shell not set?"
 
 
-class Place(click.Path):
+class NonEmptyPath(click.Path):
     """A file or folder that the call names. An empty name is refused: it would mean the working folder."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -28,7 +28,7 @@ class Place(click.Path):
         return self.fail(EMPTY, param, ctx) if value == "" else super().convert(value, param, ctx)
 
 
-PATH = Place(path_type=Path)
+PATH = NonEmptyPath(path_type=Path)
 OUT: dict[str, Any] = {"type": PATH, "required": True}
 
 MAX_SIZE = 2**62  # bytes
@@ -105,7 +105,7 @@ class Model(Existing):
             self.fail(one_line(str(error)), param, ctx)
 
 
-class Choice(click.Choice[str]):
+class HintedChoice(click.Choice[str]):
     """A choice whose error says where something is that stands elsewhere: --algorithm awq is a transform."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
@@ -208,7 +208,7 @@ def _from_table(one: Field[Any]) -> Callable[[F], F]:
         return click.option(flag, one.name, multiple=True, metavar=about.metavar, help=help_text)
     if get_origin(kind) is tuple:
         return click.option(flag, one.name, type=names, metavar=about.metavar, help=help_text)
-    value: Any = Choice(list(about.choices)) if about.choices else Size() if about.metavar == "SIZE" else kind
+    value: Any = HintedChoice(list(about.choices)) if about.choices else Size() if about.metavar == "SIZE" else kind
     return click.option(flag, one.name, type=value, metavar=about.metavar or None, help=help_text)
 
 

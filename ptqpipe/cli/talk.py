@@ -27,7 +27,7 @@ _PASTE_S = 0.03  # lines that arrive this soon after another were pasted with it
 _ANSWER_S = 600.0  # without a sign of life
 
 
-class Chat:
+class Conversation:
     """What was said to a service and answered by it.
 
     url       of the service, without /v1
@@ -147,7 +147,7 @@ class Talk:
     note  writes a line that is no answer
     """
 
-    def __init__(self, chat: Chat, *, say: Callable[[str], None], note: Callable[[str], None]) -> None:
+    def __init__(self, chat: Conversation, *, say: Callable[[str], None], note: Callable[[str], None]) -> None:
         self._chat, self._say, self._note = chat, say, note
 
     def run(self) -> None:
@@ -228,7 +228,7 @@ def _with_pasted(line: str) -> str:
     return "\n".join(lines)
 
 
-def answer_once(chat: Chat, text: str, say: Callable[[str], None]) -> None:
+def answer_once(chat: Conversation, text: str, say: Callable[[str], None]) -> None:
     """Answers one message. UsageError for an empty one."""
     if not text.strip():
         raise UsageError("there is no question on standard input; pipe one in, or run it in a terminal")

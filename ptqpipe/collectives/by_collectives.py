@@ -22,7 +22,7 @@ LAG = 1  # chunks on the wire while one is computed
 
 
 @dataclass(slots=True)
-class Chunk:
+class ChunkMessages:
     """The messages of one chunk: rows are ranks, of equal length."""
 
     parts: torch.Tensor
@@ -62,7 +62,7 @@ class CollectiveExchange:
         caller.wait_stream(self.stream)
 
     def _run(self) -> None:
-        chunks: dict[int, Chunk] = {}
+        chunks: dict[int, ChunkMessages] = {}
         for step in range(self.layout.chunks + 2 * LAG):
             if step < self.layout.chunks:
                 chunks[step] = self._send_parts(step)
@@ -74,13 +74,13 @@ class CollectiveExchange:
     def _nbytes(self, rank: int, chunk: int) -> int:
         return self.wire.nbytes(len(self.layout.span(rank, chunk)), self.x.dtype)
 
-    def _send_parts(self, chunk: int) -> Chunk:
+    def _send_parts(self, chunk: int) -> ChunkMessages:
         # The first stripe is the longest. Rooms start at multiples of 64 bytes, as kernels like them.
         row = -(-self._nbytes(0, chunk) // 64) * 64
         parts, received, sums = (
             torch.zeros(self.layout.ranks, row, dtype=torch.uint8, device=self.x.device) for _ in range(3)
         )
-        made = Chunk(parts, received, sums)
+        made = ChunkMessages(parts, received, sums)
         for rank in range(self.layout.ranks):
             span = self.layout.span(rank, chunk)
             if len(span) and (rank != self.rank or not self.own_exact):
@@ -92,7 +92,7 @@ class CollectiveExchange:
         self.stats.wire_bytes += row * (self.layout.ranks - 1)
         return made
 
-    def _reduce(self, chunk: int, made: Chunk) -> None:
+    def _reduce(self, chunk: int, made: ChunkMessages) -> None:
         assert made.work is not None
         made.work.wait()
         span, size = self.layout.span(self.rank, chunk), self._nbytes(self.rank, chunk)
@@ -107,7 +107,7 @@ class CollectiveExchange:
         made.work = dist.all_gather_into_tensor(made.sums.view(-1), mine, group=self.group, async_op=True)
         self.stats.wire_bytes += len(mine) * (self.layout.ranks - 1)
 
-    def _decode(self, chunk: int, made: Chunk) -> None:
+    def _decode(self, chunk: int, made: ChunkMessages) -> None:
         assert made.work is not None
         made.work.wait()
         for rank in range(self.layout.ranks):

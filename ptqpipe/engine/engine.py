@@ -28,7 +28,7 @@ class ContextTooLong(UsageError):
 
 
 class Computes(Protocol):
-    """What the engine needs of a model: `runner.Runner`, or the leader of several ranks."""
+    """What the engine needs of a model: `runner.ModelRunner`, or the leader of several ranks."""
 
     blocks: int
     block_size: int

@@ -7,7 +7,7 @@ without a compiled kernel for instance, shows here and not in an answer.
 import torch
 
 from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.engine.runner import Runner
+from ptqpipe.engine.runner import ModelRunner
 from ptqpipe.errors import UsageError
 from ptqpipe.quantities import number
 
@@ -16,7 +16,7 @@ _CUTS = (1, 2, 9, 26, 59)  # where the steps end: one token, few, and more than 
 _OTHERS = 3  # sequences of a token that go along
 
 
-def check(runner: Runner) -> None:
+def check(runner: ModelRunner) -> None:
     """UsageError where the bits differ. Writes to the cache's first pages; every rank of a group calls it."""
     if runner.state_bytes:
         raise UsageError(

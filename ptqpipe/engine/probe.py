@@ -51,7 +51,7 @@ class Probed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class _MaskRule:
     """Which tokens a mask lets a query see: the last ``window`` (None: all before it), unless it is not ``known``."""
 
     known: bool
@@ -67,7 +67,7 @@ class _Recorder(PagedAttention):
         self.said: dict[int, int | None] = {}
         self.masked: dict[int, int | None] = {}
         self.holders: list[Holder] = []
-        self.rule: _Rule | None = None  # of the mask that the next call has
+        self.rule: _MaskRule | None = None  # of the mask that the next call has
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
@@ -253,7 +253,7 @@ def _probe_forward(
     return paged_attention_forward(module, query, key, value, None, **terms)
 
 
-def rule_of(sees: Callable[..., Any], longest: int) -> _Rule:
+def rule_of(sees: Callable[..., Any], longest: int) -> _MaskRule:
     """The rule of a mask function of transformers: (batch, head, query, key) -> whether the query sees the key.
 
     A window's last rows all have its length; chunks and everything that looks ahead show in other rows.
@@ -269,5 +269,5 @@ def rule_of(sees: Callable[..., Any], longest: int) -> _Rule:
     for query in {longest - 1, max(longest - 2, 0), longest // 2}:
         expected = (keys <= query) & (keys > query - (window or longest))
         if not torch.equal(row(query), expected):
-            return _Rule(known=False)
-    return _Rule(known=True, window=window)
+            return _MaskRule(known=False)
+    return _MaskRule(known=True, window=window)

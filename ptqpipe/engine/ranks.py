@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ptqpipe.engine.batch import Batch, unpack
-from ptqpipe.engine.runner import Runner
+from ptqpipe.engine.runner import ModelRunner
 from ptqpipe.errors import PtqError, one_line
 
 _BEAT, _CLOSE = 0, -1
@@ -20,13 +20,13 @@ RunCollective = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 
 class Leader:
-    """Rank 0's runner: the same as a `Runner`, on all ranks of ``group`` at once.
+    """Rank 0's runner: the same as a `ModelRunner`, on all ranks of ``group`` at once.
 
     watch  what runs each message to the others, which waits until they take it
     """
 
     def __init__(
-        self, runner: Runner, group: dist.ProcessGroup | None = None, *, watch: RunCollective | None = None
+        self, runner: ModelRunner, group: dist.ProcessGroup | None = None, *, watch: RunCollective | None = None
     ) -> None:
         self._runner, self._group, self._watch = runner, group, watch
         self.blocks, self.block_size = runner.blocks, runner.block_size
@@ -65,7 +65,7 @@ class Leader:
         send() if self._watch is None else self._watch(send)
 
 
-def follow(runner: Runner, group: dist.ProcessGroup | None = None) -> None:
+def follow(runner: ModelRunner, group: dist.ProcessGroup | None = None) -> None:
     """A rank above 0: computes what the leader sends until it closes. PtqError when the leader is gone."""
     word = torch.zeros(1, dtype=torch.int64)
     while True:

@@ -45,7 +45,7 @@ class CacheOptions:
     block_size: int = 16
 
 
-class Runner:
+class ModelRunner:
     """A model with its cache. Every rank of a tensor-parallel group has one, and runs the same batches."""
 
     def __init__(

@@ -21,13 +21,13 @@ import torch
 
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.block_manager import BlockManager
-from ptqpipe.engine.runner import Runner
+from ptqpipe.engine.runner import ModelRunner
 from ptqpipe.engine.scheduler import Chunk
 from ptqpipe.engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _DraftStart:
     """Where a sequence's drafts begin: ``total`` tokens of it have states, and it may get ``room`` drafts."""
 
     seq: Sequence
@@ -47,7 +47,7 @@ class Drafter:
     max_len  longest sequence
     """
 
-    def __init__(self, runner: Runner, *, most: int, max_len: int) -> None:
+    def __init__(self, runner: ModelRunner, *, most: int, max_len: int) -> None:
         self._model, self._attention, self._size = runner.model, runner.attention, runner.block_size
         self.most, self._max_len = most, max_len
         self._states = torch.empty(0)  # behind the final norm
@@ -77,7 +77,7 @@ class Drafter:
     @torch.inference_mode()
     def draft(self, chunks: Row[Chunk], blocks: BlockManager) -> None:
         """Gives the sequences of a step that was computed and sampled their drafts. Those that ended have no blocks."""
-        places: list[_Place] = []
+        places: list[_DraftStart] = []
         rows: list[torch.Tensor] = []
         tokens: list[int] = []
         spans: list[Span] = []
@@ -85,7 +85,7 @@ class Drafter:
         for chunk in chunks:
             seq, count = chunk.seq, chunk.seq.computed - chunk.start
             if seq.blocks:
-                place = _Place(seq, seq.computed, self._room(seq, blocks))
+                place = _DraftStart(seq, seq.computed, self._room(seq, blocks))
                 places.append(place)
                 rows.append(self._states[at : at + count])
                 tokens += seq.tokens[chunk.start + 1 : seq.computed + 1]

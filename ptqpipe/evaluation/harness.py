@@ -46,7 +46,7 @@ class TaskRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class TaskMetric:
     """One metric of one task on one model.
 
     values     one per sample, None where a sample has none; what ``aggregate`` makes ``value`` from
@@ -65,7 +65,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Metric against the baseline's. ``recovery`` in percent: 100 is as good; ``interval`` of the difference, 95 %."""
+    """A metric against the baseline's. ``recovery`` in percent: 100 is as good; ``interval`` of the difference, 95 %."""
 
     recovery: float | None
     difference: float
@@ -90,7 +90,7 @@ def check_tasks(request: TaskRequest) -> None:
             raise UsageError(f"task {name!r} is unknown{hint}")
 
 
-def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, progress: bool = False) -> list[Metric]:
+def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, progress: bool = False) -> list[TaskMetric]:
     """Every metric of every task on ``model``, in the order of the tasks.
 
     UsageError as `check_tasks`, and for data that lm-eval cannot load.
@@ -122,7 +122,7 @@ def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, progress: boo
     return [metric for name, task in tasks.items() for metric in _metrics(name, task, found)]
 
 
-def compare(metric: Metric, baseline: Metric, *, resamples: int = RESAMPLES, seed: int = SEED) -> Comparison:
+def compare(metric: TaskMetric, baseline: TaskMetric, *, resamples: int = RESAMPLES, seed: int = SEED) -> Comparison:
     """A metric against the same of the baseline: recovery, difference, paired bootstrap over samples."""
     ratio = (metric.value, baseline.value) if metric.higher_is_better else (baseline.value, metric.value)
     recovery = 100 * ratio[0] / ratio[1] if ratio[1] else None
@@ -140,7 +140,7 @@ def compare(metric: Metric, baseline: Metric, *, resamples: int = RESAMPLES, see
     return Comparison(recovery, difference, (float(low), float(high)))
 
 
-def _resampler(metric: Metric) -> Callable[[np.ndarray], float]:
+def _resampler(metric: TaskMetric) -> Callable[[np.ndarray], float]:
     """The metric of drawn samples."""
     if metric.aggregate.__name__ == "mean":
         values = np.asarray(metric.values, dtype=np.float64)
@@ -148,7 +148,7 @@ def _resampler(metric: Metric) -> Callable[[np.ndarray], float]:
     return lambda drawn: float(metric.aggregate([metric.values[index] for index in drawn]))
 
 
-def _metrics(name: str, task: Any, found: Any) -> Iterator[Metric]:
+def _metrics(name: str, task: Any, found: Any) -> Iterator[TaskMetric]:
     results, aggregations = found["results"][name], task.aggregation()
     better = found["higher_is_better"].get(name, {})
     for key, value in results.items():
@@ -158,7 +158,7 @@ def _metrics(name: str, task: Any, found: Any) -> Iterator[Metric]:
         samples = [sample for sample in found["samples"][name] if sample.get("filter", choice) == choice]
         values = [sample[metric] for sample in samples if metric in sample]
         stderr = results.get(f"{metric}_stderr,{choice}")
-        yield Metric(
+        yield TaskMetric(
             task=name,
             name=metric if choice == "none" else key,
             higher_is_better=better.get(metric) is not False,

@@ -26,7 +26,7 @@ from ptqpipe.checkpoint import read_json_object
 from ptqpipe.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from ptqpipe.evaluation.harness import Metric
+    from ptqpipe.evaluation.harness import TaskMetric
     from ptqpipe.evaluation.measures import Divergence, Perplexity
     from ptqpipe.evaluation.text import Text
 
@@ -91,7 +91,7 @@ def kl_row(text: "Text", found: "Divergence", **tokens: Any) -> dict[str, Any]:
     return {"data": text.name, **asdict(found), **tokens}
 
 
-def task_row(metric: "Metric", baseline: "Metric | None") -> dict[str, Any]:
+def task_row(metric: "TaskMetric", baseline: "TaskMetric | None") -> dict[str, Any]:
     """The row of a metric, compared sample by sample with the baseline's where there is one."""
     from ptqpipe.evaluation.harness import compare
 

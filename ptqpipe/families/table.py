@@ -5,7 +5,7 @@ What readers do is their own source: vLLM 0.33, SGLang 0.5.23, TensorRT-LLM of m
 
 from dataclasses import replace
 
-from ptqpipe.families.types import GATE_UP_DOWN, Fact, Family, Keep, Mtp, Norms, Outputs
+from ptqpipe.families.types import GATE_UP_DOWN, Fact, Family, Keep, Mtp, Norms, ModuleOutputs
 
 _UNQUANTIZED = (
     "vLLM, SGLang and TensorRT-LLM build it unquantized and cannot load the model: vLLM stops with a KeyError, the "
@@ -192,15 +192,15 @@ _MAMBA1 = (
 )
 
 
-def _mamba2(inner: tuple[str, ...], states: tuple[str, ...], heads: str) -> tuple[Outputs, ...]:
+def _mamba2(inner: tuple[str, ...], states: tuple[str, ...], heads: str) -> tuple[ModuleOutputs, ...]:
     """The gate, the input, B, C and the step sizes that vLLM's MambaMixer2 (mamba_mixer2.py) builds of ``in_proj``."""
-    return (Outputs(r"(.*\.)?(mamba|mixer)\.in_proj$", (inner, inner, states, states, (heads,))),)
+    return (ModuleOutputs(r"(.*\.)?(mamba|mixer)\.in_proj$", (inner, inner, states, states, (heads,))),)
 
 
 # create_qkvz_proj of vLLM's and SGLang's Qwen3.5: q, k and v, with z below them. Qwen3-Next's is one output.
 _KEYS = ("linear_num_key_heads", "linear_key_head_dim")
 _QWEN3_5_OUTPUTS = (
-    Outputs(r"(.*\.)?linear_attn\.in_proj_qkv$", (_KEYS, _KEYS, ("linear_num_value_heads", "linear_value_head_dim"))),
+    ModuleOutputs(r"(.*\.)?linear_attn\.in_proj_qkv$", (_KEYS, _KEYS, ("linear_num_value_heads", "linear_value_head_dim"))),
 )
 _GEMMA_SMALL = (
     # Most have 4 to 256 columns, which blocks do not divide well; vendors and llm-compressor leave all of them.

@@ -80,7 +80,7 @@ class Mtp(NamedTuple):
     last: str
 
 
-class Outputs(NamedTuple):
+class ModuleOutputs(NamedTuple):
     """A module of which readers build several outputs, one below the other: a block of scales must not lie in two.
 
     pattern  of its name
@@ -116,7 +116,7 @@ class Family:
     norms: Norms | None = None
     fixed: str = ""
     mtp: Mtp | None = None
-    outputs: tuple[Outputs, ...] = ()
+    outputs: tuple[ModuleOutputs, ...] = ()
 
     def single_experts(self, stack: str) -> tuple[str, ...]:
         """What readers call the weights of one expert of a stack, its modules with ``{}`` for the expert's number, in

@@ -27,7 +27,7 @@ _SUM_LANES = 1024  # numbers that a program of parts_kernel adds
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LinearPlan:
     """What the kernels know of a format: bits of a code, kind of scales, bytes of a row and rows that share one."""
 
     bits: int
@@ -37,7 +37,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class LinearWeight:
     """A packed weight ``[N, K]`` and a bias as the kernels read them.
 
     data    uint8 ``[N, width]``, the last stride 1
@@ -78,19 +78,19 @@ class Tile:
         return _over(_over(width, self.width), self.parts) * self.width
 
 
-def plan_of(fmt: Format, scales: torch.Tensor | None) -> Plan | None:
+def plan_of(fmt: Format, scales: torch.Tensor | None) -> LinearPlan | None:
     """The constants of a format that the kernels cover, or None."""
     bits, (rows, columns) = _ELEMENTS.get(fmt.element.name), fmt.block
     if bits is None:
         return None
     if scales is None:
-        return Plan(bits, _NONE, 1, 1) if columns == WHOLE else None
+        return LinearPlan(bits, _NONE, 1, 1) if columns == WHOLE else None
     if not fmt.scale.enumerable and bits == 8 and columns == 128 and rows != WHOLE:
-        return Plan(bits, _NUMBERS, columns, rows)
+        return LinearPlan(bits, _NUMBERS, columns, rows)
     kind = _SCALES.get(fmt.scale.name)
     if kind is None or rows != 1 or columns not in (8, 16, 32, 64, 128):
         return None
-    return Plan(bits, kind, columns * bits // 8, 1)
+    return LinearPlan(bits, kind, columns * bits // 8, 1)
 
 
 def linear(
@@ -119,7 +119,7 @@ def linear(
         return None
     if tuple(data.shape) != (shape[0], shape[1] * plan.bits // 8) or x.shape[1] != shape[1]:
         return None
-    weight = Weight(
+    weight = LinearWeight(
         data,
         None if scales is None else _bytes(scales.contiguous()),
         factor,
@@ -134,7 +134,7 @@ def linear(
         return _multiply(x.contiguous(), weight, tile, lanes=few, exact=False)
 
 
-def tile_of(plan: Plan, m: int, shape: tuple[int, int], *, parts: int | None, processors: int) -> Tile:
+def tile_of(plan: LinearPlan, m: int, shape: tuple[int, int], *, parts: int | None, processors: int) -> Tile:
     """The sizes for ``m`` rows of x. The classes of m are 1, 2, 3, 4, and up to 16, 32, 64, and more."""
     n, width = shape[0], shape[1] * plan.bits // 8
     if m <= FEW:
@@ -161,7 +161,7 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _multiply(x: torch.Tensor, weight: Weight, tile: Tile, *, lanes: bool, exact: bool) -> torch.Tensor:
+def _multiply(x: torch.Tensor, weight: LinearWeight, tile: Tile, *, lanes: bool, exact: bool) -> torch.Tensor:
     """``[M, N]`` of a contiguous x ``[M, K]`` by one of the two kernels; ``exact`` where Triton interprets."""
     from ptqpipe.kernels import triton_products
 

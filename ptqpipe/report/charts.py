@@ -105,7 +105,7 @@ def _whole_step(count: int, most: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Strip:
+class StripRow:
     """One row of a strip chart: every value with its tooltip, and the pooled one."""
 
     name: str
@@ -115,7 +115,7 @@ class Strip:
     note: str
 
 
-def strip_chart(rows: Sequence[Strip], *, wide: bool, label: str, unit: str, least_span: float) -> Markup:
+def strip_chart(rows: Sequence[StripRow], *, wide: bool, label: str, unit: str, least_span: float) -> Markup:
     """One row a name: a dot for each value (their range where they are many), a bar at the pooled value."""
 
     def row(number: int, axis: Axis, y: float, name: Markup) -> Markup:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ptqpipe.quantities import disk_size
 from ptqpipe.report import HTML_MARK, MARKDOWN_MARK, charts, numbers, plots
-from ptqpipe.report.content import Report, Weight, decibels, mean_known, pooled_mse
+from ptqpipe.report.content import Report, ReportedWeight, decibels, mean_known, pooled_mse
 from ptqpipe.report.errors import LEAST_DB, Drawn, both
 from ptqpipe.report.html import page
 from ptqpipe.report.markdown import escaped, table
@@ -81,7 +81,7 @@ def _calibrated(rows: Sequence[Row]) -> bool:
     return any(row.report.versus_rtn is not None for row in rows)
 
 
-def _error(row: Row, *, calibrated: bool) -> Callable[[Sequence[Weight]], float | None]:
+def _error(row: Row, *, calibrated: bool) -> Callable[[Sequence[ReportedWeight]], float | None]:
     """The error of some weights by which checkpoints are compared. Plain rounding's own output error is 1."""
     if calibrated:
         return lambda weights: mean_known(1.0 if weight.plain else weight.versus_rtn for weight in weights)
@@ -99,7 +99,7 @@ def _by_layer(rows: Sequence[Row]) -> Drawn | None:
     calibrated = _calibrated(rows)
     series = []
     for row in rows:
-        layers: dict[int, list[Weight]] = defaultdict(list)
+        layers: dict[int, list[ReportedWeight]] = defaultdict(list)
         for weight in row.report.weights:
             if weight.layer is not None:
                 layers[weight.layer].append(weight)

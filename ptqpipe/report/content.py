@@ -33,7 +33,7 @@ class Codes:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ScaleChoice:
     """What one way of choosing scales leaves of the squared error that abs-max scales leave (1.0)."""
 
     name: str
@@ -41,7 +41,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class ReportedWeight:
     """One quantized weight, or one expert of a stack.
 
     layer, expert        None where the name has no such number
@@ -67,7 +67,7 @@ class Weight:
     codes: Codes
     squared_error: float | None = None
     energy: float | None = None
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[ScaleChoice, ...] = ()
     versus_plain_global: float | None = None
     algorithm: str = ""
     weighting: str = ""
@@ -213,7 +213,7 @@ class Report:
     before_measured: bool
     after_bytes: int
     params: int
-    weights: tuple[Weight, ...]
+    weights: tuple[ReportedWeight, ...]
     kept: tuple[KeptTensor, ...]
     histograms: tuple[Histogram, ...]
     worst: tuple[WorstBlock, ...]
@@ -281,7 +281,7 @@ def mean_known(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def pooled_mse(weights: Sequence[Weight]) -> float | None:
+def pooled_mse(weights: Sequence[ReportedWeight]) -> float | None:
     """Relative MSE of several weights together; None where one of them is unknown."""
     if not weights or any(w.squared_error is None or w.energy is None for w in weights):
         return None

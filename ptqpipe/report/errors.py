@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from markupsafe import Markup
 
 from ptqpipe.report import charts, numbers
-from ptqpipe.report.content import Report, Weight, decibels, pooled_mse
+from ptqpipe.report.content import Report, ReportedWeight, decibels, pooled_mse
 from ptqpipe.report.roles import RoleRow, how, mean_choices, row_label, shown
 
 LEAST_DB = 1.0  # how long the axis of decibels is at least
@@ -39,7 +39,7 @@ def error_lines(rows: Sequence[RoleRow]) -> Drawn | None:
 
 def _error_line(rows: Sequence[RoleRow], first: str) -> charts.Series | None:
     """The line of one role. ``first``: the format whose marks are filled."""
-    layers: dict[int, list[Weight]] = defaultdict(list)
+    layers: dict[int, list[ReportedWeight]] = defaultdict(list)
     for weight in (weight for row in rows for weight in row.weights):
         if weight.layer is not None and weight.sqnr_db is not None:
             layers[weight.layer].append(weight)
@@ -66,7 +66,7 @@ def error_strips(rows: Sequence[RoleRow]) -> Drawn | None:
             (w.sqnr_db, f"{shown(w.name)}: {w.sqnr_db:.2f} dB") for w in row.weights if w.sqnr_db is not None
         )
         if values and row.sqnr_db is not None:
-            strips.append(charts.Strip(row_label(row, rows), row.index, values, row.sqnr_db, f"{row.sqnr_db:.2f} dB"))
+            strips.append(charts.StripRow(row_label(row, rows), row.index, values, row.sqnr_db, f"{row.sqnr_db:.2f} dB"))
     if not strips:
         return None
     label = "signal to quantization noise ratio by role, a dot per weight"
@@ -74,7 +74,7 @@ def error_strips(rows: Sequence[RoleRow]) -> Drawn | None:
     return both(lambda wide: charts.strip_chart(strips, wide=wide, label=label, unit=unit, least_span=LEAST_DB))
 
 
-def worst_weights(report: Report) -> list[Weight]:
+def worst_weights(report: Report) -> list[ReportedWeight]:
     """The weights with the largest relative error."""
     known = [w for w in report.weights if w.sqnr_db is not None]
     return sorted(known, key=lambda w: (-(w.relative_mse or 0.0), w.name))[:WORST_ROWS]
@@ -99,7 +99,7 @@ def choice_dots(report: Report, rows: Sequence[RoleRow]) -> Drawn | None:
 
 def choice_lines(report: Report) -> Drawn | None:
     """What each choice left, by layer, a line per choice; None where fewer than two layers have choices."""
-    layers: dict[int, list[Weight]] = defaultdict(list)
+    layers: dict[int, list[ReportedWeight]] = defaultdict(list)
     for weight in report.weights:
         if weight.layer is not None and weight.choices:
             layers[weight.layer].append(weight)
@@ -131,7 +131,7 @@ def tuned(report: Report) -> Drawn | None:
         return None
     values = tuple((b.ratio, f"{shown(b.name)}: {b.ratio:.4f} of {report.blocks_from}") for b in report.blocks)
     mean = sum(value for value, _ in values) / len(values)
-    strips = [charts.Strip("layers", 0, values, mean, numbers.ratio(mean))]
+    strips = [charts.StripRow("layers", 0, values, mean, numbers.ratio(mean))]
     label = "output error of decoder layers relative to that of what tune started from"
     unit = "output error, start = 1 (left is better)"
     return both(lambda wide: charts.strip_chart(strips, wide=wide, label=label, unit=unit, least_span=0.1))
@@ -150,7 +150,7 @@ def calibrated(rows: Sequence[RoleRow]) -> Drawn | None:
             mean = sum(v for v, _ in values) / len(values)
             back = sum(w.reverted for w in row.weights)
             note = numbers.ratio(mean) + (f", {back} plain" if back else "")
-            strips.append(charts.Strip(row_label(row, rows), row.index, values, mean, note))
+            strips.append(charts.StripRow(row_label(row, rows), row.index, values, mean, note))
     if not strips:
         return None
     label = "output error relative to that of plain rounding, by role"

@@ -11,7 +11,7 @@ from ptqpipe.report.content import Report, decibels, mean_known, pooled_mse
 from ptqpipe.report.errors import Drawn, both
 
 
-class Fact(NamedTuple):
+class CardNumber(NamedTuple):
     """A number of the card: what it is, the number, what to know about it; whether it is bad news."""
 
     what: str
@@ -20,7 +20,7 @@ class Fact(NamedTuple):
     bad: bool = False
 
 
-def facts(report: Report) -> list[Fact]:
+def facts(report: Report) -> list[CardNumber]:
     """The numbers beside the verdict: quality where it was measured, else what is known; size; whether verified."""
     row = worst_text(report)
     found = _measured(report, row) if row is not None else _known(report)
@@ -33,19 +33,19 @@ def worst_text(report: Report) -> Mapping[str, Any] | None:
     return max(rows, key=lambda row: row["mean"], default=None)
 
 
-def _measured(report: Report, row: Mapping[str, Any]) -> list[Fact]:
+def _measured(report: Report, row: Mapping[str, Any]) -> list[CardNumber]:
     assert report.evaluation is not None
     to = f"nats per token of {row['data']}, to {report.evaluation['baseline'] or 'the original'}"
     interval = row["interval"]
     span = f"95 % interval {numbers.sci(interval[0])} to {numbers.sci(interval[1])}; " if interval else ""
-    found = [Fact("KL divergence", numbers.sci(row["mean"]), span + to)]
+    found = [CardNumber("KL divergence", numbers.sci(row["mean"]), span + to)]
     if row["top1_agreement"] is not None:
         share = 100 * row["top1_agreement"]
-        found.append(Fact("Same top token", f"{share:.1f} %", f"of {row['tokens']:,} tokens"))
+        found.append(CardNumber("Same top token", f"{share:.1f} %", f"of {row['tokens']:,} tokens"))
     return found + _perplexity(report, str(row["data"]))
 
 
-def _perplexity(report: Report, data: str) -> list[Fact]:
+def _perplexity(report: Report, data: str) -> list[CardNumber]:
     assert report.evaluation is not None
     row = next((row for row in report.evaluation["perplexity"] if row["data"] == data), None)
     if row is None:
@@ -56,34 +56,34 @@ def _perplexity(report: Report, data: str) -> list[Fact]:
         noise = interval is not None and interval[0] <= 0 <= interval[1]
         change = f"{100 * (row['checkpoint'] / base - 1):+.2f} %"
         beside = f"from {numbers.plain(base)}, {change}{' (within noise)' if noise else ''}"
-    return [Fact("Perplexity", numbers.plain(row["checkpoint"]), beside)]
+    return [CardNumber("Perplexity", numbers.plain(row["checkpoint"]), beside)]
 
 
-def _known(report: Report) -> list[Fact]:
+def _known(report: Report) -> list[CardNumber]:
     """What stands for quality while nobody has run the model: the error that its codes were chosen to make small."""
     if report.versus_rtn is not None:
         beside = f"times that of plain rounding, on {report.judged}"
-        return [Fact("Output error of the layers", numbers.ratio(report.versus_rtn), beside)]
+        return [CardNumber("Output error of the layers", numbers.ratio(report.versus_rtn), beside)]
     ratio = mean_known(block.ratio for block in report.blocks)
     if ratio is not None:
         beside = f"times that of {report.blocks_from}, on {report.blocks_judged}"
-        return [Fact("Output error of the layers", numbers.ratio(ratio), beside)]
+        return [CardNumber("Output error of the layers", numbers.ratio(ratio), beside)]
     error = decibels(pooled_mse(report.weights))
-    return [] if error is None else [Fact("Weight error", f"{numbers.db(error)} dB", "signal to quantization noise")]
+    return [] if error is None else [CardNumber("Weight error", f"{numbers.db(error)} dB", "signal to quantization noise")]
 
 
-def _size(report: Report) -> Fact:
+def _size(report: Report) -> CardNumber:
     before = f"from {disk_size(report.before_bytes)}" + ("" if report.before_measured else " in bfloat16")
     times = report.before_bytes / max(1, report.after_bytes)
-    return Fact("Size", disk_size(report.after_bytes), f"{before}: {three_digits(times)} times smaller")
+    return CardNumber("Size", disk_size(report.after_bytes), f"{before}: {three_digits(times)} times smaller")
 
 
-def _verified(report: Report) -> list[Fact]:
+def _verified(report: Report) -> list[CardNumber]:
     if report.faults is None:
         return []
     if report.faults:
-        return [Fact("Verified", f"{report.faults} faults", "ptqpipe verify lists them", bad=True)]
-    return [Fact("Verified", "no fault", "names, hashes, config files and claims, from the bytes")]
+        return [CardNumber("Verified", f"{report.faults} faults", "ptqpipe verify lists them", bad=True)]
+    return [CardNumber("Verified", "no fault", "names, hashes, config files and claims, from the bytes")]
 
 
 def drawn_texts(report: Report) -> list[tuple[Mapping[str, Any], Drawn | None, Drawn | None]]:

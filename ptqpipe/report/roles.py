@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from markupsafe import Markup, escape
 
 from ptqpipe.errors import one_line
-from ptqpipe.report.content import Choice, Codes, Report, Weight, decibels, pooled_mse
+from ptqpipe.report.content import ScaleChoice, Codes, Report, ReportedWeight, decibels, pooled_mse
 from ptqpipe.report.svg import ROLES
 
 _WALK = (
@@ -33,7 +33,7 @@ def family(fmt: str) -> str:
     return next((name for name in _FAMILIES if fmt.startswith(name)), "other")
 
 
-def how(weight: Weight) -> str:
+def how(weight: ReportedWeight) -> str:
     """How a weight's scales and codes were chosen, in a few words."""
     words = [weight.search]
     words += [weight.algorithm] if weight.algorithm not in ("", "rtn") else []
@@ -59,10 +59,10 @@ class RoleRow:
     role: str
     format: str
     index: int
-    weights: tuple[Weight, ...]
+    weights: tuple[ReportedWeight, ...]
     sqnr_db: float | None
-    worst: Weight | None
-    choices: tuple[Choice, ...]
+    worst: ReportedWeight | None
+    choices: tuple[ScaleChoice, ...]
 
     @property
     def codes(self) -> Codes:
@@ -87,7 +87,7 @@ def _sum(values: Iterable[int | None]) -> int | None:
 
 def by_role(report: Report) -> list[RoleRow]:
     """Roles with the worst error first; unknown errors in the order of the files."""
-    groups: dict[tuple[str, str], list[Weight]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[ReportedWeight]] = defaultdict(list)
     for weight in report.weights:
         groups[(shown(weight.role), weight.format)].append(weight)
     ranked = sorted(groups.items(), key=lambda item: -(pooled_mse(item[1]) or 0.0))
@@ -101,13 +101,13 @@ def by_role(report: Report) -> list[RoleRow]:
     return rows
 
 
-def mean_choices(report: Report, weights: Sequence[Weight]) -> tuple[Choice, ...]:
+def mean_choices(report: Report, weights: Sequence[ReportedWeight]) -> tuple[ScaleChoice, ...]:
     """Each choice's mean over the weights that have it."""
     found: dict[str, list[float]] = defaultdict(list)
     for weight in weights:
         for choice in weight.choices:
             found[choice.name].append(choice.versus_absmax)
-    return tuple(Choice(n, sum(found[n]) / len(found[n])) for n in report.choice_names if n in found)
+    return tuple(ScaleChoice(n, sum(found[n]) / len(found[n])) for n in report.choice_names if n in found)
 
 
 def row_label(row: RoleRow, rows: Sequence[RoleRow]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ptqpipe.report import charts, numbers
-from ptqpipe.report.content import Histogram, KeptTensor, Report, Weight, decibels, mean_known, pooled_mse
+from ptqpipe.report.content import Histogram, KeptTensor, Report, ReportedWeight, decibels, mean_known, pooled_mse
 from ptqpipe.report.errors import Drawn, both
 from ptqpipe.report.roles import family, how, place, shown
 
@@ -75,9 +75,9 @@ def precision_map(report: Report) -> tuple[Markup | None, list[tuple[str, str]],
 
     The drawing, its legend (class, words), and the matrices outside of layers (class, name, what it is).
     """
-    squares: dict[tuple[str, int], list[Weight | KeptTensor]] = defaultdict(list)
+    squares: dict[tuple[str, int], list[ReportedWeight | KeptTensor]] = defaultdict(list)
     outside: dict[tuple[str, str, str], int] = defaultdict(int)
-    bits: dict[str, list[Weight]] = defaultdict(list)
+    bits: dict[str, list[ReportedWeight]] = defaultdict(list)
     for weight in report.weights:
         bits[weight.format].append(weight)
         if weight.layer is None:
@@ -108,12 +108,12 @@ def precision_map(report: Report) -> tuple[Markup | None, list[tuple[str, str]],
     return drawing, legend, list(outside)[:40]
 
 
-def _cell(column: int, row: int, role: str, layer: int, found: Sequence[Weight | KeptTensor]) -> charts.Cell:
-    names = list(dict.fromkeys(w.format if isinstance(w, Weight) else "kept" for w in found))
+def _cell(column: int, row: int, role: str, layer: int, found: Sequence[ReportedWeight | KeptTensor]) -> charts.Cell:
+    names = list(dict.fromkeys(w.format if isinstance(w, ReportedWeight) else "kept" for w in found))
     first = found[0]
-    kind = "mixed" if len(names) > 1 else family(names[0]) if isinstance(first, Weight) else "kept"
+    kind = "mixed" if len(names) > 1 else family(names[0]) if isinstance(first, ReportedWeight) else "kept"
     tip = f"layer {layer}  {role}: {', '.join(names)}"
-    weights = [w for w in found if isinstance(w, Weight)]
+    weights = [w for w in found if isinstance(w, ReportedWeight)]
     if not weights:
         bits = found[0].nbytes * 8 // max(1, math.prod(found[0].shape))
         return charts.Cell(

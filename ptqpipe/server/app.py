@@ -44,7 +44,7 @@ class ServerOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _Served:
     service: Service
     prompts: Prompts
     metrics: Metrics
@@ -92,7 +92,7 @@ def create_app(
         processor=processor,
         media=options.media,
     )
-    state = _State(service, prompts, metrics, options, int(time.time()), details)
+    state = _Served(service, prompts, metrics, options, int(time.time()), details)
     app = FastAPI(
         title=f"ptqpipe serves {options.names[0]}",
         description='OpenAI\'s API for one model. Errors are {"error": {"message", "type", "param", "code"}}.',
@@ -108,7 +108,7 @@ def create_app(
     return Guards(app, hosts=options.hosts, api_key=options.api_key, max_body=options.max_body, count=metrics.http)
 
 
-def _add_completions(app: FastAPI, state: _State) -> None:
+def _add_completions(app: FastAPI, state: _Served) -> None:
     async def answer(http: Request, made: Completion | Chat, *, stream: bool) -> Any:
         call = Call(state.service, state.metrics, made.requests)
         call.submit()
@@ -143,7 +143,7 @@ def _add_completions(app: FastAPI, state: _State) -> None:
         return state.model(state.name(name))
 
 
-def _add_tokens(app: FastAPI, state: _State) -> None:
+def _add_tokens(app: FastAPI, state: _Served) -> None:
     @app.post("/tokenize", tags=["tokens"], summary="The tokens of a text")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """Their ids, their number, and how many the model takes at most."""
@@ -159,7 +159,7 @@ def _add_tokens(app: FastAPI, state: _State) -> None:
         return {"prompt": text}
 
 
-def _add_operations(app: FastAPI, state: _State) -> None:
+def _add_operations(app: FastAPI, state: _Served) -> None:
     @app.get("/health", tags=["operation"], summary="Whether requests are taken")
     async def health() -> JSONResponse:
         """200, or 503 with the reason."""

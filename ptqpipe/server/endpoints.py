@@ -21,7 +21,7 @@ from ptqpipe.server.schema import ChatBody, CompletionBody
 
 
 @dataclass(slots=True)
-class Choice:
+class AnswerChoice:
     """One choice as it grows. ``prompt``: its tokens and text, which come first with ``echo``."""
 
     prompt: tuple[int, ...]
@@ -60,7 +60,7 @@ class Completion:
                 prompt_logprobs=body.logprobs if wants and body.echo else None,
             )
             self.requests.append(Request(f"{self.id}-{at}", tokens, params, body.n))
-        self.choices = [Choice(tokens, text) for tokens, text in encoded for _ in range(body.n)]
+        self.choices = [AnswerChoice(tokens, text) for tokens, text in encoded for _ in range(body.n)]
 
     async def answer(self, http: HttpRequest, call: Call) -> dict[str, Any]:
         """The whole response."""
@@ -78,7 +78,7 @@ class Completion:
             choice = self.choices[place]
             first = not choice.tokens and choice.finish is None
             choice.take(piece)
-            part = Choice(choice.prompt, choice.prompt_text)
+            part = AnswerChoice(choice.prompt, choice.prompt_text)
             part.take(piece)
             if part.text or part.tokens or part.finish:
                 part.named = choice.named
@@ -88,7 +88,7 @@ class Completion:
         if self.body.usage_in_stream:
             yield {**self._head(), "choices": [], "usage": self._usage()}
 
-    def _choice(self, at: int, choice: Choice, *, echo: bool | None = None) -> dict[str, Any]:
+    def _choice(self, at: int, choice: AnswerChoice, *, echo: bool | None = None) -> dict[str, Any]:
         """One choice, or a part of one that begins ``named`` characters after the beginning."""
         echo = self.body.echo if echo is None else echo
         logprobs = None
@@ -152,7 +152,7 @@ class Chat:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = body.params(max_tokens=asked, logprobs=logprobs, prompt_logprobs=None)
         self.requests = [Request(self.id, tokens, params, body.n, images)]
-        self.choices = [Choice(tokens, "") for _ in range(body.n)]
+        self.choices = [AnswerChoice(tokens, "") for _ in range(body.n)]
 
     async def answer(self, http: HttpRequest, call: Call) -> dict[str, Any]:
         """The whole response."""

@@ -48,7 +48,7 @@ class ScaleCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class RoleRow:
+class RoleSummary:
     """The quantized weights of one role, format and activation scheme; experts together.
 
     global_least, global_largest  what multiplies the block scales; None without global scales
@@ -96,7 +96,7 @@ class InspectReport:
     container: str
     producer: str
     record: Mapping[str, str]
-    weights: tuple[RoleRow, ...]
+    weights: tuple[RoleSummary, ...]
     kept: tuple[KeptRow, ...]
     kv_scales: tuple[int, float, float] | None
     files: tuple[tuple[str, int, int], ...]
@@ -140,7 +140,7 @@ def inspect(ckpt: Path) -> InspectReport:
         )
 
 
-def _weight_rows(opened: Source) -> tuple[RoleRow, ...]:
+def _weight_rows(opened: Source) -> tuple[RoleSummary, ...]:
     groups: dict[tuple[str, str, str], list[StoredWeight]] = defaultdict(list)
     for stored in opened.stored.values():
         scheme = stored.scheme
@@ -150,7 +150,7 @@ def _weight_rows(opened: Source) -> tuple[RoleRow, ...]:
         counts = sum((_scale_counts(opened, member) for member in members), ScaleCounts())
         values = [value for member in members for value in opened.global_scales(member).tolist()]
         rows.append(
-            RoleRow(
+            RoleSummary(
                 role,
                 name,
                 fmt,
@@ -277,7 +277,7 @@ def _contradictions(opened: Source) -> list[str]:
     return found
 
 
-def _suspicious(rows: Iterable[RoleRow]) -> Iterable[str]:
+def _suspicious(rows: Iterable[RoleSummary]) -> Iterable[str]:
     for row in rows:
         counts, of = row.scales, f"of {row.scales.blocks} block scales of {row.role} ({row.format})"
         if counts.bad:
@@ -331,7 +331,7 @@ def render(report: InspectReport) -> str:
     return "\n".join([*lines, table(["file", "size", "tensors"], files)])
 
 
-def _weight_cells(row: RoleRow) -> list[str]:
+def _weight_cells(row: RoleSummary) -> list[str]:
     low, high = row.global_least, row.global_largest
     scales = "-" if low is None or high is None else f"{scientific(low)} to {scientific(high)}"
     scheme = row.scheme if row.scheme.startswith(row.format) else f"{row.scheme} ({row.format})"

@@ -17,7 +17,7 @@ from ptqpipe.collectives.simulator.error import ErrorRow
 from ptqpipe.collectives.simulator.inputs import Inputs, given, row_parallel
 from ptqpipe.collectives.simulator.request import (
     BreakEven,
-    Request,
+    SimulationRequest,
     codecs_of,
     error_rows as rows_of,
     request_of,
@@ -85,7 +85,7 @@ def _read(path: Path, entries: dict[str, TensorEntry], name: str) -> torch.Tenso
     return found.reshape(entry.shape)
 
 
-def error_rows(request: Request) -> Iterator[ErrorRow]:
+def error_rows(request: SimulationRequest) -> Iterator[ErrorRow]:
     """The rows of errors as they are measured, in one thread: the tensors are small."""
     with threads(1):
         yield from rows_of(request)

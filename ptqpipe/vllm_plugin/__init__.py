@@ -12,7 +12,7 @@ nothing here imports transformers, whose version vLLM pins.
 
 import logging
 
-from ptqpipe.vllm_plugin.settings import Settings
+from ptqpipe.vllm_plugin.settings import PluginSettings
 
 # Minor versions of vLLM on which the hooks were run. They lean on names that vLLM does not promise to keep.
 TESTED_FROM, TESTED_BELOW = (0, 32), (0, 33)
@@ -28,7 +28,7 @@ def register() -> None:
         return
     _done = True
     try:
-        settings = Settings.from_environment()
+        settings = PluginSettings.from_environment()
         if not _version_is_tested(settings):
             return
         from ptqpipe.vllm_plugin.install import install
@@ -38,7 +38,7 @@ def register() -> None:
         log.exception("ptqpipe: the plugin is off, vLLM runs as it would without it: %s", error)
 
 
-def _version_is_tested(settings: Settings) -> bool:
+def _version_is_tested(settings: PluginSettings) -> bool:
     """Whether the hooks were run on this version of vLLM, or the user wants them anyway."""
     import vllm
 

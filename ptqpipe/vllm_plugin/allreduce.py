@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ptqpipe.errors import UsageError
 from ptqpipe.vllm_plugin import ops
-from ptqpipe.vllm_plugin.settings import Settings
+from ptqpipe.vllm_plugin.settings import PluginSettings
 
 if TYPE_CHECKING:
     from ptqpipe.collectives import QuantAllReduce
@@ -38,10 +38,10 @@ CHECK_SHAPE = (64, 1024)
 CHUNK_OF_LOG = 10  # a line after 1, 10, 100, ... quantized messages
 
 _reducers: dict[str, "Reducer"] = {}
-_settings: Settings | None = None
+_settings: PluginSettings | None = None
 
 
-def install(settings: Settings) -> None:
+def install(settings: PluginSettings) -> None:
     """Defines the operator and puts it where `RowParallelLinear` and the experts look. UsageError if they do not."""
     global _settings
     from vllm.model_executor.layers import linear
@@ -126,7 +126,7 @@ class Reducer:
         )
 
 
-def start(name: str, settings: Settings) -> Reducer:
+def start(name: str, settings: PluginSettings) -> Reducer:
     """The reducer of the group ``name``, checked. All ranks of the group come here with their first message."""
     from vllm.distributed import parallel_state
 
@@ -135,7 +135,7 @@ def start(name: str, settings: Settings) -> Reducer:
     return checked(group, settings)
 
 
-def checked(group: Any, settings: Settings) -> Reducer:
+def checked(group: Any, settings: PluginSettings) -> Reducer:
     """A reducer of a group of vLLM, quantized where a test worked on all ranks. Collective."""
     reducer = Reducer(group)
     built: QuantAllReduce | None = None
@@ -155,7 +155,7 @@ def checked(group: Any, settings: Settings) -> Reducer:
     return reducer
 
 
-def _known(settings: Settings) -> None:
+def _known(settings: PluginSettings) -> None:
     """UsageError for a codec or a block that does not exist."""
     from ptqpipe.collectives import get_wire_codec
 
@@ -163,7 +163,7 @@ def _known(settings: Settings) -> None:
     get_wire_codec(settings.codec, settings.block)
 
 
-def _build(group: Any, settings: Settings) -> "QuantAllReduce":
+def _build(group: Any, settings: PluginSettings) -> "QuantAllReduce":
     """With "auto" it measures, against vLLM's own sum: shared memory on one machine, the network on several."""
     from ptqpipe.collectives import QuantAllReduce
 
@@ -186,7 +186,7 @@ def _attempt(step: Callable[[], T]) -> tuple[T | None, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def _announce(group: Any, built: "QuantAllReduce", settings: Settings) -> None:
+def _announce(group: Any, built: "QuantAllReduce", settings: PluginSettings) -> None:
     from ptqpipe.collectives import NEVER
 
     log.info(
@@ -207,7 +207,7 @@ def _all_agree(group: Any, mine: bool) -> bool:
     return bool(vote.item())
 
 
-def _check(quantized: "QuantAllReduce", reducer: Reducer, settings: Settings) -> str:
+def _check(quantized: "QuantAllReduce", reducer: Reducer, settings: PluginSettings) -> str:
     """One message both ways; what is wrong with it, or nothing. The same calls on every rank, whatever it finds."""
     group = reducer.group
     generator = torch.Generator().manual_seed(1000 + group.rank_in_group)

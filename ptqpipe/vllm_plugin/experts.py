@@ -24,7 +24,7 @@ from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.packed import PackedWeight
 from ptqpipe.schemes import Activation
 from ptqpipe.vllm_plugin import ops
-from ptqpipe.vllm_plugin.layer_op import Layer, float_scales
+from ptqpipe.vllm_plugin.layer_op import PackedLayer, float_scales
 
 QUANTIZATION = "vllm.model_executor.layers.quantization"
 CT = f"{QUANTIZATION}.compressed_tensors.compressed_tensors_moe"
@@ -85,8 +85,8 @@ class Stored:
 class Expert:
     """One expert: gate and up as one weight, or as two where their scales differ; then down."""
 
-    first: tuple[Layer, ...]
-    second: Layer
+    first: tuple[PackedLayer, ...]
+    second: PackedLayer
 
     def __call__(self, x: torch.Tensor, gate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """``x [T, H]`` to ``[T, H]``."""
@@ -217,7 +217,7 @@ def _read(layer: Any, stack: str) -> Stored:
     return Stored(data.view(torch.uint8), scales, by_shard(names[0]), by_shard(names[1]), divides)
 
 
-def _layers(stored: Stored, expert: int, activation: Activation, *, shards: int) -> tuple[Layer, ...]:
+def _layers(stored: Stored, expert: int, activation: Activation, *, shards: int) -> tuple[PackedLayer, ...]:
     """An expert's weight: one layer, or one a shard where numbers that span the shard differ."""
     spanning = [
         s[expert].flatten()
@@ -228,7 +228,7 @@ def _layers(stored: Stored, expert: int, activation: Activation, *, shards: int)
     rows = stored.data.shape[1] // parts
     quantizer = _quantizer(stored, expert, activation)
     weights = (PackedWeight.from_qtensor(_part(stored, expert, i, rows)) for i in range(parts))
-    return tuple(Layer(weight.arranged(), quantizer) for weight in weights)
+    return tuple(PackedLayer(weight.arranged(), quantizer) for weight in weights)
 
 
 def _part(stored: Stored, expert: int, part: int, rows: int) -> QTensor:

@@ -4,12 +4,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ptqpipe.vllm_plugin.settings import Settings
+from ptqpipe.vllm_plugin.settings import PluginSettings
 
 log = logging.getLogger("vllm.ptqpipe")
 
 
-def install(settings: Settings) -> None:
+def install(settings: PluginSettings) -> None:
     """Kernels on a CPU, the quantized all-reduce where it is asked for, and a mark in the key of vLLM's graph cache."""
     from vllm.platforms import current_platform
 
@@ -35,7 +35,7 @@ def _experts(dispatch_key: str) -> None:
     experts.register_all(dispatch_key)
 
 
-def _all_reduce(settings: Settings) -> None:
+def _all_reduce(settings: PluginSettings) -> None:
     from ptqpipe.vllm_plugin import allreduce
 
     allreduce.install(settings)
@@ -51,7 +51,7 @@ def _try(what: str, step: Callable[[], None]) -> bool:
     return True
 
 
-def _mark_compiled_graphs(settings: Settings) -> None:
+def _mark_compiled_graphs(settings: PluginSettings) -> None:
     """vLLM keeps compiled graphs on disk under a hash of its configuration. The graphs with our operators in them
     must not be taken for those without, so the hash has to know of them."""
     from vllm.config import VllmConfig

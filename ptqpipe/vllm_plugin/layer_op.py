@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class PackedLayer:
     """A layer as it runs. Holding it keeps its bytes alive, so that no other tensor gets their address."""
 
     weight: PackedWeight
@@ -32,7 +32,7 @@ class Layer:
         return packed_linear(x, self.weight, bias, quantizer=self.quantizer)
 
 
-_layers: dict[int, Layer] = {}
+_layers: dict[int, PackedLayer] = {}
 
 
 def define(dispatch_key: str) -> None:
@@ -62,7 +62,7 @@ def keep(module: Any, q: "QTensor", quantizer: InputQuantizer, *, drop: tuple[st
     packed = torch.nn.Parameter(weight.data, requires_grad=False)
     module.weight = packed
     module.ptqpipe_rows = q.shape[0]
-    _layers[packed.data_ptr()] = Layer(weight, quantizer)
+    _layers[packed.data_ptr()] = PackedLayer(weight, quantizer)
 
 
 def apply(module: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -19,7 +19,7 @@ from ptqpipe.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class PluginSettings:
     """What the user asked for. ``codec`` is None when all-reduces stay plain."""
 
     codec: str | None = None
@@ -29,7 +29,7 @@ class Settings:
     untested: bool = False
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "Settings":
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "PluginSettings":
         """Reads ``os.environ`` or ``environment``. UsageError names the variable that cannot be read."""
         found = os.environ if environment is None else environment
         codec = found.get("PTQPIPE_ALLREDUCE", "off").strip().lower()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ptqpipe.algorithms import Matrix, Task, gptq, joined
+from ptqpipe.algorithms import LoadedWeight, Task, gptq, joined
 from ptqpipe.algorithms.metric import expected_error, output_error
 from ptqpipe.formats import get_format
 from ptqpipe.inputs import OUT_ROWS, Moments
@@ -21,7 +21,7 @@ def moment_of(size: int, *, seed: int) -> torch.Tensor:
 def quantized(w: torch.Tensor, fmt: str, moments: Moments) -> QTensor:
     runs: dict[tuple[int, int], QTensor] = {}
     task = Task(
-        [Matrix(w)],
+        [LoadedWeight(w)],
         get_format(fmt),
         ["w"],
         lambda member, row, q: runs.__setitem__((member, row), q),

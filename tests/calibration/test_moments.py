@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ptqpipe.calibration.moments import BINS, QUANTILE_ERROR, Moments, stand_in
+from ptqpipe.calibration.moments import BINS, QUANTILE_ERROR, RunningMoments, stand_in
 from ptqpipe.statistics import QUANTILES
 
 CPU = torch.device("cpu")
@@ -18,15 +18,15 @@ def rows(tokens: int, columns: int = 48, *, seed: int = 0, spread: float = 1.0) 
     return x + torch.linspace(-1, 1, columns)
 
 
-def collected(parts: list[torch.Tensor], *, block: bool = True, full: bool = True) -> Moments:
+def collected(parts: list[torch.Tensor], *, block: bool = True, full: bool = True) -> RunningMoments:
     """All parts, one after another."""
-    moments = Moments.empty(parts[0].shape[1], block=block, full=full, device=CPU)
+    moments = RunningMoments.empty(parts[0].shape[1], block=block, full=full, device=CPU)
     assert all(moments.add(part) for part in parts)
     return moments
 
 
 def test_a_million_small_numbers_after_a_large_one_are_not_lost() -> None:
-    moments = Moments.empty(1, block=False, full=True, device=CPU)
+    moments = RunningMoments.empty(1, block=False, full=True, device=CPU)
     assert moments.add(torch.full((1, 1), 2.0**13))
     for _ in range(128):
         assert moments.add(torch.full((8192, 1), 2.0**-6))
@@ -77,7 +77,7 @@ def test_quantiles_are_within_their_bound_of_sorted_elements(spread: float) -> N
 
 def test_quantiles_of_zeros_and_of_nothing_are_zero() -> None:
     assert set(collected([torch.zeros(10, 16)]).quantiles().values()) == {0.0}
-    assert set(Moments.empty(16, block=True, full=True, device=CPU).quantiles().values()) == {0.0}
+    assert set(RunningMoments.empty(16, block=True, full=True, device=CPU).quantiles().values()) == {0.0}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -113,7 +113,7 @@ def test_a_stand_in_is_as_large_as_the_largest() -> None:
 
 def test_the_stated_size_is_that_of_the_tensors() -> None:
     for block, full in ((False, False), (True, False), (True, True)):
-        moments = Moments.empty(64, block=block, full=full, device=CPU)
+        moments = RunningMoments.empty(64, block=block, full=full, device=CPU)
         held = sum(tensor.nbytes for tensor in (moments.amax, *moments.sums()))
-        assert Moments.nbytes(64, block=block, full=full) == held
+        assert RunningMoments.nbytes(64, block=block, full=full) == held
     assert moments.histogram.numel() == BINS

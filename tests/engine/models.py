@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ptqpipe.engine.engine import Engine, EngineOptions, Piece, Request
-from ptqpipe.engine.runner import CacheOptions, Runner
+from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.engine.sequence import SamplingParams
 from ptqpipe.kernels import cpu_library, cpu_linear
 from ptqpipe.runtime import load_model
@@ -48,13 +48,13 @@ def tokenizer(path: Path = DEMO) -> Any:
 
 
 @cache
-def runner(path: Path = DEMO, *, max_len: int = 256, max_bytes: int = 1 << 28, block_size: int = 16) -> Runner:
+def runner(path: Path = DEMO, *, max_len: int = 256, max_bytes: int = 1 << 28, block_size: int = 16) -> ModelRunner:
     """A model of its own for the engine, whose attention it changes."""
-    return Runner(load_model(path), CacheOptions(max_bytes, max_len, 16, block_size))
+    return ModelRunner(load_model(path), CacheOptions(max_bytes, max_len, 16, block_size))
 
 
 def engine(
-    run: Runner | None = None,
+    run: ModelRunner | None = None,
     *,
     max_len: int = 256,
     max_seqs: int = 8,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ptqpipe.engine.runner import CacheOptions, Runner
+from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.engine.sequence import Finish
 from ptqpipe.errors import UsageError
 from ptqpipe.kernels import cpu_library
@@ -95,7 +95,7 @@ def test_several_choices_share_the_prompt_and_its_blocks() -> None:
 
 @pytest.mark.parametrize("max_batch_tokens", [512, 20])
 def test_preempted_sequences_equal_generate(max_batch_tokens: int) -> None:
-    small = Runner(load_model(models.DEMO), CacheOptions(256 * 9 * 3 * 128 * 2 * 4 // 8, 120, 8, 8))
+    small = ModelRunner(load_model(models.DEMO), CacheOptions(256 * 9 * 3 * 128 * 2 * 4 // 8, 120, 8, 8))
     made = engine(small, max_len=120, max_batch_tokens=max_batch_tokens)
     prompts = [prompt[:60] for prompt in encoded()]
     for at, prompt in enumerate(prompts):

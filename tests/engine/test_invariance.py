@@ -11,7 +11,7 @@ import torch
 import ptqpipe
 from ptqpipe.engine import invariance
 from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.engine.runner import CacheOptions, Runner
+from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime import load
 from ptqpipe.runtime.invariant import make_batch_invariant
@@ -24,17 +24,17 @@ LENGTHS = (1, 5, 17, 64, 130, 33)
 BLOCK = 16
 
 
-def runner(path: Path, *, invariant: bool = True) -> Runner:
+def runner(path: Path, *, invariant: bool = True) -> ModelRunner:
     model = load(path, dtype="bfloat16").eval()
     if invariant:
         make_batch_invariant(model)
-    return Runner(model, CacheOptions(1 << 24, max_len=160, max_seqs=len(LENGTHS), block_size=BLOCK))
+    return ModelRunner(model, CacheOptions(1 << 24, max_len=160, max_seqs=len(LENGTHS), block_size=BLOCK))
 
 
 class Sequences:
     """Random sequences with pages of their own, computed in any pieces."""
 
-    def __init__(self, run: Runner) -> None:
+    def __init__(self, run: ModelRunner) -> None:
         self.run, at = run, 0
         generator = torch.Generator().manual_seed(0)
         self.tokens = [torch.randint(run.config.vocab_size, (n,), generator=generator) for n in LENGTHS]

@@ -11,7 +11,7 @@ import torch
 from ptqpipe.engine import runner as runners
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.layers import use_layers
-from ptqpipe.engine.runner import CacheOptions, Runner
+from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.kernels import cpu_library
 from ptqpipe.runtime import load
 from ptqpipe.runtime.compiled import use_kernels
@@ -35,19 +35,19 @@ def checkpoint(kind: str, folder: Path) -> Path:
     return Path(quantized(source, "compressed_tensors", "nvfp4").save(folder / "packed"))
 
 
-def runner(path: Path) -> Runner:
+def runner(path: Path) -> ModelRunner:
     """As a service has it."""
     model = load(path, dtype="bfloat16", activations="none").eval()
     use_kernels(model, every=True)
-    return Runner(model, CacheOptions(1 << 24, max_len=64, max_seqs=3, block_size=BLOCK))
+    return ModelRunner(model, CacheOptions(1 << 24, max_len=64, max_seqs=3, block_size=BLOCK))
 
 
-def has_kernels(run: Runner) -> list[bool]:
+def has_kernels(run: ModelRunner) -> list[bool]:
     """Of each layer, whether its forward is not transformers'."""
     return ["forward" in vars(layer) for layer in run.model.model.layers]
 
 
-def steps(run: Runner) -> list[torch.Tensor]:
+def steps(run: ModelRunner) -> list[torch.Tensor]:
     """Logits of three sequences: their prompts, then single tokens of all, over the edge of a page, and of two."""
     lengths, g = [3, 9, 6], torch.Generator().manual_seed(3)
     pages = [tuple(range(4 * i, 4 * i + 4)) for i in range(3)]
@@ -157,7 +157,7 @@ def test_what_a_model_does_between_its_layers_is_seen(change: str, tmp_path: Pat
     assert all(torch.equal(one, other) for one, other in zip(steps_alone(run), found, strict=True))
 
 
-def calls_of_forward(run: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def calls_of_forward(run: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Fills with how many tokens each forward of the model's decoder had from now on."""
     calls: list[int] = []
     own = type(run.model.model).forward
@@ -246,7 +246,7 @@ def test_a_model_that_computes_something_else_keeps_its_forward(
         assert torch.equal(2 * one, twice)
 
 
-def steps_alone(run: Runner) -> list[torch.Tensor]:
+def steps_alone(run: ModelRunner) -> list[torch.Tensor]:
     """Logits of a prompt and of three tokens of one sequence."""
     found = [run.run(Batch(torch.arange(3, 7), torch.tensor([3]), (Span(4, 4, (0,)),)))]
     for total in (5, 6, 7):

@@ -27,7 +27,7 @@ from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.engine import Engine, EngineOptions
 from ptqpipe.engine.overlap import Overlap, _Half, halves, least_tokens
 from ptqpipe.engine.ranks import Leader, follow
-from ptqpipe.engine.runner import CacheOptions, Runner
+from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.errors import PtqError
 from ptqpipe.kernels.cpu_attention import PagedSpans, paged_prefill
 from ptqpipe.runtime import load_model
@@ -236,10 +236,10 @@ class Reduce:
         return x
 
 
-def runner_of(path: Path, rank: int, reduce: Any, overlap: Overlap | None, **options: Any) -> Runner:
+def runner_of(path: Path, rank: int, reduce: Any, overlap: Overlap | None, **options: Any) -> ModelRunner:
     ranks = TensorParallel(2, rank, all_reduce=reduce, run=overlap)
     model = load_rank(path, ranks, **options)
-    return Runner(model, CacheOptions(1 << 22, 64, 4, BLOCK), overlap=overlap)
+    return ModelRunner(model, CacheOptions(1 << 22, 64, 4, BLOCK), overlap=overlap)
 
 
 def both_ways(path: Path, rank: int, reduce: Any, **options: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import ptqpipe
 from ptqpipe.engine.block_manager import BlockManager
 from ptqpipe.engine.engine import Engine
-from ptqpipe.engine.runner import CacheOptions, Runner
+from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.engine.scheduler import Chunk
 from ptqpipe.engine.speculative import Drafter
 from ptqpipe.runtime import load
@@ -36,16 +36,16 @@ class Words:
         return " ".join(map(str, tokens))
 
 
-def engine(run: Runner, drafter: Any = None, **limits: Any) -> Engine:
+def engine(run: ModelRunner, drafter: Any = None, **limits: Any) -> Engine:
     """An engine of short sequences."""
     made = models.engine(run, max_len=MAX_LEN, tokens=Words(), **limits)
     made.drafter = drafter
     return made
 
 
-def runner(folder: Path, *, mtp: bool, max_bytes: int = 1 << 26) -> Runner:
+def runner(folder: Path, *, mtp: bool, max_bytes: int = 1 << 26) -> ModelRunner:
     """The model of a folder."""
-    return Runner(load(folder, dtype="float32", mtp=mtp), CacheOptions(max_bytes, MAX_LEN, 8, 4))
+    return ModelRunner(load(folder, dtype="float32", mtp=mtp), CacheOptions(max_bytes, MAX_LEN, 8, 4))
 
 
 @pytest.fixture(scope="module")

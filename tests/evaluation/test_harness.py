@@ -16,7 +16,7 @@ import torch
 import ptqpipe
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation import score
-from ptqpipe.evaluation.harness import LOCAL_TASKS, Metric, TaskRequest, check_tasks, compare, run_tasks
+from ptqpipe.evaluation.harness import LOCAL_TASKS, TaskMetric, TaskRequest, check_tasks, compare, run_tasks
 from ptqpipe.runtime import load_model
 from ptqpipe.runtime.loading import load_tokenizer
 
@@ -58,7 +58,7 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def metrics(model: Any, tokenizer: Any, data: Path) -> dict[tuple[str, str], Metric]:
+def metrics(model: Any, tokenizer: Any, data: Path) -> dict[tuple[str, str], TaskMetric]:
     found = run_tasks(model, tokenizer, TaskRequest(ALL, task_data=data))
     return {(metric.task, metric.name): metric for metric in found}
 
@@ -72,7 +72,7 @@ def likelihood(model: Any, tokenizer: Any, context: str, continuation: str) -> f
     return sum(float(logp[t - 1, ids[0, t]]) for t in range(start, ids.shape[1]))
 
 
-def test_every_local_task_runs_offline(metrics: dict[tuple[str, str], Metric]) -> None:
+def test_every_local_task_runs_offline(metrics: dict[tuple[str, str], TaskMetric]) -> None:
     assert {task for task, _ in metrics} == set(ALL)
     assert len(ALL) == 7
     assert metrics["local_piqa", "acc"].samples == 3
@@ -92,7 +92,7 @@ def test_no_process_is_forked(model: Any, tokenizer: Any, data: Path, monkeypatc
 
 
 def test_multiple_choice_picks_the_likeliest_answer(
-    metrics: dict[tuple[str, str], Metric], model: Any, tokenizer: Any
+    metrics: dict[tuple[str, str], TaskMetric], model: Any, tokenizer: Any
 ) -> None:
     right = []
     for row in ROWS["piqa"]:
@@ -104,7 +104,7 @@ def test_multiple_choice_picks_the_likeliest_answer(
 
 
 def test_schemas_compare_one_continuation_after_two_contexts(
-    metrics: dict[tuple[str, str], Metric], model: Any, tokenizer: Any
+    metrics: dict[tuple[str, str], TaskMetric], model: Any, tokenizer: Any
 ) -> None:
     row = SCHEMA
     scores = [likelihood(model, tokenizer, c, " " + str(row["continuation"])) for c in row["context_options"]]
@@ -112,7 +112,7 @@ def test_schemas_compare_one_continuation_after_two_contexts(
 
 
 def test_lambada_is_the_perplexity_of_the_last_word(
-    metrics: dict[tuple[str, str], Metric], model: Any, tokenizer: Any
+    metrics: dict[tuple[str, str], TaskMetric], model: Any, tokenizer: Any
 ) -> None:
     expected = math.exp(-likelihood(model, tokenizer, str(WORD["context"]), " " + str(WORD["continuation"])))
     assert metrics["local_lambada", "perplexity"].value == pytest.approx(expected, rel=1e-4)
@@ -218,8 +218,8 @@ def test_without_lm_eval_the_message_says_what_to_install(monkeypatch: pytest.Mo
         check_tasks(TaskRequest(("piqa",)))
 
 
-def metric(values: Sequence[Any], aggregate: Callable[[Sequence[Any]], float], *, better: bool = True) -> Metric:
-    return Metric("t", "m", better, aggregate(values), None, len(values), values, aggregate)
+def metric(values: Sequence[Any], aggregate: Callable[[Sequence[Any]], float], *, better: bool = True) -> TaskMetric:
+    return TaskMetric("t", "m", better, aggregate(values), None, len(values), values, aggregate)
 
 
 def mean(values: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.report.content import Report, Weight
+from ptqpipe.report.content import Report, ReportedWeight
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from tests.tiny import save
@@ -29,7 +29,7 @@ def converted(folder: Path, tensors: dict[str, torch.Tensor], fmt: str, **option
     return source, out
 
 
-def by_name(report: Report) -> dict[str, Weight]:
+def by_name(report: Report) -> dict[str, ReportedWeight]:
     return {weight.name: weight for weight in report.weights}
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.algorithms import Matrix, Task, joined, rtn
+from ptqpipe.algorithms import LoadedWeight, Task, joined, rtn
 from ptqpipe.formats import get_format
 from ptqpipe.options import SEARCHES, CodeOptions
 from ptqpipe.qtensor import QTensor
@@ -51,7 +51,7 @@ def test_the_decoded_weights_are_nearer_to_their_size() -> None:
 def test_scales_and_codes_are_the_exact_ones_of_the_enlarged_weights() -> None:
     w, runs = weight(), {}
     task = Task(
-        [Matrix(w)], get_format("mxfp4"), ["w"], lambda i, row, q: runs.__setitem__((i, row), q),
+        [LoadedWeight(w)], get_format("mxfp4"), ["w"], lambda i, row, q: runs.__setitem__((i, row), q),
         options=CodeOptions(search="enlarged"),
     )  # fmt: skip
     result = rtn.quantize(task)

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ptqpipe.cli import main
-from ptqpipe.cli.talk import Chat, Talk, visible
+from ptqpipe.cli.talk import Conversation, Talk, visible
 from ptqpipe.engine.service import Service
 from ptqpipe.errors import PtqError
 from tests.engine.models import DEMO, PROMPTS, greedy, tokenizer
@@ -36,9 +36,9 @@ def piped(question: str, *arguments: object) -> Result:
     return CliRunner().invoke(main, ["chat", *map(str, arguments)], input=question)
 
 
-def talk(server: Server, **sampling: Any) -> Chat:
+def talk(server: Server, **sampling: Any) -> Conversation:
     """A talk of short greedy answers."""
-    return Chat(server.url, api_key=None, sampling={"temperature": 0.0, "max_tokens": 12} | sampling, system="")
+    return Conversation(server.url, api_key=None, sampling={"temperature": 0.0, "max_tokens": 12} | sampling, system="")
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) ->
     assert left == []
 
 
-def run(chat: Chat, say: Callable[[str], None] | None = None) -> tuple[str, list[str]]:
+def run(chat: Conversation, say: Callable[[str], None] | None = None) -> tuple[str, list[str]]:
     """(what was answered, what was noted) in a talk."""
     answered: list[str] = []
     noted: list[str] = []

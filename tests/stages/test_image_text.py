@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import ptqpipe
 from ptqpipe.engine.images import Images
 from ptqpipe.engine.probe import check_empty
-from ptqpipe.engine.runner import CacheOptions, Runner, check_model
+from ptqpipe.engine.runner import CacheOptions, ModelRunner, check_model
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.check import check_load
@@ -96,7 +96,7 @@ def test_calibrated_converted_evaluated_and_served(
     assert [NOTE in line for line in said] == [True] * 3
     check_checkpoint(str(out.out), tp=1, packed=True)
     oracle, prompts = load(out.out, dtype="float32"), [(5, 6, 7, 8), tuple(range(9, 39))]
-    runner = Runner(load(out.out, dtype="float32"), CacheOptions(1 << 24, 64, 4, 8))
+    runner = ModelRunner(load(out.out, dtype="float32"), CacheOptions(1 << 24, 64, 4, 8))
     found = served_by(
         engine(runner, max_len=64, max_batch_tokens=11, tokens=tokenizer()),
         [ask(prompt, 12, name=str(at)) for at, prompt in enumerate(prompts)],

@@ -9,7 +9,7 @@ import torch
 
 import ptqpipe
 from ptqpipe.algorithms import quantizer, recheck, rtn
-from ptqpipe.algorithms.unit import Matrix, Promise, Task
+from ptqpipe.algorithms.unit import LoadedWeight, Promise, Task
 from ptqpipe.errors import NumericsError
 from ptqpipe.formats import get_format, pack
 from ptqpipe.inputs import Moments
@@ -167,8 +167,8 @@ def test_weighted_searches_and_error_feedback_keep_what_they_promise(
     w, x = torch.randn(128, 256, generator=g) * 0.02, torch.randn(512, 256, generator=g) * torch.rand(256, generator=g)
     moment = x.t() @ x / 512
     inputs = [Moments(moment.diagonal().contiguous(), full_moment=moment)]
-    kept = recheck.Recheck([Matrix(w)], form := get_format(fmt), names=["w"], sink=lambda *_: None)
-    task = Task([Matrix(w)], form, ["w"], kept.take, options, inputs)
+    kept = recheck.Recheck([LoadedWeight(w)], form := get_format(fmt), names=["w"], sink=lambda *_: None)
+    task = Task([LoadedWeight(w)], form, ["w"], kept.take, options, inputs)
     done = quantizer(ALGORITHMS[options.algorithm])(task)
     promise = done.promises[0]
     assert scales is None or promise.scales == scales
@@ -183,7 +183,7 @@ def test_weighted_searches_and_error_feedback_keep_what_they_promise(
 @pytest.mark.parametrize("wrong", ["scales", "codes", "neither"])
 def test_of_two_weights_each_is_held_to_its_own_promise(wrong: str) -> None:
     form, g = get_format("mxfp4"), torch.Generator().manual_seed(0)
-    weights = [Matrix(torch.randn(8, 128, generator=g)) for _ in range(2)]
+    weights = [LoadedWeight(torch.randn(8, 128, generator=g)) for _ in range(2)]
     kept = recheck.Recheck(weights, form, names=["a", "b"], sink=lambda *_: None)
     for member, weight in enumerate(weights):
         w = weight.rows(0, 8)

@@ -141,11 +141,11 @@ def test_packed_layers_rotate_too(packed: Path) -> None:
 
 
 def test_the_engine_says_what_transformers_says(tmp_path: Path) -> None:
-    from ptqpipe.engine.runner import CacheOptions, Runner
+    from ptqpipe.engine.runner import CacheOptions, ModelRunner
     from tests.engine import models
 
     ptqpipe.convert(models.DEMO, format="mxfp4", rotate="down_proj:32", out=tmp_path / "out")
-    run = Runner(load(tmp_path / "out", dtype="float32"), CacheOptions(1 << 28, 256, 16, 16))
+    run = ModelRunner(load(tmp_path / "out", dtype="float32"), CacheOptions(1 << 28, 256, 16, 16))
     prompt = models.encoded()[0]
     found = models.generate(models.engine(run), [models.ask(prompt, 16)])["a"][0]
     assert found == models.greedy_of(ptqpipe.load_model(tmp_path / "out"), prompt, 16)

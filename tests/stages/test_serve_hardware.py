@@ -83,7 +83,7 @@ def test_the_runner_computes_on_its_own_gpu_with_a_part_of_that_gpu_s_memory(mon
         return SimpleNamespace()
 
     monkeypatch.setattr(lead, "load_rank", load)
-    monkeypatch.setattr(lead, "Runner", runner)
+    monkeypatch.setattr(lead, "ModelRunner", runner)
     monkeypatch.setattr(lead, "check_model", lambda model: None)
     monkeypatch.setattr(lead, "use_kernels", lambda model: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(current=device))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ptqpipe.collectives import NEVER, Thresholds
 from ptqpipe.vllm_plugin import allreduce
 from ptqpipe.vllm_plugin.allreduce import Reducer, checked
-from ptqpipe.vllm_plugin.settings import Settings
+from ptqpipe.vllm_plugin.settings import PluginSettings
 from tests.collectives.ranks import on_ranks
 
 CLOSE = 0.02  # twice the error of a sum of Gaussians
@@ -45,7 +45,7 @@ def partial(rank: int, elements: int) -> torch.Tensor:
 
 def by_given_size(rank: int, world: int) -> dict[str, Any]:
     group = Group(rank, world)
-    reducer = checked(group, Settings(codec="int8", min_bytes=4096))
+    reducer = checked(group, PluginSettings(codec="int8", min_bytes=4096))
     group.sums.clear()
     small, large = partial(rank, 2047), partial(rank, 2048)
     kept = large.clone()
@@ -74,7 +74,7 @@ def test_small_sums_are_vllm_s_own_and_large_ones_quantized() -> None:
 
 def measured(rank: int, world: int) -> dict[str, Any]:
     group = Group(rank, world)
-    reducer = checked(group, Settings(codec="int8", min_bytes="auto"))
+    reducer = checked(group, PluginSettings(codec="int8", min_bytes="auto"))
     assert reducer.quantized is not None
     tried = set(group.sums)
     reducer.quantized.thresholds = Thresholds(NEVER)
@@ -94,7 +94,7 @@ def one_cannot(rank: int, world: int) -> Any:
     if rank == 1:
         allreduce._known = lambda settings: (_ for _ in ()).throw(RuntimeError("not here"))
     group = Group(rank, world)
-    return checked(group, Settings(codec="int8")).quantized is None, len(group.sums)
+    return checked(group, PluginSettings(codec="int8")).quantized is None, len(group.sums)
 
 
 def test_where_one_rank_cannot_all_stay_plain_and_nobody_waits() -> None:
@@ -106,7 +106,7 @@ def unknown(rank: int, world: int) -> Any:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     allreduce.log.addHandler(handler)
-    return checked(Group(rank, world), Settings(codec="int9")).quantized is None, lines[-1]
+    return checked(Group(rank, world), PluginSettings(codec="int9")).quantized is None, lines[-1]
 
 
 def test_an_unknown_codec_leaves_everything_plain_and_the_log_says_so() -> None:
@@ -121,7 +121,7 @@ def wrong(rank: int, world: int) -> Any:
         def _all_reduce_out_place(self, x: torch.Tensor) -> torch.Tensor:
             return super()._all_reduce_out_place(x).mul_(2)
 
-    return checked(Off(rank, world), Settings(codec="int8", min_bytes=0)).quantized is None
+    return checked(Off(rank, world), PluginSettings(codec="int8", min_bytes=0)).quantized is None
 
 
 def test_sums_that_differ_from_vllm_s_are_not_used() -> None:

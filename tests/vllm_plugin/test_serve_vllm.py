@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from ptqpipe.cli import main
 from ptqpipe.errors import PtqError, UsageError
-from ptqpipe.processes import SHM, Family
+from ptqpipe.processes import SHM, ProcessTree
 from ptqpipe.stages.serve import vllm as stage
 from ptqpipe.stages.serve.vllm import Environment, VllmService, command, environment, find_environment
 
@@ -73,7 +73,7 @@ def test_orphans_and_their_segments_are_cleared_and_nothing_else(child: Path, na
     other = SHM / f"ptqpipe_test_{os.getpid()}_other"
     other.write_bytes(b"mine")
     try:
-        family = Family.start([sys.executable, str(child), "child", *names, "0.5", "3"], dict(os.environ))
+        family = ProcessTree.start([sys.executable, str(child), "child", *names, "0.5", "3"], dict(os.environ))
         while family.running():
             family.look()
             family.wait(0.05)
@@ -95,7 +95,7 @@ def test_orphans_and_their_segments_are_cleared_and_nothing_else(child: Path, na
 
 
 def test_a_segment_that_someone_else_maps_stays(child: Path, names: tuple[str, str]) -> None:
-    family = Family.start([sys.executable, str(child), "child", *names, "0.5", "0"], dict(os.environ))
+    family = ProcessTree.start([sys.executable, str(child), "child", *names, "0.5", "0"], dict(os.environ))
     wait_for(lambda: (SHM / names[0]).exists() and (SHM / names[0]).stat().st_size == 4096)
     with open(SHM / names[0], "r+b") as file, mmap.mmap(file.fileno(), 4096):
         while family.running():
@@ -108,7 +108,7 @@ def test_a_segment_that_someone_else_maps_stays(child: Path, names: tuple[str, s
 
 def test_a_segment_that_was_there_before_stays(child: Path, names: tuple[str, str]) -> None:
     (SHM / names[0]).write_bytes(b"x" * 4096)
-    family = Family.start([sys.executable, str(child), "child", *names, "0.3", "0"], dict(os.environ))
+    family = ProcessTree.start([sys.executable, str(child), "child", *names, "0.3", "0"], dict(os.environ))
     while family.running():
         family.look()
         family.wait(0.05)
@@ -317,8 +317,8 @@ def test_vllm_is_asked_to_end_when_its_supervisor_is_killed(tmp_path: Path) -> N
         f"pathlib.Path({str(tmp_path / 'here')!r}).touch(); time.sleep(60)"
     )
     code = (
-        "import os, sys, time; from ptqpipe.processes import Family; "
-        f"Family.start([sys.executable, '-c', {child!r}], dict(os.environ)); time.sleep(60)"
+        "import os, sys, time; from ptqpipe.processes import ProcessTree; "
+        f"ProcessTree.start([sys.executable, '-c', {child!r}], dict(os.environ)); time.sleep(60)"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", code])
     wait_for((tmp_path / "here").exists)

@@ -6,20 +6,20 @@ import sys
 import pytest
 
 from ptqpipe.errors import UsageError
-from ptqpipe.vllm_plugin.settings import Settings
+from ptqpipe.vllm_plugin.settings import PluginSettings
 
 
 def test_nothing_set_means_kernels_and_plain_sums() -> None:
-    assert Settings.from_environment({}) == Settings(codec=None, block=64, min_bytes="auto", kernels=True)
+    assert PluginSettings.from_environment({}) == PluginSettings(codec=None, block=64, min_bytes="auto", kernels=True)
 
 
 @pytest.mark.parametrize("text", ["off", "OFF", "", "0", "none"])
 def test_every_spelling_of_off_keeps_sums_plain(text: str) -> None:
-    assert Settings.from_environment({"PTQPIPE_ALLREDUCE": text}).codec is None
+    assert PluginSettings.from_environment({"PTQPIPE_ALLREDUCE": text}).codec is None
 
 
 def test_every_variable_is_read() -> None:
-    found = Settings.from_environment(
+    found = PluginSettings.from_environment(
         {
             "PTQPIPE_ALLREDUCE": "Int8",
             "PTQPIPE_ALLREDUCE_BLOCK": "128",
@@ -28,7 +28,7 @@ def test_every_variable_is_read() -> None:
             "PTQPIPE_VLLM_UNTESTED": "1",
         }
     )
-    assert found == Settings(codec="int8", block=128, min_bytes=65536, kernels=False, untested=True)
+    assert found == PluginSettings(codec="int8", block=128, min_bytes=65536, kernels=False, untested=True)
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,12 @@ def test_every_variable_is_read() -> None:
 )
 def test_what_cannot_be_read_is_named(name: str, text: str) -> None:
     with pytest.raises(UsageError, match=name):
-        Settings.from_environment({name: text})
+        PluginSettings.from_environment({name: text})
 
 
 def test_graphs_with_and_without_our_operators_have_different_keys() -> None:
     keys = {
-        Settings(codec=codec, kernels=kernels).fingerprint() for codec in (None, "int8") for kernels in (True, False)
+        PluginSettings(codec=codec, kernels=kernels).fingerprint() for codec in (None, "int8") for kernels in (True, False)
     }
     assert len(keys) == 4
 

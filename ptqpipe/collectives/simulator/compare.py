@@ -6,7 +6,7 @@ Must not know how a time comes about.
 import math
 from dataclasses import dataclass
 
-from ptqpipe.collectives.simulator.time import PLAIN_BYTES, PLAIN_SCHEMES, Message, seconds
+from ptqpipe.collectives.simulator.time import PLAIN_BYTES, PLAIN_SCHEMES, MessageSize, seconds
 from ptqpipe.collectives.simulator.topologies import Topology
 from ptqpipe.errors import UsageError
 
@@ -66,7 +66,7 @@ def compare(
     schemes: tuple[str, ...] | None = None,
 ) -> TimeRow:
     """The fastest plain scheme against the fastest of ``schemes``. UsageError where none of them fits."""
-    message = Message(max(1, nbytes // PLAIN_BYTES), bits, block)
+    message = MessageSize(max(1, nbytes // PLAIN_BYTES), bits, block)
 
     def best(names: tuple[str, ...]) -> tuple[float, str]:
         fitting = schemes_for(topology, ranks, names)

@@ -49,7 +49,7 @@ class ErrorRow:
     model: float | None = None
 
 
-class _Sums:
+class _ErrorSums:
     """What the slabs add up to."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def measure(
         raise UsageError(f"{ranks} ranks are outside of 2..{MAX_RANKS}; choose a world between")
     grain = math.lcm(CHUNK, MEDIAN_BLOCK, *(case.codec.block for case in cases))
     step = max(1, SLAB_NUMBERS // ranks // grain) * grain
-    sums = [_Sums() for _ in cases]
+    sums = [_ErrorSums() for _ in cases]
     for start in range(0, source.elements, step):
         values = source.partials(ranks, start=start, stop=min(source.elements, start + step))
         exact = values.double().sum(dim=0)
@@ -113,7 +113,7 @@ def reduced(case: Case, values: torch.Tensor, *, start: int, elements: int, node
     return case.codec.left(result).reshape(-1)[:columns]
 
 
-def _row(case: Case, sums: _Sums, *, source: Inputs, ranks: int) -> ErrorRow:
+def _row(case: Case, sums: _ErrorSums, *, source: Inputs, ranks: int) -> ErrorRow:
     rms = math.sqrt(sums.energy / sums.count)
     return ErrorRow(
         scheme=case.scheme.name,

@@ -81,7 +81,7 @@ def topologies_of(text: str | None) -> tuple[Topology, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SimulationRequest:
     """Every scheme with every codec over every source and world; every size on every machine and world.
 
     node   ranks of a machine for the hierarchical schemes, which are left out of worlds that it does not divide
@@ -111,20 +111,20 @@ def request_of(
     topologies: str | None,
     node: int,
     sizes: tuple[int, ...],
-) -> Request:
+) -> SimulationRequest:
     """A request from names, comma-separated; None and no sizes for the usual ones. UsageError for unknown names."""
     chosen = worlds(ranks), codecs, sources, schemes_of(schemes), topologies_of(topologies), node
-    return Request(*chosen, sizes or DEFAULT_SIZES)
+    return SimulationRequest(*chosen, sizes or DEFAULT_SIZES)
 
 
-def error_rows(request: Request) -> Iterator[ErrorRow]:
+def error_rows(request: SimulationRequest) -> Iterator[ErrorRow]:
     """The rows of one source and world after another, as they are measured."""
     roundings = [(codec, rounding_of(codec)) for codec in request.codecs]
     for source, ranks in product(request.sources, request.ranks):
         yield from errors_of(source, request.schemes, roundings, ranks=ranks, node=request.node)
 
 
-def time_rows(request: Request) -> tuple[list[TimeRow], list[BreakEven]]:
+def time_rows(request: SimulationRequest) -> tuple[list[TimeRow], list[BreakEven]]:
     """The best plain against the best quantized scheme, size by size, and from which size on quantizing pays.
 
     UsageError where no machine joins as many ranks.

@@ -19,7 +19,7 @@ _GIGA = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class MessageSize:
     """What is reduced.
 
     elements  of one rank
@@ -64,7 +64,7 @@ class _Call:
 
     topology: Topology
     ranks: int
-    message: Message
+    message: MessageSize
     chunks: int
 
     @property
@@ -223,7 +223,7 @@ PLAIN_SCHEMES = tuple(_PLAIN)
 TIMED_SCHEMES = (*_PLAIN, *_QUANTIZED)
 
 
-def seconds(scheme: str, topology: Topology, *, ranks: int, message: Message) -> float:
+def seconds(scheme: str, topology: Topology, *, ranks: int, message: MessageSize) -> float:
     """Seconds of one call, in the number of chunks that suits it best, none smaller than the machine's.
 
     UsageError for a scheme or world that the machine does not have.

@@ -16,7 +16,7 @@ import torch
 from ptqpipe.checkpoint import CheckpointReader, completed_run, resolve_source
 from ptqpipe.errors import CheckpointError, UsageError, one_line
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT, open_cache, store_bytes
-from ptqpipe.evaluation.harness import Metric, TaskRequest, check_tasks, run_tasks
+from ptqpipe.evaluation.harness import TaskMetric, TaskRequest, check_tasks, run_tasks
 from ptqpipe.evaluation.measures import divergence, perplexity
 from ptqpipe.evaluation.result import kl_row, perplexity_row, result_json, task_row
 from ptqpipe.evaluation.scores import Scores, Window, score, windows
@@ -114,7 +114,7 @@ def evaluate(
     job = _prepare(ckpt, source, options or Options(), progress, log or (lambda line: None))
     job.log(with_note(_header(job), read_config(job.path)))
     references: Sequence[Any] = [None] * len(job.texts)
-    theirs: list[Metric] = []
+    theirs: list[TaskMetric] = []
     written: list[list[str]] = []
     if job.baseline is not None:
         other = _loader(job.baseline, job.options)
@@ -190,7 +190,7 @@ def _loader(path: Path, options: Options) -> Any:
     return cache(lambda: load_model(path, dtype=options.dtype, activations=options.activations, device=options.device))
 
 
-def _tasks(job: _Job, model: Callable[[], Any]) -> list[Metric]:
+def _tasks(job: _Job, model: Callable[[], Any]) -> list[TaskMetric]:
     if not job.options.tasks:
         return []
     return run_tasks(model(), job.tokenizer(), job.options.request, progress=job.progress)

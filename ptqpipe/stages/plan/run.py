@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.algorithms.knapsack import Solution, require_scipy, solve
+from ptqpipe.algorithms.knapsack import Allocation, require_scipy, solve
 from ptqpipe.checkpoint import check_file, resolve_source, write_file
 from ptqpipe.errors import UsageError
 from ptqpipe.quantities import bytes_of, disk_size, option_size
@@ -84,8 +84,8 @@ class MixedPlan:
     chosen: Mapping[str, str]
     costs: Costs
     how: str
-    solution: Solution
-    curve: tuple[Solution, ...]
+    solution: Allocation
+    curve: tuple[Allocation, ...]
     file_bytes: int
     content: Mapping[str, Any]
     stats: Path | None = None
@@ -96,11 +96,11 @@ class MixedPlan:
         """How many numbers could be quantized."""
         return sum(group.elements for group in self.groups)
 
-    def bits(self, solution: Solution) -> float:
+    def bits(self, solution: Allocation) -> float:
         """Bits per weight of a choice: of its tensors alone, without their headers."""
         return 8 * sum(g.options[o].nbytes for g, o in zip(self.groups, solution.chosen, strict=True)) / self.elements
 
-    def counts(self, solution: Solution) -> dict[str, int]:
+    def counts(self, solution: Allocation) -> dict[str, int]:
         """Option -> how many weights have it in a choice."""
         counts: dict[str, int] = defaultdict(int)
         for group, o in zip(self.groups, solution.chosen, strict=True):
@@ -286,11 +286,11 @@ def _decide(
     raise UsageError("no choice of formats was found within this budget; give a few kilobytes more")
 
 
-def _names(groups: Sequence[Group], solution: Solution) -> dict[str, str]:
+def _names(groups: Sequence[Group], solution: Allocation) -> dict[str, str]:
     return {group.id: group.options[o].name for group, o in zip(groups, solution.chosen, strict=True)}
 
 
-def _curve(rows: list[list[float]], sizes: Sequence[Sequence[int]], solution: Solution) -> tuple[Solution, ...]:
+def _curve(rows: list[list[float]], sizes: Sequence[Sequence[int]], solution: Allocation) -> tuple[Allocation, ...]:
     """Choices at budgets from the smallest possible to the least that costs nothing more, denser among the small ones;
     the plan is among them."""
     low = sum(min(row) for row in sizes)

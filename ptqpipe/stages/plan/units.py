@@ -27,7 +27,7 @@ DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class SchemeOption:
     """One scheme for a group (None: keep): the bytes of its tensors, how many these are, and the bytes of their header
     entries without the offsets."""
 
@@ -48,7 +48,7 @@ class Group:
 
     id: str
     units: tuple[Unit, ...]
-    options: tuple[Option, ...]
+    options: tuple[SchemeOption, ...]
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -60,7 +60,7 @@ class Group:
         """How many numbers."""
         return sum(unit.elements for unit in self.units)
 
-    def option(self, name: str) -> Option | None:
+    def option(self, name: str) -> SchemeOption | None:
         """The option of this name, if it fits."""
         return next((option for option in self.options if option.name == name), None)
 
@@ -135,16 +135,16 @@ def _group(
     return Group(key, units, tuple(sorted(options, key=lambda option: option.nbytes)))
 
 
-def _keep(units: tuple[Unit, ...], source: Source) -> Option:
+def _keep(units: tuple[Unit, ...], source: Source) -> SchemeOption:
     """The source's tensors as they are; a quantized source's decoded, as they would be written."""
     names = dict.fromkeys(member.source.tensor for unit in units for member in unit.members)
     specs = [(name, *source.tensors[name]) for name in names]
-    return Option(
+    return SchemeOption(
         None, sum(_nbytes(dtype, shape) for _, dtype, shape in specs), sum(_entry(*spec) for spec in specs), len(specs)
     )
 
 
-def _quantized(units: tuple[Unit, ...], scheme: Scheme, container: Container) -> Option | None:
+def _quantized(units: tuple[Unit, ...], scheme: Scheme, container: Container) -> SchemeOption | None:
     members = [member for unit in units for member in unit.members]
     if not all(scheme.fmt.fits(member.shape) for member in members):
         return None
@@ -155,7 +155,7 @@ def _quantized(units: tuple[Unit, ...], scheme: Scheme, container: Container) ->
         except FormatError:
             return None
     size = sum(_nbytes(part.dtype, part.shape) for part in parts)
-    return Option(scheme, size, sum(_entry(part.name, part.dtype, part.shape) for part in parts), len(parts))
+    return SchemeOption(scheme, size, sum(_entry(part.name, part.dtype, part.shape) for part in parts), len(parts))
 
 
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:

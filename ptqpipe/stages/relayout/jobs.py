@@ -31,7 +31,7 @@ _OTHER_SPELLING = {
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WeightPiece:
     """One weight of the output: rows start, start+step, ... of a stored weight (of one expert of a stack).
 
     ``into`` is its number in a stack of the output, None for a weight of its own.
@@ -81,7 +81,7 @@ class Moved:
     global_scale: float | None
 
 
-def move(piece: Piece, source: Source, writer: CheckpointWriter) -> Moved:
+def move(piece: WeightPiece, source: Source, writer: CheckpointWriter) -> Moved:
     """Writes every part of a piece at its place. NumericsError for a scale that the new dtype cannot hold."""
     hashes: dict[str, str] = {}
     changed, irreversible = False, []
@@ -115,7 +115,7 @@ def decodes_alike(divisor: torch.Tensor, factor: torch.Tensor, codec: Codec) -> 
     return torch.equal(values / divisor, values * factor)
 
 
-def _read_rows(piece: Piece, part: Part, reader: CheckpointReader) -> Iterator[torch.Tensor]:
+def _read_rows(piece: WeightPiece, part: Part, reader: CheckpointReader) -> Iterator[torch.Tensor]:
     """uint8 [rows, bytes] of a piece's DATA or SCALES, in runs of some megabytes.
 
     For SCALES the rows are those of the piece's scale grid.
@@ -133,7 +133,7 @@ def _read_rows(piece: Piece, part: Part, reader: CheckpointReader) -> Iterator[t
         yield raw.reshape(span, row_bytes)[::step].contiguous()
 
 
-def rows_of(piece: Piece, part: Part) -> tuple[int, int, int, int]:
+def rows_of(piece: WeightPiece, part: Part) -> tuple[int, int, int, int]:
     """(rows of the piece, rows of the source, first row in the source, step) of a DATA or SCALES part.
 
     FormatError where the piece would cut a block in two.
@@ -153,7 +153,7 @@ def rows_of(piece: Piece, part: Part) -> tuple[int, int, int, int]:
     return fmt.scale_shape(piece.shape)[0], total, piece.start // block, 1
 
 
-def _move_rows(piece: Piece, part: Part, origin: Part, reader: CheckpointReader, writer: CheckpointWriter) -> str:
+def _move_rows(piece: WeightPiece, part: Part, origin: Part, reader: CheckpointReader, writer: CheckpointWriter) -> str:
     """Writes a DATA or SCALES part; its sha256."""
     fmt = piece.scheme.fmt
     as_numbers = part.role is Role.SCALES and fmt.scale.enumerable and "F32" in (origin.dtype, part.dtype)
@@ -181,7 +181,7 @@ def _exactly(numbers: torch.Tensor, part: Part) -> torch.Tensor:
 class MoveWeight(Job):
     """Moves a stored weight, or one expert of a stack, as the weights of the output that it becomes."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightPiece, ...]
 
 
 def weight_jobs(stored: StoredWeight, source: Source, target: Container, name: str, *, group: int) -> list[MoveWeight]:
@@ -195,7 +195,7 @@ def weight_jobs(stored: StoredWeight, source: Source, target: Container, name: s
     elif target.ABILITIES.stacks:
         parts = target.parts(stored.weight, stored.shape, scheme, experts=stored.experts, transposed=stored.transposed)
         pieces = [
-            [Piece(stored.weight, stored.shape, scheme, parts, stored, expert=e, into=e)] for e in range(stored.experts)
+            [WeightPiece(stored.weight, stored.shape, scheme, parts, stored, expert=e, into=e)] for e in range(stored.experts)
         ]
     else:
         pieces = [list(_split(stored, e, scheme, source, target)) for e in range(stored.experts)]
@@ -226,13 +226,13 @@ def _piece(
     expert: int | None = None,
     start: int = 0,
     step: int = 1,
-) -> Piece:
+) -> WeightPiece:
     transposed = stored.transposed and stored.experts is None
     parts = target.parts(weight, shape, scheme, transposed=transposed)
-    return Piece(weight, shape, scheme, parts, stored, expert=expert, start=start, step=step)
+    return WeightPiece(weight, shape, scheme, parts, stored, expert=expert, start=start, step=step)
 
 
-def _split(stored: StoredWeight, expert: int, scheme: Scheme, source: Source, target: Container) -> Iterator[Piece]:
+def _split(stored: StoredWeight, expert: int, scheme: Scheme, source: Source, target: Container) -> Iterator[WeightPiece]:
     """One expert of a stack as weights of their own: gate and up of a fused one apart, as the plan of convert does."""
     base = stored.weight.removesuffix(".weight")
     parent, _, leaf = base.rpartition(".")
@@ -288,7 +288,7 @@ def specs_of(job: MoveWeight | CopyTensor) -> list[TensorSpec]:
     return [TensorSpec(part.name, part.dtype, part.shape) for piece in job.pieces for part in piece.parts]
 
 
-def pieces_of(jobs: Iterable[MoveWeight | CopyTensor]) -> Iterator[Piece]:
+def pieces_of(jobs: Iterable[MoveWeight | CopyTensor]) -> Iterator[WeightPiece]:
     """The weights of the output, in order; each expert of a stack alone."""
     return (piece for job in jobs if isinstance(job, MoveWeight) for piece in job.pieces)
 

@@ -37,7 +37,7 @@ from ptqpipe.stages.common import (
 from ptqpipe.stages.relayout.jobs import (
     Moved,
     MoveWeight,
-    Piece,
+    WeightPiece,
     dropped_parts,
     kept_job,
     move,
@@ -112,7 +112,7 @@ class Relayout(Rewrite[MoveWeight | CopyTensor]):
         taken_over = {key: old[key] for key in ("not_finite",) if key in old}
         return {"reason": old.get("reason", TAKEN_OVER), **written, **taken_over}
 
-    def _member(self, piece: Piece, moved: Moved) -> dict[str, Any]:
+    def _member(self, piece: WeightPiece, moved: Moved) -> dict[str, Any]:
         """The record of a weight: that of the source where it is the same weight, with the new hashes. A part of a
         stack that was split has no measured errors of its own."""
         stored = piece.source

@@ -15,7 +15,7 @@ from ptqpipe.containers import StoredWeight
 from ptqpipe.errors import UsageError
 from ptqpipe.measured import prove_weight
 from ptqpipe.record import Record
-from ptqpipe.report import Choice, Histogram, Proof, Weight, WorstBlock
+from ptqpipe.report import ScaleChoice, Histogram, Proof, ReportedWeight, WorstBlock
 from ptqpipe.scan import STORED, Scan, codes_of, compare_choices, scale_axis
 from ptqpipe.source import Origins, Source, SourceRows
 from ptqpipe.stages.common import Machine, counting_bar, expert_of, layer_of, role_of
@@ -76,19 +76,19 @@ def on_threads(items: Sequence[T], work: Callable[[T], R], *, machine: Machine, 
     return found
 
 
-def describe_weight(opened: Source, item: Item, scan: Scan, record: Record | None) -> Weight:
+def describe_weight(opened: Source, item: Item, scan: Scan, record: Record | None) -> ReportedWeight:
     """The row of a weight: from its bytes, its source where there is one, else its record."""
     stored, name = item.stored, item.name
     claim = record.weights.get(name) if record is not None else None
     numbers: Mapping[str, float] = {} if claim is None else claim.numbers
     squared, energy = scan.squared_error, scan.energy
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[ScaleChoice, ...] = ()
     if item.rows is None and not scan.illegal:
         squared, energy = numbers.get("squared_error"), numbers.get("energy")
-        choices = (Choice(STORED, numbers["versus_absmax"]),) if "versus_absmax" in numbers else ()
+        choices = (ScaleChoice(STORED, numbers["versus_absmax"]),) if "versus_absmax" in numbers else ()
     nbytes = sum(opened.reader.entries[part.name].nbytes for part in stored.parts) // (stored.experts or 1)
     fmt = stored.scheme.fmt
-    return Weight(
+    return ReportedWeight(
         name=name,
         role=role_of(name),
         layer=layer_of(name),
@@ -110,7 +110,7 @@ def describe_weight(opened: Source, item: Item, scan: Scan, record: Record | Non
 
 
 def _calibration(record: Record | None, name: str) -> dict[str, Any]:
-    """The calibration of a weight, from the record, by the fields of `Weight`."""
+    """The calibration of a weight, from the record, by the fields of `ReportedWeight`."""
     weights = record.raw.get("weights") if record is not None else None
     entry = weights.get(name) if isinstance(weights, Mapping) else None
     raw: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
@@ -130,15 +130,15 @@ def _global_scale(opened: Source, item: Item) -> float | None:
 
 
 def with_choices(
-    opened: Source, items: list[Item], scans: list[Scan], weights: list[Weight], *, machine: Machine, all_rows: bool
-) -> list[Weight]:
+    opened: Source, items: list[Item], scans: list[Scan], weights: list[ReportedWeight], *, machine: Machine, all_rows: bool
+) -> list[ReportedWeight]:
     """The weights with every way of choosing scales run on their source."""
     largest = {item.name: scan.amax or 0.0 for item, scan in zip(items, scans, strict=True)}
     for group in fused_groups(opened):
         joint = max(largest.get(name, 0.0) for name in group)
         largest.update(dict.fromkeys(group, joint))
 
-    def compare(pair: tuple[Item, Weight]) -> Weight:
+    def compare(pair: tuple[Item, ReportedWeight]) -> ReportedWeight:
         item, weight = pair
         if item.rows is None or weight.energy is None:
             return weight
@@ -181,7 +181,7 @@ def worst_blocks(scans: Iterable[Scan]) -> tuple[WorstBlock, ...]:
 
 
 def prove_sample(
-    opened: Source, items: list[Item], weights: list[Weight], record: Record | None, *, machine: Machine
+    opened: Source, items: list[Item], weights: list[ReportedWeight], record: Record | None, *, machine: Machine
 ) -> Proof:
     """Brute force on a sample of the weights that are claimed optimal, where there is a source.
 

@@ -15,7 +15,7 @@ from ptqpipe.collectives import NEVER, QuantAllReduce, Thresholds
 from ptqpipe.engine import Engine, EngineOptions, Service, State, invariance
 from ptqpipe.engine.overlap import Overlap, least_tokens
 from ptqpipe.engine.ranks import Leader, agree, follow
-from ptqpipe.engine.runner import CacheOptions, Runner, check_model
+from ptqpipe.engine.runner import CacheOptions, ModelRunner, check_model
 from ptqpipe.engine.speculative import Drafter
 from ptqpipe.errors import PtqError
 from ptqpipe.machine import resident_bytes
@@ -219,7 +219,7 @@ def _runner(
     context: int,
     sums: QuantAllReduce | None,
     watchdog: Watchdog | None = None,
-) -> Runner:
+) -> ModelRunner:
     """This rank's part of the model, with a cache as large as all ranks can have."""
     overlap = _overlap(options, place)
     device = place.device(options.device)
@@ -240,13 +240,13 @@ def _runner(
     keep_freed_memory()
     cache = options.cache_bytes or place.cache_bytes(device)
     together = agree if place.size > 1 else None
-    runner = Runner(model, CacheOptions(cache, context, options.max_seqs), agree=together, overlap=overlap)
+    runner = ModelRunner(model, CacheOptions(cache, context, options.max_seqs), agree=together, overlap=overlap)
     if options.invariant:
         invariance.check(runner)
     return runner
 
 
-def _engine(options: ServeOptions, runner: Runner, computes: Any, tokenizer: Any, context: int) -> Engine:
+def _engine(options: ServeOptions, runner: ModelRunner, computes: Any, tokenizer: Any, context: int) -> Engine:
     speculates = options.speculative is not None
     drafter = Drafter(runner, most=options.speculative_tokens, max_len=context) if speculates else None
     limits = EngineOptions(context, options.max_seqs, options.max_batch_tokens, options.prefix_caching)
@@ -276,7 +276,7 @@ def end_tokens(model: Any, tokenizer: Any) -> set[int]:
     return found | ({int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set())
 
 
-def _summary(runner: Runner, ranks: int, threads: int, context: int) -> str:
+def _summary(runner: ModelRunner, ranks: int, threads: int, context: int) -> str:
     """One line about what computes."""
     tokens = runner.blocks * runner.block_size
     cache = runner.blocks * runner.bytes_per_block

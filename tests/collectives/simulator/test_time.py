@@ -10,7 +10,7 @@ from statistics import median
 import pytest
 
 from ptqpipe.collectives.simulator.compare import break_even, compare, default_schemes, schemes_for
-from ptqpipe.collectives.simulator.time import PLAIN_SCHEMES, TIMED_SCHEMES, Message, Schedule, seconds
+from ptqpipe.collectives.simulator.time import PLAIN_SCHEMES, TIMED_SCHEMES, MessageSize, Schedule, seconds
 from ptqpipe.collectives.simulator.topologies import TOPOLOGIES, Fabric, Rates, Topology, get_topology
 from ptqpipe.errors import UsageError
 from tests.collectives.simulator import measured
@@ -29,7 +29,7 @@ def ideal(shape: str, link: float = 1.0, *, multimem: float = 0.0) -> Topology:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
 def test_two_shot_sends_two_times_k_minus_1_over_k_of_the_message(ranks: int) -> None:
-    message = Message(ranks * 64 * 1000)
+    message = MessageSize(ranks * 64 * 1000)
     nbytes = 2 * message.elements
     assert seconds("two-shot-bf16", ideal("switch"), ranks=ranks, message=message) == pytest.approx(
         2 * (ranks - 1) / ranks * nbytes / 1e9, rel=1e-3
@@ -46,7 +46,7 @@ def test_two_shot_sends_two_times_k_minus_1_over_k_of_the_message(ranks: int) ->
 
 
 def test_on_a_ring_a_ring_uses_both_directions_and_semi_loop_loses_its_odd_stripe() -> None:
-    message, topology = Message(8 * 64 * 1000, bits=8.0), ideal("ring")
+    message, topology = MessageSize(8 * 64 * 1000, bits=8.0), ideal("ring")
     full = seconds("ring", topology, ranks=8, message=message)
     assert full == pytest.approx(2 * 7 / 8 * message.elements / 2 / 1e9, rel=1e-3)
     assert seconds("semi-loop", topology, ranks=8, message=message) == pytest.approx(full * 8 / 7, rel=1e-3)
@@ -54,7 +54,7 @@ def test_on_a_ring_a_ring_uses_both_directions_and_semi_loop_loses_its_odd_strip
 
 def test_all_to_all_on_a_ring_pays_for_every_link_on_the_way() -> None:
     """8 ranks: distances 1 + 2 + 3 twice and 4 once, 16 stripes a rank over 2 links; the gather passes 7 on, 2 ways."""
-    message = Message(8 * 64 * 1000, bits=8.0)
+    message = MessageSize(8 * 64 * 1000, bits=8.0)
     stripe = message.elements / 8 / 1e9
     found = seconds("two-shot", ideal("ring"), ranks=8, message=message)
     assert found == pytest.approx((16 / 2 + 7 / 2) * stripe, rel=1e-3)
@@ -78,10 +78,10 @@ def test_with_free_codecs_and_no_latency_the_speed_up_is_the_ideal(bits: float) 
 
 
 def test_stripes_are_whole_blocks_so_a_small_message_of_many_ranks_sends_padding() -> None:
-    assert Message(1000, block=64).stripe(512) == 64
-    assert Message(64 * 512 + 1, block=64).stripe(512) == 128
-    small = seconds("two-shot", ideal("switch"), ranks=512, message=Message(1000))
-    assert small == pytest.approx(seconds("two-shot", ideal("switch"), ranks=512, message=Message(64 * 512)), rel=1e-6)
+    assert MessageSize(1000, block=64).stripe(512) == 64
+    assert MessageSize(64 * 512 + 1, block=64).stripe(512) == 128
+    small = seconds("two-shot", ideal("switch"), ranks=512, message=MessageSize(1000))
+    assert small == pytest.approx(seconds("two-shot", ideal("switch"), ranks=512, message=MessageSize(64 * 512)), rel=1e-6)
 
 
 def events(stages: list[tuple[str, float]], chunks: int) -> float:
@@ -122,7 +122,7 @@ def quickreduce(ranks: int, column: str) -> list[float]:
     for nbytes, us in zip(measured.SIZES, measured.QUICKREDUCE[ranks][column], strict=True):
         bits = measured.QUICKREDUCE_BITS.get(column, 16.0)
         scheme = "two-shot-bf16" if column == "fp16" else "two-shot"
-        model = seconds(scheme, topology, ranks=ranks, message=Message(nbytes // 2, bits, 32))
+        model = seconds(scheme, topology, ranks=ranks, message=MessageSize(nbytes // 2, bits, 32))
         found.append(model * 1e6 / us - 1)
     return found
 
@@ -149,7 +149,7 @@ def test_nccl_ring_on_h100(ranks: int) -> None:
     """Within 2 %: the link of the row is this measurement."""
     nbytes = 2 << 30
     topology = TOPOLOGIES["nvswitch-h100"]
-    us = seconds("ring-bf16", topology, ranks=ranks, message=Message(nbytes // 2)) * 1e6
+    us = seconds("ring-bf16", topology, ranks=ranks, message=MessageSize(nbytes // 2)) * 1e6
     busbw = 2 * (ranks - 1) / ranks * nbytes / us / 1e3
     assert busbw == pytest.approx(measured.H100_RING[ranks], rel=0.02)
 
@@ -158,7 +158,7 @@ def test_nccl_ring_on_h100(ranks: int) -> None:
 def test_nccl_with_reduction_in_the_switch_on_h100(ranks: int) -> None:
     """Within 3 %: one number fitted at 8 ranks, the others follow from (1 + 1/k) N."""
     nbytes = 2 << 30
-    us = seconds("multimem-bf16", TOPOLOGIES["nvswitch-h100"], ranks=ranks, message=Message(nbytes // 2)) * 1e6
+    us = seconds("multimem-bf16", TOPOLOGIES["nvswitch-h100"], ranks=ranks, message=MessageSize(nbytes // 2)) * 1e6
     assert 2 * (ranks - 1) / ranks * nbytes / us / 1e3 == pytest.approx(measured.H100_NVLS[ranks], rel=0.03)
 
 
@@ -183,14 +183,14 @@ def test_gloo_speed_up(cell: tuple[int, int, int]) -> None:
 def test_gloo_milliseconds(cell: tuple[int, int, int]) -> None:
     """64 MiB, quantized: within 5 % at 1 Gbit/s and 25 % at 10 Gbit/s."""
     gbits, ranks, mib = cell
-    ms = seconds("two-shot", veth(gbits), ranks=ranks, message=Message(mib * MIB // 2, 8.125, 128)) * 1e3
+    ms = seconds("two-shot", veth(gbits), ranks=ranks, message=MessageSize(mib * MIB // 2, 8.125, 128)) * 1e3
     assert ms == pytest.approx(measured.GLOO_MS[cell], rel=0.05 if gbits == 1 else 0.25)
 
 
 @pytest.mark.parametrize("scheme", measured.EQUARX_SPEEDUP)
 def test_equarx_speed_up_on_8_tpu_v5e(scheme: str) -> None:
     """Within 4 %. The one number fitted (a quantized hop's cost) comes from another claim: no gain below 2 MiB."""
-    topology, message = TOPOLOGIES["tpu-v5e"], Message(4096 * 4096)
+    topology, message = TOPOLOGIES["tpu-v5e"], MessageSize(4096 * 4096)
     plain = seconds("ring-bf16", topology, ranks=8, message=message)
     found = plain / seconds(scheme, topology, ranks=8, message=message)
     assert found == pytest.approx(measured.EQUARX_SPEEDUP[scheme], rel=0.04)
@@ -199,7 +199,7 @@ def test_equarx_speed_up_on_8_tpu_v5e(scheme: str) -> None:
 def test_equarx_ring_gains_nothing_below_2_mib() -> None:
     nbytes = break_even(TOPOLOGIES["tpu-v5e"], ranks=8, schemes=("ring",))
     topology = TOPOLOGIES["tpu-v5e"]
-    message = Message(2 * MIB // 2)
+    message = MessageSize(2 * MIB // 2)
     plain = seconds("ring-bf16", topology, ranks=8, message=message)
     assert seconds("ring", topology, ranks=8, message=message) == pytest.approx(plain, rel=0.05)
     assert nbytes is not None
@@ -210,7 +210,7 @@ def test_equarx_ring_gains_nothing_below_2_mib() -> None:
 def test_equarx_prefill_of_gemma_3_27b(tokens: int) -> None:
     """Milliseconds saved by 124 all-reduces on 16 chips, from published link bandwidth alone: within 10 %."""
     before, after = measured.EQUARX_PREFILL_MS[tokens]
-    topology, message = TOPOLOGIES["tpu-v5e"], Message(tokens * 5376)
+    topology, message = TOPOLOGIES["tpu-v5e"], MessageSize(tokens * 5376)
     saved = seconds("ring-bf16", topology, ranks=16, message=message)
     saved -= seconds("semi-loop", topology, ranks=16, message=message)
     assert 124 * saved * 1e3 == pytest.approx(before - after, rel=0.10)
@@ -227,7 +227,7 @@ def test_every_scheme_of_every_machine_takes_longer_for_more_and_never_beats_its
 ) -> None:
     for scheme in schemes_for(topology, ranks, TIMED_SCHEMES):
         times = [
-            seconds(scheme, topology, ranks=ranks, message=Message(n)) for n in (1 << 10, 1 << 20, 1 << 25, 1 << 29)
+            seconds(scheme, topology, ranks=ranks, message=MessageSize(n)) for n in (1 << 10, 1 << 20, 1 << 25, 1 << 29)
         ]
         assert times == sorted(times)
         assert times[0] > 0
@@ -259,7 +259,7 @@ def test_quantizing_pays_from_the_break_even_on_and_not_just_below(topology: Top
 )
 def test_what_a_machine_does_not_have_is_refused(scheme: str, name: str, ranks: int, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        seconds(scheme, TOPOLOGIES[name], ranks=ranks, message=Message(1000))
+        seconds(scheme, TOPOLOGIES[name], ranks=ranks, message=MessageSize(1000))
 
 
 @pytest.mark.parametrize("name", ["ethernet-0.5g", "ethernet-401g", "infiniband", "ethernet-g", ""])
