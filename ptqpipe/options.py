@@ -203,14 +203,14 @@ class CheckpointOptions:
     rotate: str | None = option(
         None,
         "Rotate the inputs of these layers by Hadamard blocks of BLOCK columns while the model runs, such as "
-        "down_proj:64; their weights are rotated, too. Of the readers vLLM on one GPU does it.",
+        "down_proj:64; their weights are rotated, too. Of other programs vLLM does it, on one GPU.",
         metavar="ROLE:BLOCK,...",
         shown="none",
     )
     mtp: str = option(
         "keep",
-        "Format of the multi-token prediction layers, by which readers draft tokens: kept as they are, or their "
-        "experts and projections in FP8 or NVFP4.",
+        "Format of the multi-token prediction layers, with which readers draft several tokens in a step: kept as they "
+        "are, or their experts and projections in FP8 or NVFP4.",
         choices=("keep", "fp8", "nvfp4"),
     )
     shard_bytes: int | None = option(
@@ -229,7 +229,7 @@ class PipelineOptions:
     data: tuple[str, ...] = option(
         (),
         "Text like what the model will serve, by which codes are chosen: .txt, .jsonl, .parquet, a folder of them, a "
-        "data set NAME:CONFIG:SPLIT, or self, which the model then writes. Repeatable; FILE=2 gives it the weight 2.",
+        "data set NAME:CONFIG:SPLIT, or self for text that the model writes. Repeatable; FILE=2 gives it the weight 2.",
         metavar="FILE|DIR|NAME|self",
     )
     field: str | None = option(
@@ -264,8 +264,8 @@ class PipelineOptions:
     )
     requantize: bool = option(
         False,
-        "Quantize weights that MODEL stores below 8 bits once more, also to a format that cannot hold all of their "
-        "numbers, which can only add error.",
+        "Quantize again the weights that MODEL already stores below 8 bits, even to a format that cannot hold all of "
+        "their numbers; that can only add error.",
     )
     eval: tuple[str, ...] = option(
         (),

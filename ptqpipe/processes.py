@@ -1,9 +1,10 @@
 """Child processes with all their descendants and shared memory, and how processes end together.
 
-`ProcessTree` is Linux only: this process becomes the reaper of its descendants, so that a worker whose parent was killed is
-handed to it instead of being lost, and nothing that it did not start is ever touched. A shared-memory segment counts as
-the family's when one of its processes had it mapped and it was not there before the family started; it is removed only
-when no process maps it any more. Must not know what the processes are for. psutil is imported when it is needed.
+`ProcessTree` is Linux only: this process becomes the reaper of its descendants, so that a worker whose parent was
+killed is handed to it instead of being lost, and nothing that it did not start is ever touched. A shared-memory segment
+counts as the tree's when one of its processes had it mapped and it was not there before the tree started; it is
+removed only when no process maps it any more. Must not know what the processes are for. psutil is imported when it is
+needed.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ class ProcessTree:
     """A child and its descendants.
 
     before     names of the segments that were there first
-    segments   names of those that the family has mapped since
+    segments   names of those that the tree has mapped since
     processes  every process that was seen to belong to it
     """
 
@@ -112,7 +113,7 @@ class ProcessTree:
         return False
 
     def look(self) -> None:
-        """Notes the segments that the family has mapped now."""
+        """Notes the segments that the tree has mapped now."""
         for process in self.members():
             self.segments |= _mapped_segments(process.pid) - self.before
 

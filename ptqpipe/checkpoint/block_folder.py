@@ -28,14 +28,14 @@ from ptqpipe.errors import CheckpointError
 class Finished:
     """A run that has finished: its folder or file, what an index of it says, and what it took.
 
-    told  lines for people, of what was found on the way
+    notes  lines for people, of what was found on the way
     """
 
     out: Path
     content: Mapping[str, Any]
     seconds: float
     peak_rss_bytes: int
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Finished {self.out} in {self.seconds:.1f} s>"

@@ -38,8 +38,8 @@ ptqpipe calibrate MODEL --data wikitext:wikitext-2-raw-v1:train -o stats
     "--holdout",
     type=int,
     metavar="N",
-    help="Held-out windows, on which convert compares its result with plain rounding; they double the moments.  "
-    "[default: samples / 8]",
+    help="Held-out windows, on which convert compares its result with plain rounding; they double the size of the "
+    "moments.  [default: samples / 8]",
 )
 @click.option(
     "--moments",
@@ -292,8 +292,8 @@ def plan(given: Given) -> None:
     """Choose a format for every layer under a budget.
 
     Integer programming minimizes the sum of sensitivities and writes a recipe for convert. Without --stats and
-    --measure the sensitivity of a layer is the error of its weights. --measure keeps its numbers in OUT.measured.jsonl
-    and continues from there.
+    --measure the sensitivity of a layer is the error of its weights. What --measure finds is kept in
+    OUT.measured.jsonl, from which an interrupted call continues.
     """
     from ptqpipe.stages.pipeline import call
     from ptqpipe.stages.plan import run as stage, text

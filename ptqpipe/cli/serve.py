@@ -100,7 +100,7 @@ VLLM_OPTIONS = options(
     default="off",
     show_default=True,
     metavar="int8|off|auto",
-    help="How ranks add up in prefill: quantized to int8, unquantized (off), or what is measured to be faster (auto).",
+    help="How ranks send their sums in prefill: in int8, unquantized (off), or as is measured to be faster (auto).",
 )
 @click.option(
     "--overlap/--no-overlap",

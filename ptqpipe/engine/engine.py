@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence as Row
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -21,6 +21,9 @@ from ptqpipe.engine.scheduler import Chunk, Scheduler
 from ptqpipe.engine.sequence import Finish, SamplingParams, Sequence, TokenLogprob
 from ptqpipe.engine.text import Detokenizer, StopStrings
 from ptqpipe.errors import PtqError, UsageError
+
+if TYPE_CHECKING:
+    from ptqpipe.engine.speculative import Drafter
 
 
 class ContextTooLong(UsageError):
@@ -37,16 +40,6 @@ class Computes(Protocol):
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Float32 logits [wanted, vocabulary]."""
-
-
-class Drafts(Protocol):
-    """What the engine needs of `speculative.Drafter`."""
-
-    def begin(self, chunks: Row[Chunk]) -> None:
-        """Called before a step is computed."""
-
-    def draft(self, chunks: Row[Chunk], blocks: BlockManager) -> None:
-        """Sets ``drafts`` of the sequences of a step that was computed and sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +141,7 @@ class Engine:
         options: EngineOptions,
         vocabulary: int,
         end_tokens: Iterable[int],
-        drafter: "Drafts | None" = None,
+        drafter: "Drafter | None" = None,
         see: See | None = None,
     ) -> None:
         self.drafter, self.see = drafter, see

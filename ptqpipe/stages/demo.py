@@ -21,7 +21,7 @@ from ptqpipe.regular_file import read_json
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common import Done, Machine, decibels, one_thread_each
+from ptqpipe.stages.common import Done, Machine, sqnr_db, one_thread_each
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.convert.text import by_role
@@ -78,7 +78,7 @@ def run_demo(out: Path, *, machine: Machine, show: Callable[[str], None]) -> lis
         roles = by_role(done.record["weights"])
         noise = sum(r["relative_mse"] * r["elements"] for r in roles) / sum(r["elements"] for r in roles)
         load_decoded(model, done.out)
-        rows.append(measured(scheme, done.written_bytes, decibels(noise), verified))
+        rows.append(measured(scheme, done.written_bytes, sqnr_db(noise), verified))
         show(row_text(rows[-1], rows[0]))
     show(closing_text(rows, out))
     return rows

@@ -20,7 +20,7 @@ from ptqpipe.dtypes import DTYPES
 from ptqpipe.plan import Member, Slice
 from ptqpipe.quantities import number
 from ptqpipe.source import Origins, Source, SourceRows, row_runs
-from ptqpipe.stages.common import CARD, decibels, finite, is_ours, json_differences, name_pattern, role_of, table
+from ptqpipe.stages.common import CARD, sqnr_db, finite, is_ours, json_differences, name_pattern, role_of, table
 
 _ROUNDED = 1e-6  # a reciprocal's reciprocal may be the next float32
 SHOWN = 8  # lines of one kind that the text lists
@@ -336,7 +336,7 @@ def _tensors_table(tensors: Iterable[TensorDiff]) -> str:
     for (role, kind_a, kind_b, same), members in groups.items():
         errors = [m.relative_mse for m in members if m.relative_mse is not None]
         mean = sum(errors) / len(errors) if errors else None
-        numbers = [number(mean), f"{decibels(mean):.2f}"] if mean is not None and same is Same.NO else ["-", "-"]
+        numbers = [number(mean), f"{sqnr_db(mean):.2f}"] if mean is not None and same is Same.NO else ["-", "-"]
         rows.append([role, kind_a, kind_b, str(same), str(len(members)), *numbers])
     return table(["role", "a", "b", "", "tensors", "rel. MSE", "dB"], rows, left=4)
 

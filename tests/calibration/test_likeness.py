@@ -25,7 +25,7 @@ def test_calibrate_tells_the_perplexity_of_each_source(tmp_path: Path) -> None:
     options = CalibrateOptions(samples=8, seqlen=16, holdout=0, moments=("diagonal",))
     done = calibrate(MODEL, [f"{known}=1", f"{noise}=1"], tmp_path / "stats", options=options)
     assert done is not None
-    line, *warnings = done.told
+    line, *warnings = done.notes
     assert line.startswith("perplexity of the data under the model: known.txt ")
     found = float(line.split("noise.txt ")[1])
     model = ptqpipe.load_model(MODEL, dtype="fp32")
@@ -46,9 +46,9 @@ def test_tune_tells_the_same_as_calibrate(method: str, tmp_path: Path) -> None:
     of_calibrate = CalibrateOptions(**windows, holdout=0, moments=("diagonal",))
     known = calibrate(MODEL, [str(text)], tmp_path / "stats", options=of_calibrate)
     assert known is not None
-    assert len(known.told) == 2
+    assert len(known.notes) == 2
     done = tune(MODEL, [str(text)], tmp_path / "codes", options=TuneOptions(**windows, method=method))
-    assert done.told == known.told
+    assert done.notes == known.notes
 
 
 def test_convert_says_once_what_several_stages_see(tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_sources_of_one_name_are_told_apart(tmp_path: Path) -> None:
     options = CalibrateOptions(samples=8, seqlen=16, holdout=0, moments=("diagonal",))
     done = calibrate(MODEL, [f"{known}=1", f"{noise}=1"], tmp_path / "stats", options=options)
     assert done is not None
-    assert "model: text.txt (1) " in done.told[0]
-    assert [line for line in done.told if line.startswith("warning: text.txt (2) is unlike what the model knows")]
+    assert "model: text.txt (1) " in done.notes[0]
+    assert [line for line in done.notes if line.startswith("warning: text.txt (2) is unlike what the model knows")]
 
 
 def test_a_source_whose_weight_gives_it_no_window_is_said(tmp_path: Path) -> None:

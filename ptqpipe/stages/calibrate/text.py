@@ -74,7 +74,7 @@ def render(done: Finished) -> str:
         for row in by_role(done)
     ]
     head = ["role", "modules", "columns", "tokens", "amax", "99.9 %", "rms"]
-    lines = [table(head, rows), *done.told]
+    lines = [table(head, rows), *done.notes]
     if content["attention"]:
         entries = content["attention"].values()
         lines.append(

@@ -64,7 +64,7 @@ from ptqpipe.stages.common.rewriting import (
     run_parts_of,
     write_whole,
 )
-from ptqpipe.stages.common.text import decibels, finite, json_differences, run_facts, same_json
+from ptqpipe.stages.common.text import sqnr_db, finite, json_differences, run_facts, same_json
 from ptqpipe.stages.common.units import QuantizedRows, correct_unit, learned_codes, low_rank_bytes, quantize_unit
 from ptqpipe.tensor_names import expert_of, experts_of, layer_of, name_pattern, role_of
 
@@ -102,7 +102,7 @@ __all__ = [
     "correct_unit",
     "corrected_biases",
     "counting_bar",
-    "decibels",
+    "sqnr_db",
     "default_workers",
     "describe_statistics",
     "expert_of",

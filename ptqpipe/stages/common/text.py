@@ -57,7 +57,7 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def decibels(relative_mse: float) -> float:
+def sqnr_db(relative_mse: float) -> float:
     """Signal to quantization noise ratio; inf for an exact weight, -inf for one without any signal."""
     found = content.decibels(relative_mse)
     return found if found is not None else math.inf if relative_mse <= 0 else -math.inf

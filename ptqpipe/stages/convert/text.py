@@ -15,7 +15,7 @@ from ptqpipe.stages.common import (
     WORKER_BYTES,
     Done,
     Machine,
-    decibels,
+    sqnr_db,
     name_pattern,
     role_of,
     table,
@@ -216,7 +216,7 @@ def by_role(weights: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "bits_per_weight": sum(m["bits_per_weight"] * m["shape"][0] * m["shape"][1] for m in members)
                 / elements,
                 "relative_mse": squared / energy if energy else 0.0,
-                "sqnr_db": decibels(squared / energy if energy else 0.0),
+                "sqnr_db": sqnr_db(squared / energy if energy else 0.0),
                 "versus_absmax": squared / baseline if baseline else 1.0,
                 "proven": all(m["proven"] for m in provable) if provable else None,
             }
@@ -227,22 +227,18 @@ def by_role(weights: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 def converted_json(done: Done) -> dict[str, Any]:
     """The outcome as data: output errors relative to plain rounding's first, where anything was calibrated or tuned."""
     weights = done.record["weights"]
-    return {
-        "out": str(done.out),
-        "versus_rtn": mean_known(entry.get("versus_rtn") for entry in weights.values()),
-        "judged_on": judged_by(weights) if _calibrated(weights) else None,
-        "reverted": sum(entry["reverted"] for entry in _calibrated(weights)),
-        "tuned_blocks": {block.name: block.ratio for block in tuned_blocks(done.record)},
-        "roles": by_role(weights),
-        "kept": len(done.record["kept"]),
-        "not_finite": _not_finite(done.record["kept"]),
-        "certificate": done.record.get("certificate"),
-        "rechecked_blocks": _rechecked(done.record["weights"]),
-        "source_bytes": done.source_bytes,
-        "written_bytes": done.written_bytes,
-        "seconds": done.seconds,
-        "peak_rss_bytes": done.peak_rss_bytes,
-    }
+    return done.to_json(
+        versus_rtn=mean_known(entry.get("versus_rtn") for entry in weights.values()),
+        judged_on=judged_by(weights) if _calibrated(weights) else None,
+        reverted=sum(entry["reverted"] for entry in _calibrated(weights)),
+        tuned_blocks={block.name: block.ratio for block in tuned_blocks(done.record)},
+        roles=by_role(weights),
+        kept=len(done.record["kept"]),
+        not_finite=_not_finite(done.record["kept"]),
+        certificate=done.record.get("certificate"),
+        rechecked_blocks=_rechecked(done.record["weights"]),
+        source_bytes=done.source_bytes,
+    )
 
 
 def converted_text(done: Done) -> str:

@@ -102,10 +102,10 @@ def run(run: Pipeline, *, say: Say = lambda line: None) -> Made:
             with bars_of(label), suppress(AlreadyComplete):
                 step.run()
             say(f"{label}  {time.monotonic() - started:.1f} s")
-            for line in dict.fromkeys(one for one in run.told if one not in said):
+            for line in dict.fromkeys(one for one in run.notes if one not in said):
                 say(f"  {line}")
-            said.update(run.told)
-            run.told.clear()
+            said.update(run.notes)
+            run.notes.clear()
     except BaseException:
         _close_if_empty(run)
         raise

@@ -58,7 +58,7 @@ class Pipeline:
     identity  what decides the bytes, by its name in a message
     replaces  whether the run, or the one that it continues, was begun with --overwrite
     command   the call, which eval file and report show
-    told      lines of the stages on the data, not said yet
+    notes     lines of the stages about the data, not printed yet
     """
 
     path: Path
@@ -82,7 +82,7 @@ class Pipeline:
     report: Path | None = None
     replaces: bool = False
     command: str = ""
-    told: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.out.name or ".." in self.out.parts:  # what lies beside it is called by its name
@@ -191,7 +191,7 @@ class Pipeline:
         kinds = ("diagonal", *(["block"] if blocks else []), *(["kl"] if by_kl else []))
         options = CalibrateOptions(**self.windows(), field=self._field, moments=kinds)
         done = calibrate(self.floats, self.texts, self.stats, options=options, mode="resume", machine=self.computing)
-        self.told += [] if done is None else done.told
+        self.notes += [] if done is None else done.notes
 
     def _transform(self) -> None:
         assert self.way is not None
@@ -239,7 +239,7 @@ class Pipeline:
             mode="resume",
             machine=self.computing,
         )
-        self.told += done.told
+        self.notes += done.notes
 
     def _convert(self) -> None:
         codes = self.folder / "codes" if self.way is not None and self.way.method else None

@@ -1,7 +1,7 @@
 """plan: which weights get which format under a budget. A recipe that converts directly, and its exact size.
 
-Sensitivities come from ``cost.py`` or ``measure.py``, the choice from ``solve.py``; this file turns
-a budget into bytes, asks for the choice, and makes sure that the recipe does what the plan says, to the byte.
+Sensitivities come from ``cost.py`` or ``measure.py``, the choice from ``algorithms/knapsack.py``; this file turns a
+budget into bytes, asks for the choice, and makes sure that the recipe does what the plan says, to the byte.
 """
 
 import math

@@ -52,7 +52,7 @@ def render(done: Finished) -> str:
     left = [weight for entry in blocks.values() for weight in entry["not_learned"]]
     if left:
         lines.append(f"skipped: unsupported parameter layout in this model: {', '.join(left)}")
-    lines += [*_end_to_end(done.content.get("end_to_end")), *done.told]
+    lines += [*_end_to_end(done.content.get("end_to_end")), *done.notes]
     lines.append(
         f"Done: {done.out}: {len(done.content['weights'])} weights in {done.seconds:.1f} s, peak "
         f"{memory_size(done.peak_rss_bytes)}"

@@ -40,7 +40,8 @@ def check_scalars(ckpt: Source, findings: Findings) -> None:
 
 
 def fused_groups(ckpt: Source, fuse: Sequence[Sequence[str]] = DEFAULT_FUSE) -> list[list[str]]:
-    """Names of stored weights that runtimes make one matrix of, in the order of the fuse table."""
+    """Names of stored weights that runtimes make one matrix of, in the order of the fuse table. Found without the plan
+    that convert groups by, so that a mistake there is a fault here."""
     place = {leaf: (number, index) for number, leaves in enumerate(fuse) for index, leaf in enumerate(leaves)}
     groups: dict[tuple[str, int, int], list[tuple[int, str]]] = defaultdict(list)
     for name, stored in ckpt.stored.items():

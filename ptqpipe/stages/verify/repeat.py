@@ -23,7 +23,14 @@ from ptqpipe.record import Claim, Record, object_of, text_of
 from ptqpipe.rounding import trained_of
 from ptqpipe.search.proof import Optimality
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.common import Outputs, QuantizedRows, correct_unit, outputs_of, quantize_unit
+from ptqpipe.stages.common import (
+    Outputs,
+    QuantizedRows,
+    correct_unit,
+    json_differences,
+    outputs_of,
+    quantize_unit,
+)
 from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_numbers, check_reasons, conversion_parts, recipe_of
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.statistics import Statistics
@@ -220,19 +227,10 @@ def _check_config_files(ckpt: Source, source: Source, record: Record, planned: O
         found = ckpt.reader.read_json(name)
         if found is None:
             findings.fault("config", name, "is missing")
-        elif found != json.loads(json.dumps(wanted)):
-            findings.fault("config", name, f"differs from what was written in {_where(found, wanted)}")
-
-
-def _where(found: Any, wanted: Any, path: str = "") -> str:
-    """The path of the first difference of two JSON values, with what was found there."""
-    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
-        for key in [*wanted, *(k for k in found if k not in wanted)]:
-            if key not in found or key not in wanted:
-                return f"{path}{key} ({'missing' if key not in found else 'added'})"
-            if found[key] != wanted[key]:
-                return _where(found[key], wanted[key], f"{path}{key}.")
-    return f"{path.rstrip('.')} ({found!r:.60}, expected {wanted!r:.60})"
+        elif differences := list(json_differences(found, json.loads(json.dumps(wanted)))):
+            key, there, expected = differences[0]
+            message = f"differs from what was written in {key} ({there}, expected {expected})"
+            findings.fault("config", name, message)
 
 
 def check_conversion(source: Source, record: Record, planned: Outputs, findings: Findings) -> None:

@@ -10,7 +10,7 @@ from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.quantities import disk_size, number
 from ptqpipe.report import mean_known
 from ptqpipe.search.proof import Optimality
-from ptqpipe.stages.common import decibels, finite, name_pattern, role_of, table
+from ptqpipe.stages.common import sqnr_db, finite, name_pattern, role_of, table
 from ptqpipe.stages.verify.findings import Finding
 
 SHOWN = 6  # findings of one kind that the text lists
@@ -142,7 +142,7 @@ def _weights_table(report: VerifyReport) -> str:
         mean, versus = _together(members) if errors else (None, None)
         output = mean_known(w.versus_rtn for w in members)
         cells = [
-            "-" if mean is None else f"{decibels(mean):.2f}",
+            "-" if mean is None else f"{sqnr_db(mean):.2f}",
             *([] if calibrated else [number(max(errors)) if errors else "-"]),
             "-" if versus is None else f"{versus:.3f}",
         ]
