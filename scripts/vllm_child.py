@@ -66,28 +66,28 @@ def run(python: str, request: Request, *, environment: dict[str, str], limit_s: 
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w+", errors="replace") as log:
         asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")
         asked.write_text(json.dumps(asdict(request)))
-        family = ProcessTree.start(
+        tree = ProcessTree.start(
             [python, __file__, str(asked), str(answered)],
             {**os.environ, **ENVIRONMENT, **one_process, **environment},
             log=log.fileno(),
         )
         deadline = time.monotonic() + limit_s
-        while family.running() and time.monotonic() < deadline:
-            family.look()
-            family.wait(0.5)
-        late = family.running()
-        family.kill()
-        family.wait(10)
-        family.clear()
+        while tree.running() and time.monotonic() < deadline:
+            tree.look()
+            tree.wait(0.5)
+        late = tree.running()
+        tree.kill()
+        tree.wait(10)
+        tree.clear()
         log.seek(0)
         text = log.read()
         said = [line[line.index("ptqpipe:") :] for line in text.splitlines() if "ptqpipe:" in line]
         if late:
             return Answer(None, f"no answer in {limit_s} s", log=said)
-        if family.code == 0 and answered.exists():
+        if tree.code == 0 and answered.exists():
             return Answer(**json.loads(answered.read_text()), log=said)
         lines = [line.strip() for line in text.splitlines() if "Error" in line or "not supported" in line]
-        return Answer(None, (lines[-1] if lines else f"exit code {family.code}")[:300], log=said)
+        return Answer(None, (lines[-1] if lines else f"exit code {tree.code}")[:300], log=said)
 
 
 def main() -> None:

@@ -34,25 +34,3 @@ def quantizer(algorithm: Algorithm) -> Callable[[Task], UnitResult]:
     sink. Raises NumericsError for unusable weights or moments."""
     found: Callable[[Task], UnitResult] = import_module(algorithm.module).quantize
     return found
-
-
-__all__ = [
-    "CHUNK_ELEMENTS",
-    "LoadedWeight",
-    "Sink",
-    "Task",
-    "UnitResult",
-    "Weight",
-    "WeightError",
-    "check_decode",
-    "fp8_scale",
-    "gathered_bytes",
-    "joined",
-    "memory_bytes",
-    "nvfp4_scale",
-    "output_error",
-    "quantize_rows",
-    "quantizer",
-    "static_amax",
-    "total_error",
-]

@@ -48,41 +48,6 @@ from ptqpipe.containers._types import (
 )
 from ptqpipe.errors import CheckpointError, UsageError, did_you_mean
 
-__all__ = [
-    "DECODED_ROLES",
-    "HF_QUANT_CONFIG",
-    "WHOLE_ROLES",
-    "ConfigFiles",
-    "ConfigRequest",
-    "Container",
-    "Load",
-    "Names",
-    "Part",
-    "Role",
-    "StoredWeight",
-    "Target",
-    "announces_kv_cache",
-    "container_names",
-    "decode",
-    "decode_input_global",
-    "decode_low_rank",
-    "detect_container",
-    "encode_part",
-    "get_container",
-    "has_integers",
-    "is_kv_scale",
-    "kv_scale",
-    "kv_scale_place",
-    "merged_config",
-    "part_bytes",
-    "part_offset",
-    "quantization_config",
-    "remembered",
-    "same_value",
-    "scale_codes",
-    "short_json",
-    "without_quantization",
-]
 
 
 def container_names() -> list[str]:

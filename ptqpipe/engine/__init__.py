@@ -21,20 +21,3 @@ from ptqpipe.engine.engine import ContextTooLong, Counters, Engine, EngineOption
 from ptqpipe.engine.images import Images
 from ptqpipe.engine.sequence import Finish, SamplingParams, TokenLogprob
 from ptqpipe.engine.service import Overloaded, Service, State, Unavailable
-
-__all__ = [
-    "ContextTooLong",
-    "Counters",
-    "Engine",
-    "EngineOptions",
-    "Finish",
-    "Images",
-    "Overloaded",
-    "Piece",
-    "Request",
-    "SamplingParams",
-    "Service",
-    "State",
-    "TokenLogprob",
-    "Unavailable",
-]

@@ -17,34 +17,6 @@ from ptqpipe.families.contradictions import another_width, check_experts, check_
 from ptqpipe.families.table import COMMON, DEFAULT_FUSE, FAMILIES, UNLIKE_EXPERTS
 from ptqpipe.families.types import Fact, Family, Keep, Mtp, Norms
 
-__all__ = [
-    "COMMON",
-    "DEFAULT_FUSE",
-    "DEFAULT_KEEP",
-    "FAMILIES",
-    "UNLIKE_EXPERTS",
-    "Fact",
-    "Family",
-    "Keep",
-    "Mtp",
-    "Norms",
-    "check_config",
-    "check_experts",
-    "doubts",
-    "facts_of",
-    "family_of",
-    "fixed_of",
-    "fuse_of",
-    "in_mtp_layers",
-    "is_known",
-    "language_config",
-    "layer_count",
-    "mtp_layer",
-    "norms_of",
-    "output_rows",
-    "outside_language_model",
-]
-
 # What a recipe keeps whatever the model is.
 DEFAULT_KEEP: tuple[Keep, ...] = tuple(fact.keep for fact in COMMON if not fact.counted_by)
 

@@ -19,18 +19,3 @@ from ptqpipe.plan.make import (
     unmatched_patterns,
 )
 from ptqpipe.plan.types import Kept, Member, Plan, Slice, Unit
-
-__all__ = [
-    "FLOAT_DTYPES",
-    "Kept",
-    "Member",
-    "Plan",
-    "Slice",
-    "Unit",
-    "check_ignored",
-    "conv1d_leaves",
-    "is_matrix",
-    "make_plan",
-    "pattern_hint",
-    "unmatched_patterns",
-]

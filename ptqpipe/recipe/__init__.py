@@ -13,20 +13,3 @@ from ptqpipe.options import RecipeOptions
 from ptqpipe.recipe.file import build_recipe, load_recipe, named_recipes, parse_recipe
 from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Named, Recipe, Rule, failing_facts, matches
 from ptqpipe.recipe.write import exact_patterns, recipe_text
-
-__all__ = [
-    "BY_RECIPE",
-    "IGNORED",
-    "Named",
-    "Recipe",
-    "RecipeOptions",
-    "Rule",
-    "build_recipe",
-    "exact_patterns",
-    "failing_facts",
-    "load_recipe",
-    "matches",
-    "named_recipes",
-    "parse_recipe",
-    "recipe_text",
-]

@@ -75,34 +75,3 @@ def default_path(name: str, *, kind: str) -> Path:
 def is_report(head: bytes) -> bool:
     """Whether a file that begins with ``head`` is one that ptqpipe wrote."""
     return any(mark.encode() in head for mark in (HTML_MARK, MARKDOWN_MARK))
-
-
-__all__ = [
-    "FORMATS",
-    "HTML_MARK",
-    "MARKDOWN_MARK",
-    "ScaleChoice",
-    "Codes",
-    "Histogram",
-    "KeptTensor",
-    "Proof",
-    "Report",
-    "ReportedWeight",
-    "WorstBlock",
-    "can_be_proven",
-    "check_kind",
-    "decibels",
-    "default_path",
-    "is_report",
-    "judged_by",
-    "judgement",
-    "mean_known",
-    "pooled_mse",
-    "render",
-    "render_comparison",
-    "samples_text",
-    "tuned_blocks",
-    "tuned_by",
-    "tuned_from",
-    "tuned_judgement",
-]

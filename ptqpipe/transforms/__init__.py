@@ -23,34 +23,6 @@ from ptqpipe.transforms.folding import RUN, Folding, Op, apply, is_exact, move_f
 from ptqpipe.transforms.problem import Consumer, Problem, Quantize, Solution, SolveOptions
 from ptqpipe.transforms.structure import Edge, Matrix, Structure, grouped
 
-__all__ = [
-    "BLOCKS",
-    "ONLINE",
-    "ROTATIONS",
-    "RUN",
-    "SCALINGS",
-    "Consumer",
-    "Edge",
-    "Folding",
-    "Matrix",
-    "Op",
-    "Problem",
-    "Quantize",
-    "Rotation",
-    "Scaling",
-    "Solution",
-    "SolveOptions",
-    "Structure",
-    "apply",
-    "find_structure",
-    "get_rotation",
-    "get_scaling",
-    "grouped",
-    "is_exact",
-    "move_factors",
-    "transform_names",
-]
-
 SCALINGS = ("smoothquant", "awq", "aqas", "smooth_swiglu")
 ROTATIONS = ("rotate_residual", "rotate_values")
 # Rotations that a reader applies while it runs: `convert --rotate` writes those of linear layers' inputs.

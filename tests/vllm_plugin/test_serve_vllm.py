@@ -73,15 +73,15 @@ def test_orphans_and_their_segments_are_cleared_and_nothing_else(child: Path, na
     other = SHM / f"ptqpipe_test_{os.getpid()}_other"
     other.write_bytes(b"mine")
     try:
-        family = ProcessTree.start([sys.executable, str(child), "child", *names, "0.5", "3"], dict(os.environ))
-        while family.running():
-            family.look()
-            family.wait(0.05)
-        assert family.code == 3
-        orphans = family.members()
+        tree = ProcessTree.start([sys.executable, str(child), "child", *names, "0.5", "3"], dict(os.environ))
+        while tree.running():
+            tree.look()
+            tree.wait(0.05)
+        assert tree.code == 3
+        orphans = tree.members()
         assert len(orphans) == 1
-        lines = family.clear()
-        assert family.members() == []
+        lines = tree.clear()
+        assert tree.members() == []
         assert not any(psutil.pid_exists(orphan.pid) for orphan in orphans)
         assert not any((SHM / name).exists() for name in names)
         assert any("1 process" in line for line in lines)
@@ -95,24 +95,24 @@ def test_orphans_and_their_segments_are_cleared_and_nothing_else(child: Path, na
 
 
 def test_a_segment_that_someone_else_maps_stays(child: Path, names: tuple[str, str]) -> None:
-    family = ProcessTree.start([sys.executable, str(child), "child", *names, "0.5", "0"], dict(os.environ))
+    tree = ProcessTree.start([sys.executable, str(child), "child", *names, "0.5", "0"], dict(os.environ))
     wait_for(lambda: (SHM / names[0]).exists() and (SHM / names[0]).stat().st_size == 4096)
     with open(SHM / names[0], "r+b") as file, mmap.mmap(file.fileno(), 4096):
-        while family.running():
-            family.look()
-            family.wait(0.05)
-        family.clear()
+        while tree.running():
+            tree.look()
+            tree.wait(0.05)
+        tree.clear()
         assert (SHM / names[0]).exists()
         assert not (SHM / names[1]).exists()
 
 
 def test_a_segment_that_was_there_before_stays(child: Path, names: tuple[str, str]) -> None:
     (SHM / names[0]).write_bytes(b"x" * 4096)
-    family = ProcessTree.start([sys.executable, str(child), "child", *names, "0.3", "0"], dict(os.environ))
-    while family.running():
-        family.look()
-        family.wait(0.05)
-    family.clear()
+    tree = ProcessTree.start([sys.executable, str(child), "child", *names, "0.3", "0"], dict(os.environ))
+    while tree.running():
+        tree.look()
+        tree.wait(0.05)
+    tree.clear()
     assert (SHM / names[0]).exists()
 
 

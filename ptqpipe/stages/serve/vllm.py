@@ -192,33 +192,33 @@ def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], log: Calla
             raise UsageError(f"--allreduce {service.allreduce} needs the plugin: {missing} it")
         log(f"{missing} the kernels for NVFP4, MXFP4 and MXFP8 on CPUs")
     log(f"vLLM {found.vllm} of {found.python}, {service.tensor_parallel} rank(s), node {service.node_rank}")
-    family = ProcessTree.start(command(service, found), environment(service, found, inherited))
-    with _signals_stop(family) as signals:
-        state = _watch(family, service, signals, log)
-    for line in family.clear():
+    tree = ProcessTree.start(command(service, found), environment(service, found, inherited))
+    with _signals_stop(tree) as signals:
+        state = _watch(tree, service, signals, log)
+    for line in tree.clear():
         log(line)
     if not signals:
-        raise PtqError(f"vLLM ended {state}, with code {family.code}; its own messages stand above")
+        raise PtqError(f"vLLM ended {state}, with code {tree.code}; its own messages stand above")
 
 
-def _watch(family: ProcessTree, service: VllmService, signals: list[int], log: Callable[[str], None]) -> str:
+def _watch(tree: ProcessTree, service: VllmService, signals: list[int], log: Callable[[str], None]) -> str:
     """Waits until vLLM ends; a line that tells how. ``signals``: those received so far, which ask it to end."""
     state = "by itself before it was ready"
     first = FirstNode(str(service.master_addr), service.master_port) if service.node_rank > 0 else None
-    while family.running():
-        family.look()
-        if first is None and not state.endswith("serving") and _healthy(service) and family.listens(service.port):
+    while tree.running():
+        tree.look()
+        if first is None and not state.endswith("serving") and _healthy(service) and tree.listens(service.port):
             state = "by itself while serving"
             log(f"ready: http://{service.host}:{service.port}/v1")
-        if first is not None and family.stopped_at is None and first.is_lost():
+        if first is not None and tree.stopped_at is None and first.is_lost():
             gone = f"node 0 at {service.master_addr}:{service.master_port} is gone"
             state = f"because {gone}"
             log(f"{gone}: this node ends, too")
-            family.stop()
-        family.wait(POLL_S)
-        if family.seconds_since_stop() > service.drain_s + GRACE_S:
+            tree.stop()
+        tree.wait(POLL_S)
+        if tree.seconds_since_stop() > service.drain_s + GRACE_S:
             log(f"vLLM did not end within {service.drain_s + GRACE_S:.0f} s of the signal; it is killed")
-            family.kill()
+            tree.kill()
     return state
 
 
@@ -243,13 +243,13 @@ class FirstNode:
 
 
 @contextmanager
-def _signals_stop(family: ProcessTree) -> Iterator[list[int]]:
+def _signals_stop(tree: ProcessTree) -> Iterator[list[int]]:
     """Hands SIGTERM and SIGINT to vLLM meanwhile; yields the list of those received."""
     signals: list[int] = []
 
     def handle(number: int, _: object) -> None:
         signals.append(number)
-        family.stop()
+        tree.stop()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
