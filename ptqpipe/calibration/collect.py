@@ -141,7 +141,8 @@ def sums_of_layers(skeleton: Skeleton, *, block: bool, full: bool, held_out: boo
     return [
         (2 if held_out else 1)
         * sum(
-            RunningMoments.nbytes(slot.columns, block=block, full=full) for slot in find_slots(name, module, skeleton.origins)
+            RunningMoments.nbytes(slot.columns, block=block, full=full)
+            for slot in find_slots(name, module, skeleton.origins)
         )
         for name, module in (*skeleton.blocks, *skeleton.mtp)
     ]

@@ -43,7 +43,9 @@ class RunningMoments:
     gram: torch.Tensor | None
 
     @classmethod
-    def empty(cls, columns: int, *, block: bool, full: bool, device: torch.device, quantiles: bool = True) -> "RunningMoments":
+    def empty(
+        cls, columns: int, *, block: bool, full: bool, device: torch.device, quantiles: bool = True
+    ) -> "RunningMoments":
         """No rows yet. Blocks are left out where 16 does not divide the columns, the histogram without quantiles."""
         f64 = torch.float64
         blocks = columns // BLOCK if block and not full and columns % BLOCK == 0 else 0

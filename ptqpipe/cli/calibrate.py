@@ -14,7 +14,7 @@ from ptqpipe.cli.parameters import (
     QUIET,
     RECIPE,
     STATS,
-    Dtype,
+    computing_dtype,
     data_options,
     names,
     pipeline_options,
@@ -52,13 +52,7 @@ ptqpipe calibrate MODEL --data wikitext:wikitext-2-raw-v1:train -o stats
     "diagonal,block is small and fits convert --algorithm rtn. kl, which is small, too, runs the model backwards once: "
     "plan then chooses by KL divergence.",
 )
-@click.option(
-    "--dtype",
-    type=Dtype("fp32", "fp64", "bf16", "fp16", "auto"),
-    default="fp32",
-    show_default=True,
-    help="Float type that the model computes in; auto is the checkpoint's own.",
-)
+@computing_dtype("fp32", "fp64", "bf16", "fp16", "auto")
 @click.option("-o", "--out", **OUT, help="Folder of statistics to write.")
 @click.option(
     "--device",
@@ -104,13 +98,7 @@ def calibrate(given: Given) -> None:
     "Windows of text to calibrate on; one more is written for every 8 of them, which calibrate holds out.",
     "Seed of the random draws.",
 )
-@click.option(
-    "--dtype",
-    type=Dtype("fp32", "bf16", "fp16", "auto"),
-    default="fp32",
-    show_default=True,
-    help="Float type that the model computes in; auto is the checkpoint's own.",
-)
+@computing_dtype("fp32", "bf16", "fp16", "auto")
 @click.option("-o", "--out", **OUT, help="File of token ids to write (.jsonl).")
 @COMPUTES
 @DEVICE

@@ -11,7 +11,7 @@ import click
 from ptqpipe.cli import next_steps
 from ptqpipe.cli.common import Given, command, main, this_call
 from ptqpipe.cli.lines import fitted
-from ptqpipe.cli.parameters import DEVICE, FIELD, JSON, PATH, QUIET, Dtype, Existing, Size, names
+from ptqpipe.cli.parameters import ACTIVATIONS, DEVICE, FIELD, JSON, PATH, QUIET, Existing, Size, computing_dtype, names
 from ptqpipe.errors import UsageError
 
 
@@ -51,21 +51,9 @@ ptqpipe eval CKPT --tasks local_piqa --task-data FOLDER --limit 200
 @click.option("--include-path", type=PATH, metavar="DIR", help="Folder of further task files (YAML) for lm-eval.")
 @click.option("--limit", type=int, metavar="N", help="Samples of each task to use, from its beginning.")
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Batch size for --tasks.")
-@click.option(
-    "--dtype",
-    type=Dtype("fp32", "bf16", "fp16", "auto"),
-    default="fp32",
-    show_default=True,
-    help="Float type that both models compute in; auto is the checkpoint's own.",
-)
+@computing_dtype("fp32", "bf16", "fp16", "auto", who="both models compute")
 @DEVICE
-@click.option(
-    "--activations",
-    type=click.Choice(["simulated", "none"]),
-    default="simulated",
-    show_default=True,
-    help="Quantize activations as the format of the checkpoint says, or leave them.",
-)
+@ACTIVATIONS
 @click.option(
     "--cache-dir",
     type=PATH,

@@ -152,6 +152,17 @@ class Dtype(click.ParamType[str]):
         return "|".join(self._known)
 
 
+def computing_dtype(*known: str, who: str = "the model computes") -> Callable[[F], F]:
+    """``--dtype`` of what computes: one of the ``known`` short names, the first by default."""
+    return click.option(
+        "--dtype",
+        type=Dtype(*known),
+        default=known[0],
+        show_default=True,
+        help=f"Float type that {who} in; auto is the checkpoint's own.",
+    )
+
+
 def names(value: str) -> tuple[str, ...]:
     """The type of a value with several names: they stand between commas, without spaces and empty ones."""
     return tuple(name for name in value.replace(" ", "").split(",") if name)
@@ -221,6 +232,13 @@ DEVICE = click.option(
     default="cpu",
     show_default=True,
     help="Device that computes: cpu, cuda or cuda:N.",
+)
+ACTIVATIONS = click.option(
+    "--activations",
+    type=click.Choice(["simulated", "none"]),
+    default="simulated",
+    show_default=True,
+    help="Quantize activations as the format of the checkpoint says, or leave them.",
 )
 FIELD = click.option(
     "--field",

@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from ptqpipe.cli.common import Given, command
-from ptqpipe.cli.parameters import Dtype, Size, options, workers_option
+from ptqpipe.cli.parameters import ACTIVATIONS, Size, computing_dtype, options, workers_option
 from ptqpipe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -130,13 +130,7 @@ VLLM_OPTIONS = options(
 @click.option(
     "--served-model-name", "name", metavar="NAME", help="Name of the model in the API.  [default: the folder's name]"
 )
-@click.option(
-    "--dtype",
-    type=Dtype("bf16", "fp32", "fp16", "auto"),
-    default="bf16",
-    show_default=True,
-    help="Float type that the model computes in; auto is the checkpoint's own.",
-)
+@computing_dtype("bf16", "fp32", "fp16", "auto")
 @click.option(
     "--device",
     metavar="DEVICE",
@@ -145,13 +139,7 @@ VLLM_OPTIONS = options(
     help="Device that computes: cpu, cuda (one GPU per rank) or cuda:N.",
 )
 @click.option("--decoded", is_flag=True, help="Decode the weights to --dtype instead of computing with packed ones.")
-@click.option(
-    "--activations",
-    type=click.Choice(["simulated", "none"]),
-    default="simulated",
-    show_default=True,
-    help="Quantize activations as the format of the checkpoint says, or leave them.",
-)
+@ACTIVATIONS
 @click.option("--max-model-len", type=int, metavar="N", help="Longest sequence in tokens.  [default: the model's]")
 @click.option(
     "--max-num-seqs", type=int, default=32, show_default=True, help="Largest number of sequences in one step."

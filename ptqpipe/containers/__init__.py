@@ -36,10 +36,8 @@ from ptqpipe.containers._kv import announces_kv_cache, is_kv_scale, kv_scale, kv
 from ptqpipe.containers._read_only import is_read_only
 from ptqpipe.containers._types import (
     DECODED_ROLES,
-    ConfigFiles,
     ConfigRequest,
     Container,
-    Load,
     Names,
     Part,
     Role,
@@ -47,7 +45,6 @@ from ptqpipe.containers._types import (
     Target,
 )
 from ptqpipe.errors import CheckpointError, UsageError, did_you_mean
-
 
 
 def container_names() -> list[str]:

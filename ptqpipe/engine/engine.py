@@ -7,7 +7,7 @@ beside a server. Must not know HTTP or how the model was loaded.
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence as Row
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 

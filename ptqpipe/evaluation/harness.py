@@ -65,7 +65,7 @@ class TaskMetric:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A metric against the baseline's. ``recovery`` in percent: 100 is as good. ``interval``: of the difference, 95 %."""
+    """A metric against the baseline's. ``recovery`` in percent, 100: as good; ``interval`` of the difference, 95 %."""
 
     recovery: float | None
     difference: float

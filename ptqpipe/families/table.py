@@ -5,7 +5,7 @@ What readers do is their own source: vLLM 0.33, SGLang 0.5.23, TensorRT-LLM of m
 
 from dataclasses import replace
 
-from ptqpipe.families.types import GATE_UP_DOWN, Fact, Family, Keep, Mtp, Norms, ModuleOutputs
+from ptqpipe.families.types import GATE_UP_DOWN, Fact, Family, Keep, ModuleOutputs, Mtp, Norms
 
 _UNQUANTIZED = (
     "vLLM, SGLang and TensorRT-LLM build it unquantized and cannot load the model: vLLM stops with a KeyError, the "
@@ -200,7 +200,9 @@ def _mamba2(inner: tuple[str, ...], states: tuple[str, ...], heads: str) -> tupl
 # create_qkvz_proj of vLLM's and SGLang's Qwen3.5: q, k and v, with z below them. Qwen3-Next's is one output.
 _KEYS = ("linear_num_key_heads", "linear_key_head_dim")
 _QWEN3_5_OUTPUTS = (
-    ModuleOutputs(r"(.*\.)?linear_attn\.in_proj_qkv$", (_KEYS, _KEYS, ("linear_num_value_heads", "linear_value_head_dim"))),
+    ModuleOutputs(
+        r"(.*\.)?linear_attn\.in_proj_qkv$", (_KEYS, _KEYS, ("linear_num_value_heads", "linear_value_head_dim"))
+    ),
 )
 _GEMMA_SMALL = (
     # Most have 4 to 256 columns, which blocks do not divide well; vendors and llm-compressor leave all of them.

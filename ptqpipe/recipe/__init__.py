@@ -11,5 +11,5 @@ know machines (workers, devices, memory).
 
 from ptqpipe.options import RecipeOptions
 from ptqpipe.recipe.file import build_recipe, load_recipe, named_recipes, parse_recipe
-from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Named, Recipe, Rule, failing_facts, matches
+from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Recipe, Rule, failing_facts, matches
 from ptqpipe.recipe.write import exact_patterns, recipe_text

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from ptqpipe.errors import UsageError, missing_package
 from ptqpipe.report.content import (
-    ScaleChoice,
     Codes,
     Histogram,
     KeptTensor,
     Proof,
     Report,
     ReportedWeight,
+    ScaleChoice,
     WorstBlock,
     can_be_proven,
     decibels,
@@ -42,7 +42,7 @@ def check_kind(kind: str) -> None:
     if kind not in FORMATS:
         raise UsageError(f"--format {kind!r} is unknown; use {' or '.join(FORMATS)}")
     try:
-        import jinja2  # noqa: F401
+        import jinja2
     except ImportError:
         raise missing_package("ptqpipe report", "jinja2", "ptqpipe[report]") from None
 

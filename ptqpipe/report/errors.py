@@ -66,7 +66,9 @@ def error_strips(rows: Sequence[RoleRow]) -> Drawn | None:
             (w.sqnr_db, f"{shown(w.name)}: {w.sqnr_db:.2f} dB") for w in row.weights if w.sqnr_db is not None
         )
         if values and row.sqnr_db is not None:
-            strips.append(charts.StripRow(row_label(row, rows), row.index, values, row.sqnr_db, f"{row.sqnr_db:.2f} dB"))
+            strips.append(
+                charts.StripRow(row_label(row, rows), row.index, values, row.sqnr_db, f"{row.sqnr_db:.2f} dB")
+            )
     if not strips:
         return None
     label = "signal to quantization noise ratio by role, a dot per weight"

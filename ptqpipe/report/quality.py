@@ -69,7 +69,9 @@ def _known(report: Report) -> list[CardNumber]:
         beside = f"times that of {report.blocks_from}, on {report.blocks_judged}"
         return [CardNumber("Output error of the layers", numbers.ratio(ratio), beside)]
     error = decibels(pooled_mse(report.weights))
-    return [] if error is None else [CardNumber("Weight error", f"{numbers.db(error)} dB", "signal to quantization noise")]
+    return (
+        [] if error is None else [CardNumber("Weight error", f"{numbers.db(error)} dB", "signal to quantization noise")]
+    )
 
 
 def _size(report: Report) -> CardNumber:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from markupsafe import Markup, escape
 
 from ptqpipe.errors import one_line
-from ptqpipe.report.content import ScaleChoice, Codes, Report, ReportedWeight, decibels, pooled_mse
+from ptqpipe.report.content import Codes, Report, ReportedWeight, ScaleChoice, decibels, pooled_mse
 from ptqpipe.report.svg import ROLES
 
 _WALK = (

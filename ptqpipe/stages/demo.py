@@ -21,7 +21,7 @@ from ptqpipe.regular_file import read_json
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common import Done, Machine, sqnr_db, one_thread_each
+from ptqpipe.stages.common import Done, Machine, one_thread_each, sqnr_db
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.convert.text import by_role

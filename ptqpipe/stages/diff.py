@@ -20,7 +20,7 @@ from ptqpipe.dtypes import DTYPES
 from ptqpipe.plan import Member, Slice
 from ptqpipe.quantities import number
 from ptqpipe.source import Origins, Source, SourceRows, row_runs
-from ptqpipe.stages.common import CARD, sqnr_db, finite, is_ours, json_differences, name_pattern, role_of, table
+from ptqpipe.stages.common import CARD, finite, is_ours, json_differences, name_pattern, role_of, sqnr_db, table
 
 _ROUNDED = 1e-6  # a reciprocal's reciprocal may be the next float32
 SHOWN = 8  # lines of one kind that the text lists

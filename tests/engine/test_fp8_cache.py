@@ -50,7 +50,9 @@ def test_an_fp8_cache_equals_the_simulated_one(checkpoint: Path, max_batch_token
 
 def test_a_bfloat16_model_reads_its_codes_as_the_pages_of_their_numbers(checkpoint: Path) -> None:
     """By whatever kernel there is: within a rounding or two of float32's logits."""
-    runs = {dtype: ModelRunner(load_model(checkpoint, dtype=dtype), CacheOptions(1 << 22, 64, 4, 8)) for dtype in DTYPES}
+    runs = {
+        dtype: ModelRunner(load_model(checkpoint, dtype=dtype), CacheOptions(1 << 22, 64, 4, 8)) for dtype in DTYPES
+    }
     batch = Batch(torch.tensor(PROMPTS[1]), torch.arange(30), (Span(30, 30, (3, 1, 0, 2)),))
     exact, found = (runs[dtype].run(batch) for dtype in DTYPES)
     assert float((found - exact).abs().max()) < 0.05 * float(exact.abs().max())

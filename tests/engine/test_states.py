@@ -112,7 +112,9 @@ def test_tokens_equal_generate(name: str) -> None:
 
 def test_a_common_beginning_is_computed_again_and_siblings_have_states_of_their_own() -> None:
     model = build("lfm2")
-    made = engine(ModelRunner(copy.deepcopy(model), CacheOptions(1 << 24, LENGTH, 4, 4)), max_len=LENGTH, tokens=tokenizer())
+    made = engine(
+        ModelRunner(copy.deepcopy(model), CacheOptions(1 << 24, LENGTH, 4, 4)), max_len=LENGTH, tokens=tokenizer()
+    )
     made.add(ask(PROMPTS[1], 4))
     run_all(made)
     made.add(ask(PROMPTS[1], 4, name="b", n=2))

@@ -48,7 +48,9 @@ def test_what_cannot_be_read_is_named(name: str, text: str) -> None:
 
 def test_graphs_with_and_without_our_operators_have_different_keys() -> None:
     keys = {
-        PluginSettings(codec=codec, kernels=kernels).fingerprint() for codec in (None, "int8") for kernels in (True, False)
+        PluginSettings(codec=codec, kernels=kernels).fingerprint()
+        for codec in (None, "int8")
+        for kernels in (True, False)
     }
     assert len(keys) == 4
 

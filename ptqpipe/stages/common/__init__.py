@@ -64,6 +64,6 @@ from ptqpipe.stages.common.rewriting import (
     run_parts_of,
     write_whole,
 )
-from ptqpipe.stages.common.text import sqnr_db, finite, json_differences, run_facts, same_json
+from ptqpipe.stages.common.text import finite, json_differences, run_facts, same_json, sqnr_db
 from ptqpipe.stages.common.units import QuantizedRows, correct_unit, learned_codes, low_rank_bytes, quantize_unit
 from ptqpipe.tensor_names import expert_of, experts_of, layer_of, name_pattern, role_of

@@ -15,9 +15,9 @@ from ptqpipe.stages.common import (
     WORKER_BYTES,
     Done,
     Machine,
-    sqnr_db,
     name_pattern,
     role_of,
+    sqnr_db,
     table,
     without_collections,
 )

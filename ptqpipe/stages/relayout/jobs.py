@@ -195,7 +195,8 @@ def weight_jobs(stored: StoredWeight, source: Source, target: Container, name: s
     elif target.ABILITIES.stacks:
         parts = target.parts(stored.weight, stored.shape, scheme, experts=stored.experts, transposed=stored.transposed)
         pieces = [
-            [WeightPiece(stored.weight, stored.shape, scheme, parts, stored, expert=e, into=e)] for e in range(stored.experts)
+            [WeightPiece(stored.weight, stored.shape, scheme, parts, stored, expert=e, into=e)]
+            for e in range(stored.experts)
         ]
     else:
         pieces = [list(_split(stored, e, scheme, source, target)) for e in range(stored.experts)]
@@ -232,7 +233,9 @@ def _piece(
     return WeightPiece(weight, shape, scheme, parts, stored, expert=expert, start=start, step=step)
 
 
-def _split(stored: StoredWeight, expert: int, scheme: Scheme, source: Source, target: Container) -> Iterator[WeightPiece]:
+def _split(
+    stored: StoredWeight, expert: int, scheme: Scheme, source: Source, target: Container
+) -> Iterator[WeightPiece]:
     """One expert of a stack as weights of their own: gate and up of a fused one apart, as the plan of convert does."""
     base = stored.weight.removesuffix(".weight")
     parent, _, leaf = base.rpartition(".")

@@ -15,7 +15,7 @@ from ptqpipe.containers import StoredWeight
 from ptqpipe.errors import UsageError
 from ptqpipe.measured import prove_weight
 from ptqpipe.record import Record
-from ptqpipe.report import ScaleChoice, Histogram, Proof, ReportedWeight, WorstBlock
+from ptqpipe.report import Histogram, Proof, ReportedWeight, ScaleChoice, WorstBlock
 from ptqpipe.scan import STORED, Scan, codes_of, compare_choices, scale_axis
 from ptqpipe.source import Origins, Source, SourceRows
 from ptqpipe.stages.common import Machine, counting_bar, expert_of, layer_of, role_of
@@ -130,7 +130,13 @@ def _global_scale(opened: Source, item: Item) -> float | None:
 
 
 def with_choices(
-    opened: Source, items: list[Item], scans: list[Scan], weights: list[ReportedWeight], *, machine: Machine, all_rows: bool
+    opened: Source,
+    items: list[Item],
+    scans: list[Scan],
+    weights: list[ReportedWeight],
+    *,
+    machine: Machine,
+    all_rows: bool,
 ) -> list[ReportedWeight]:
     """The weights with every way of choosing scales run on their source."""
     largest = {item.name: scan.amax or 0.0 for item, scan in zip(items, scans, strict=True)}

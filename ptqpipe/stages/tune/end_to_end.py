@@ -33,7 +33,7 @@ from ptqpipe.stages.common import BASE_BYTES, Machine, counting_bar
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.tune import codes as codes_of
 from ptqpipe.stages.tune.block import BlockWork, divided
-from ptqpipe.stages.tune.kept import TrainedTensor, Trained, find_kept, unit_name, with_gain
+from ptqpipe.stages.tune.kept import Trained, TrainedTensor, find_kept, unit_name, with_gain
 from ptqpipe.stages.tune.options import GLOBAL, TuneOptions
 
 DATA, OTHER = "held-out samples", "sample text"
@@ -104,7 +104,9 @@ def _told(found: Found) -> dict[str, Any]:
     return {name: getattr(found, name) for name in ("start", "result", "steps", "best")}
 
 
-def _trained(prepared: Conversion, found: Found | None, kept: Sequence[TrainedTensor], options: TuneOptions) -> dict[str, Any]:
+def _trained(
+    prepared: Conversion, found: Found | None, kept: Sequence[TrainedTensor], options: TuneOptions
+) -> dict[str, Any]:
     """What rounding.json says of what was trained after the codes. "trained" has nothing where the start is kept."""
     if found is None:
         return {}

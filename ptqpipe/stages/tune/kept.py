@@ -109,7 +109,9 @@ class Trained:
     gains   key of a weight -> the logarithm of what its global scale is multiplied by
     """
 
-    def __init__(self, skeleton: Skeleton, kept: Sequence[TrainedTensor], scales: Sequence[tuple[Unit, torch.Tensor]]) -> None:
+    def __init__(
+        self, skeleton: Skeleton, kept: Sequence[TrainedTensor], scales: Sequence[tuple[Unit, torch.Tensor]]
+    ) -> None:
         """``scales``: units whose global scale is trained, with what it starts from."""
         self.floats: dict[str, Float] = {}
         self.gains: dict[str, torch.Tensor] = {}

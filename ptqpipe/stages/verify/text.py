@@ -10,7 +10,7 @@ from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.quantities import disk_size, number
 from ptqpipe.report import mean_known
 from ptqpipe.search.proof import Optimality
-from ptqpipe.stages.common import sqnr_db, finite, name_pattern, role_of, table
+from ptqpipe.stages.common import finite, name_pattern, role_of, sqnr_db, table
 from ptqpipe.stages.verify.findings import Finding
 
 SHOWN = 6  # findings of one kind that the text lists

@@ -81,7 +81,9 @@ def test_stripes_are_whole_blocks_so_a_small_message_of_many_ranks_sends_padding
     assert MessageSize(1000, block=64).stripe(512) == 64
     assert MessageSize(64 * 512 + 1, block=64).stripe(512) == 128
     small = seconds("two-shot", ideal("switch"), ranks=512, message=MessageSize(1000))
-    assert small == pytest.approx(seconds("two-shot", ideal("switch"), ranks=512, message=MessageSize(64 * 512)), rel=1e-6)
+    assert small == pytest.approx(
+        seconds("two-shot", ideal("switch"), ranks=512, message=MessageSize(64 * 512)), rel=1e-6
+    )
 
 
 def events(stages: list[tuple[str, float]], chunks: int) -> float:
