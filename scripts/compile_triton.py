@@ -129,10 +129,8 @@ def linear_launches() -> Iterator[Launch]:
                     weight = linear_weight(fmt, (4096, 4096), bias)
                     words = f"{name} {str(dtype).removeprefix('torch.')} {rows} rows"
                     x = torch.zeros(rows, 4096, dtype=dtype)
-                    plan = triton_linear.plan_of(fmt, weight.scales)
-                    assert plan is not None
                     for parts in (1, 3) if rows in (1, 16) else (1,):
-                        tile = triton_linear.tile_of(plan, rows, (4096, 4096), parts=parts, processors=132)
+                        tile = triton_linear.tile_of(weight.plan, rows, (4096, 4096), parts=parts, processors=132)
                         about = words + (" bias" if bias is not None else "") + (" parts" if parts > 1 else "")
                         lanes = rows <= triton_linear.FEW
                         call = partial(triton_linear._multiply, x, weight, tile, lanes=lanes, exact=False)
@@ -149,7 +147,7 @@ def linear_weight(fmt: Format, shape: tuple[int, int], bias: torch.Tensor | None
     plan = triton_linear.plan_of(fmt, scales)
     assert plan is not None
     factor = torch.ones(1 if fmt.has_global else shape[0]) if fmt.has_global or scales is None else None
-    return triton_linear.LinearWeight(data, scales, factor, bias, plan.bits, plan.kind, plan.group, plan.scale_rows)
+    return triton_linear.LinearWeight(data, scales, factor, bias, plan)
 
 
 def message_launches() -> Iterator[Launch]:

@@ -41,7 +41,7 @@ class LinearWeight:
     """A packed weight ``[N, K]`` and a bias as the kernels read them.
 
     data    uint8 ``[N, width]``, the last stride 1
-    scales  contiguous ``[ceil(N / scale_rows), blocks]`` of bytes or of floats, by ``kind``; or None
+    scales  contiguous ``[ceil(N / scale_rows), blocks]`` of bytes or of floats, by the plan's kind; or None
     factor  float32 ``[1]`` or ``[N]``, or None; bias ``[N]`` or None, contiguous
     """
 
@@ -49,10 +49,7 @@ class LinearWeight:
     scales: torch.Tensor | None
     factor: torch.Tensor | None
     bias: torch.Tensor | None
-    bits: int
-    kind: int
-    group: int
-    scale_rows: int
+    plan: LinearPlan
 
     @property
     def factor_kind(self) -> int:
@@ -124,7 +121,7 @@ def linear(
         None if scales is None else _bytes(scales.contiguous()),
         factor,
         None if bias is None else bias.contiguous(),
-        *(plan.bits, plan.kind, plan.group, plan.scale_rows),
+        plan,
     )
     tile = tile_of(plan, x.shape[0], shape, parts=parts, processors=1 if interpreting() else _processors(x.device))
     few = x.shape[0] <= FEW
@@ -165,26 +162,26 @@ def _multiply(x: torch.Tensor, weight: LinearWeight, tile: Tile, *, lanes: bool,
     """``[M, N]`` of a contiguous x ``[M, K]`` by one of the two kernels; ``exact`` where Triton interprets."""
     from ptqpipe.kernels import triton_products
 
-    data, (m, n) = weight.data, (x.shape[0], weight.data.shape[0])
+    data, plan, (m, n) = weight.data, weight.plan, (x.shape[0], weight.data.shape[0])
     chunk, blocks = tile.chunk(data.shape[1]), 0 if weight.scales is None else weight.scales.shape[1]
     parts = _over(data.shape[1], chunk)
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     target = out if parts == 1 else torch.empty(parts, m, n, dtype=torch.float32, device=x.device)
     factor, bias = (weight.factor_kind, weight.bias is not None) if parts == 1 else (0, False)
     if lanes:
-        if weight.bits == 4:  # pairs of numbers, which words must hold
+        if plan.bits == 4:  # pairs of numbers, which words must hold
             x = (x if x.storage_offset() % 2 == 0 else x.clone()).view(torch.int32)
         triton_products.lanes_kernel[(_over(n, tile.rows), parts)](
             _bits(target), x, *weight.arguments(), n, data.shape[1], data.stride(0), blocks, chunk,
-            M=m, FLOAT16=out.dtype == torch.float16, FACTOR=factor, BIAS=bias, BITS=weight.bits, KIND=weight.kind,
-            GROUP=weight.group, SCALE_ROWS=weight.scale_rows, BN=tile.rows, BYTES=tile.width,
+            M=m, FLOAT16=out.dtype == torch.float16, FACTOR=factor, BIAS=bias, BITS=plan.bits, KIND=plan.kind,
+            GROUP=plan.group, SCALE_ROWS=plan.scale_rows, BN=tile.rows, BYTES=tile.width,
             num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     else:
         triton_products.tiles_kernel[(_over(n, tile.rows) * _over(m, tile.tokens), parts)](
             _bits(target), x, *weight.arguments(), m, n, data.shape[1], data.stride(0), blocks, chunk,
-            EXACT=exact, FACTOR=factor, BIAS=bias, BITS=weight.bits, KIND=weight.kind, GROUP=weight.group,
-            SCALE_ROWS=weight.scale_rows, BM=tile.tokens, BN=tile.rows, BYTES=tile.width,
+            EXACT=exact, FACTOR=factor, BIAS=bias, BITS=plan.bits, KIND=plan.kind, GROUP=plan.group,
+            SCALE_ROWS=plan.scale_rows, BM=tile.tokens, BN=tile.rows, BYTES=tile.width,
             num_warps=8 if tile.tokens * tile.rows >= 128 * 128 else 4, enable_fp_fusion=True,
         )  # fmt: skip
     if parts > 1:

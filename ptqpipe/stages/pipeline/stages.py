@@ -108,8 +108,9 @@ class Pipeline:
     def _identity(self, source: Source) -> dict[str, str]:
         """What decides the bytes, by its name in a message; no folder's name is in it."""
         work, recipe = self.work, build_recipe(self.recipe, path=self.recipe_path)
+        field = [] if work.field is None else [f"--field {work.field}"]  # which part of the texts is read
         given = {
-            "--data": [*([_content(name) for name in self.texts] or work.data), *self._named_field()],
+            "--data": [*([_content(name) for name in self.texts] or work.data), *field],
             "--quality": work.quality,
             "--budget": work.budget,
             "--formats": work.formats,
@@ -122,10 +123,6 @@ class Pipeline:
             "the version of ptqpipe": __version__,
         }
         return named | {name: json.dumps(value) for name, value in given.items()}
-
-    def _named_field(self) -> list[str]:
-        """What decides, besides the texts, which part of them is read."""
-        return [] if self.work.field is None else [f"--field {self.work.field}"]
 
     def steps(self) -> list[Step]:
         """The stages in their order."""

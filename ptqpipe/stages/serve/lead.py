@@ -137,7 +137,7 @@ class Lead:
             server,
             processor=self.processor,
             all_reduce=self.counts,
-            details=lambda: _now(facts),
+            details=lambda: {**facts, "resident_bytes": resident_bytes()[0]},
         )
         service.start()
         try:
@@ -258,11 +258,6 @@ def _engine(options: ServeOptions, runner: ModelRunner, computes: Any, tokenizer
         end_tokens=end_tokens(runner.model, tokenizer),
         drafter=drafter,
     )
-
-
-def _now(facts: dict[str, Any]) -> dict[str, Any]:
-    """What is said of the model, with the memory of this process at this time."""
-    return {**facts, "resident_bytes": resident_bytes()[0]}
 
 
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:
