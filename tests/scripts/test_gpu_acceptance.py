@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,12 @@ def run(out: Path, *options: str, **environment: str) -> tuple[int, list[dict[st
         timeout=600,
     )
     assert (out / "results.jsonl").exists(), done.stderr
-    return done.returncode, [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    return done.returncode, lines_of(out)
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    """What the script wrote."""
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 
 def results(lines: list[dict[str, Any]]) -> dict[str, str]:
@@ -33,9 +39,15 @@ def results(lines: list[dict[str, Any]]) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_rehearsal_runs_every_part_and_all_of_them_pass(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forks")
+def test_a_rehearsal_runs_every_part_and_all_of_them_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script runs in this process, so that the process of each part is a fork."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    code, lines = run(tmp_path, "--minutes", "30")
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--rehearse", "--out", str(tmp_path), "--minutes", "30"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    code, lines = end.value.code, lines_of(tmp_path)
     parts = ["compile", "search", "attack", "linear", "allreduce", "convert", "calibrate", "engine", "tests"]
     assert results(lines) == dict.fromkeys(parts, "passed"), (tmp_path / "log.txt").read_text()[-3000:]
     assert code == 0
