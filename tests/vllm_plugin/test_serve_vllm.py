@@ -9,12 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 import psutil
 import pytest
 from click.testing import CliRunner
 
+from ptqpipe import processes
 from ptqpipe.cli import main
 from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.processes import SHM, ProcessTree
@@ -53,8 +56,9 @@ def names() -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture
-def child(tmp_path: Path) -> Path:
-    """The child's script."""
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The child's script. Its worker, which does not end when it is asked to, is killed after 0.5 s, not 5."""
+    monkeypatch.setattr(processes, "END_S", 0.5)
     path = tmp_path / "child.py"
     path.write_text(CHILD)
     return path
@@ -252,9 +256,11 @@ def test_options_that_were_given_reach_vllm_and_defaults_do_not(monkeypatch: pyt
 
 
 SERVER = """
-import http.server, sys, threading
+import http.server, os
 class Healthy(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        if self.path == "/end":
+            os._exit(3)
         self.send_response(200)
         self.end_headers()
     def log_message(self, *_):
@@ -277,17 +283,23 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_it_is_ready_when_the_child_itself_answers(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = "threading.Timer(3, __import__('os')._exit, (3,)).start()"
-    monkeypatch.setattr(stage, "LAUNCH", SERVER.format(port=port).replace("class Healthy", f"{end}\nclass Healthy"))
+    monkeypatch.setattr(stage, "LAUNCH", SERVER.format(port=port))
     said: list[str] = []
+
+    def ends_when_it_is_ready(line: str) -> None:
+        said.append(line)
+        if line.startswith("ready"):
+            with suppress(OSError):  # it goes without an answer
+                urlopen(f"http://127.0.0.1:{port}/end", timeout=10)
+
     with pytest.raises(PtqError, match="ended by itself while serving, with code 3"):
-        stage.serve_vllm(VllmService("ckpt", port=port), inherited=dict(os.environ), log=said.append)
+        stage.serve_vllm(VllmService("ckpt", port=port), inherited=dict(os.environ), log=ends_when_it_is_ready)
     assert f"ready: http://127.0.0.1:{port}/v1" in said
 
 
 def test_a_stranger_who_answers_on_the_port_is_not_vllm(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes the port while vLLM starts, which then finds it taken and ends."""
-    monkeypatch.setattr(stage, "LAUNCH", "import time; time.sleep(3); raise SystemExit(5)")
+    monkeypatch.setattr(stage, "LAUNCH", "import time; time.sleep(1); raise SystemExit(5)")
     monkeypatch.setattr(stage, "_check_port", lambda _: None)
     stranger = subprocess.Popen([sys.executable, "-c", SERVER.format(port=port)])
     said: list[str] = []
