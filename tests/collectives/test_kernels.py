@@ -1,5 +1,7 @@
 """The compiled messages are those of ``reference.py``, bit for bit, on every instruction set that this machine has."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 
@@ -48,43 +50,66 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-@pytest.fixture(params=lib.known_isas() or [pytest.param("none", marks=pytest.mark.skip(reason="no compiled kernels"))])
-def isa(request: pytest.FixtureRequest) -> object:
+ISAS = lib.known_isas()
+built = pytest.mark.skipif(not ISAS, reason="no compiled kernels")
+
+
+@pytest.fixture(params=ISAS or [pytest.param("none", marks=built)])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     lib.force_isa(request.param)
     yield request.param
     lib.force_isa(None)
 
 
+@pytest.fixture
+def every_isa() -> Iterator[Callable[[], Iterator[str]]]:
+    """Gives the instruction sets, each in force until the next: what they are held to is computed once."""
+
+    def one_after_another() -> Iterator[str]:
+        for name in ISAS:
+            lib.force_isa(name)
+            yield name
+
+    yield one_after_another
+    lib.force_isa(None)
+
+
+@built
 @pytest.mark.parametrize("codec", WIRES, ids=wire_id)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_messages_and_their_values_are_the_references(isa: str, codec: WireCodec, dtype: torch.dtype) -> None:
+def test_messages_and_their_values_are_the_references(
+    every_isa: Callable[[], Iterator[str]], codec: WireCodec, dtype: torch.dtype
+) -> None:
     for n in SIZES:
         x = adversarial(n, dtype, n)
-        message = torch.full((codec.nbytes(n),), 0xA5, dtype=torch.uint8)
-        assert cpu_collective.encode(x, message, codec)
         wanted = reference.encode(x, codec)
-        assert torch.equal(message, wanted), n
-        out = torch.empty_like(x)
-        assert cpu_collective.decode(message, out, codec)
-        assert same(out, reference.decode(wanted, n, codec).to(dtype)), n
+        values = reference.decode(wanted, n, codec).to(dtype)
+        for isa in every_isa():
+            message, out = torch.full((codec.nbytes(n),), 0xA5, dtype=torch.uint8), torch.empty_like(x)
+            assert cpu_collective.encode(x, message, codec)
+            assert torch.equal(message, wanted), (n, isa)
+            assert cpu_collective.decode(message, out, codec)
+            assert same(out, values), (n, isa)
 
 
+@built
 @pytest.mark.parametrize("codec", WIRES, ids=wire_id)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("own", [0, 2, None])
 def test_sums_and_their_messages_are_the_references(
-    isa: str, codec: WireCodec, dtype: torch.dtype, own: int | None
+    every_isa: Callable[[], Iterator[str]], codec: WireCodec, dtype: torch.dtype
 ) -> None:
     n = 2085
     xs = [adversarial(n, dtype, seed) for seed in range(3)]
-    messages = [None if rank == own else reference.encode(x, codec) for rank, x in enumerate(xs)]
-    mine = xs[own or 0]
-    for requantize in (True, False):
-        room, out = torch.empty(codec.nbytes(n), dtype=torch.uint8), torch.empty_like(mine)
-        assert cpu_collective.reduce(messages, mine, room if requantize else None, out, codec)
-        message, values = reference.reduce(messages, mine, codec, requantize=requantize)
-        assert same(out, values)
-        assert not requantize or torch.equal(room, message)
+    encoded = [reference.encode(x, codec) for x in xs]
+    for own in (0, 2, None):
+        messages, mine = [None if rank == own else each for rank, each in enumerate(encoded)], xs[own or 0]
+        for requantize in (True, False):
+            message, values = reference.reduce(messages, mine, codec, requantize=requantize)
+            for isa in every_isa():
+                room, out = torch.empty(codec.nbytes(n), dtype=torch.uint8), torch.empty_like(mine)
+                assert cpu_collective.reduce(messages, mine, room if requantize else None, out, codec)
+                assert same(out, values), (own, requantize, isa)
+                assert not requantize or torch.equal(room, message), (own, isa)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
