@@ -50,6 +50,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_windows(tmp_path_factory.mktemp("text") / "text.jsonl", make_windows(samples=9, seqlen=LENGTH))
 
 
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run with the defaults that nobody stopped."""
+    return made(model, tmp_path_factory.mktemp("undisturbed") / "out", work_of(text)).out
+
+
 def work_of(text: Path, **more: Any) -> PipelineOptions:
     return PipelineOptions(data=(str(text),), samples=8, seqlen=LENGTH, **more)
 
@@ -326,7 +332,7 @@ main(sys.argv[1:])
 
 @pytest.mark.usefixtures("forks")
 def test_codes_that_are_written_are_gone_and_a_killed_run_goes_on_without_them(
-    model: Path, text: Path, tmp_path: Path
+    model: Path, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     """One decoder layer's codes go before the other one's are written; kill -9 comes at that moment."""
     words = ["convert", model, *few(text), "-o", tmp_path / "out"]
@@ -338,8 +344,7 @@ def test_codes_that_are_written_are_gone_and_a_killed_run_goes_on_without_them(
     assert refused.exit_code == 2
     assert "--resume continues it" in refused.output
     ran(*words, "--resume")
-    made(model, tmp_path / "whole", work_of(text))
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(undisturbed)
     assert "already complete" in ran(*words, "--resume")
     with pytest.raises(AlreadyComplete):
         made(model, tmp_path / "out", work_of(text), mode="resume")
@@ -370,10 +375,10 @@ main(sys.argv[2:])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.usefixtures("forks")
 def test_kill_9_inside_or_right_behind_the_reverse_pass_and_resume_give_the_bytes_of_an_undisturbed_run(
-    layers: int, model: Path, text: Path, tmp_path: Path
+    layers: int, model: Path, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     """The pass goes over two decoder layers: it is stopped behind the first, or when its last file is written."""
-    words = [*map(str, ["convert", model, *few(text), "--quality", "best", "-o", tmp_path / "out"])]
+    words = [*map(str, ["convert", model, *few(text), "-o", tmp_path / "out"])]
     killed = [sys.executable, "-c", KILLED_BACKWARDS, str(layers), *words]
     done = subprocess.run(killed, capture_output=True, text=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -381,8 +386,7 @@ def test_kill_9_inside_or_right_behind_the_reverse_pass_and_resume_give_the_byte
     assert {path.name for path in tmp_path.iterdir()} == {".out.stages"}
     ran(*words, "--resume")
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
-    ran("convert", model, *few(text), "--quality", "best", "-o", tmp_path / "whole")
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(undisturbed)
 
 
 def test_the_call_that_continues_is_told_and_another_one_is_refused(
@@ -403,7 +407,7 @@ def test_the_call_that_continues_is_told_and_another_one_is_refused(
 
 
 def test_a_run_that_replaces_an_output_goes_on_where_it_was_stopped(
-    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, text: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The former output is there until the new one is whole; --resume need not say --overwrite again."""
     work = work_of(text)
@@ -422,8 +426,7 @@ def test_a_run_that_replaces_an_output_goes_on_where_it_was_stopped(
         with pytest.raises(KeyboardInterrupt):
             made(model, tmp_path / "out", work, mode="resume")
     made(model, tmp_path / "out", work, mode="resume")
-    made(model, tmp_path / "new", work)
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "new")
+    assert files_of(tmp_path / "out") == files_of(undisturbed)
 
 
 def test_the_stages_that_another_call_kept_are_not_taken_for_ones_own(model: Path, text: Path, tmp_path: Path) -> None:
