@@ -4,11 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from ptqpipe.calibration.rounding import Settings
+from ptqpipe.cli import main
 from ptqpipe.machine import Machine
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.stages import demo
@@ -39,41 +42,42 @@ main()
 """
 
 
-@pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The arguments of a conversion with statistics, held-out ones too, and of one with learned codes."""
-    root = tmp_path_factory.mktemp("given")
+def with_statistics(root: Path) -> list[str]:
+    """The arguments of a conversion with statistics, held-out ones too."""
     model = tiny.save(root / "model", tiny.llama())
     both = inputs_of_llama(tiny.llama(), tokens=768)
     inputs, held = ({name: x[part] for name, x in both.items()} for part in (slice(512), slice(512, None)))
     stats = write_statistics(root / "stats", model, inputs, held=held)
+    return [str(model), "--stats", str(stats), "--format", "nvfp4_w4a4", "--bias-correction"]
+
+
+def with_codes(root: Path) -> list[str]:
+    """The arguments of a conversion with learned codes."""
     text = root / "text.txt"
     text.write_text("\n".join(f"{word} {len(word)}" for word in dir(__builtins__) * 6))
     options = TuneOptions(samples=8, seqlen=32, settings=Settings(steps=4))
     recipe = RecipeOptions(scheme="nvfp4")
     tune.tune(DEMO, [str(text)], root / "codes", recipe=recipe, options=options, machine=Machine(workers=1))
-    return {
-        "stats": [str(model), "--stats", str(stats), "--format", "nvfp4_w4a4", "--bias-correction"],
-        "rounding": [str(DEMO), "--rounding", str(root / "codes"), "--format", "nvfp4"],
-    }
+    return [str(DEMO), "--rounding", str(root / "codes"), "--format", "nvfp4"]
 
 
 def convert(arguments: list[str], out: Path, *how: str, resume: bool = False) -> int:
     """Runs `ptqpipe convert` by the interpreter's arguments ``how``; its exit code."""
     more = ["--resume"] if resume else []
-    command = [sys.executable, *(how or ("-m", "ptqpipe")), "convert", *arguments, "-o", str(out), "-q", *more]
+    command = [sys.executable, *how, "convert", *arguments, "-o", str(out), "-q", *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, timeout=200, check=False, capture_output=True, text=True)
     assert done.returncode in (0, -signal.SIGKILL), done.stderr[-2000:]
     return done.returncode
 
 
-@pytest.mark.parametrize("what", ["stats", "rounding"])
+@pytest.mark.parametrize("given", [with_statistics, with_codes])
 def test_two_processes_and_a_killed_one_write_the_bytes_of_one(
-    what: str, given: dict[str, list[str]], tmp_path: Path
+    given: Callable[[Path], list[str]], tmp_path: Path
 ) -> None:
-    arguments = given[what]
-    assert convert(arguments, tmp_path / "one") == 0
+    arguments = given(tmp_path)
+    alone = CliRunner().invoke(main, ["convert", *arguments, "-o", str(tmp_path / "one"), "-q"])
+    assert alone.exit_code == 0, alone.output
     wanted = tiny.bytes_of(tmp_path / "one")
     assert convert(arguments, tmp_path / "two", *RANKS) == 0
     assert tiny.bytes_of(tmp_path / "two") == wanted
