@@ -1,7 +1,9 @@
 """What all tests share: the assets outside the repository, and no network."""
 
+import functools
 import os
 import signal
+import ssl
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,8 @@ from tests import quick_disk, template
 # Before any test imports huggingface_hub or transformers, which read it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 quick_disk.install()  # before ptqpipe is imported
+# No test speaks TLS, and each client of HTTP would read all root certificates for it: 25 ms of a core.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 

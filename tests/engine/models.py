@@ -77,6 +77,11 @@ def encoded(prompts: Sequence[str] = PROMPTS, path: Path = DEMO) -> list[tuple[i
 
 def greedy(prompt: Sequence[int], count: int, *, path: Path = DEMO) -> list[int]:
     """What transformers generates."""
+    return list(_greedy(tuple(prompt), count, path))
+
+
+@cache
+def _greedy(prompt: tuple[int, ...], count: int, path: Path) -> list[int]:
     return greedy_of(reference(path), prompt, count)
 
 
