@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
 from ptqpipe.checkpoint import OF_WEIGHTS
 from ptqpipe.checkpoint.writer import CheckpointWriter
+from ptqpipe.cli import main
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, PtqError, UsageError
 from ptqpipe.source import Source
 from ptqpipe.stages.common.rewriting import Done
@@ -429,11 +431,12 @@ def test_the_command_says_what_it_did_or_one_line(tmp_path: Path) -> None:
     done = cli(model, "--apply", "r2", "--json", "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["transforms"] == ["rotate_values"]
-    again = cli(model, "--apply", "r2", "-o", tmp_path / "out")
-    assert again.returncode != 0
+    call = ["transform", str(model), "--apply"]
+    again = CliRunner().invoke(main, [*call, "r2", "-o", str(tmp_path / "out")])
+    assert again.exit_code != 0
     assert len(again.stderr.splitlines()) == 1
-    wrong = cli(model, "--apply", "awq", "-o", tmp_path / "no")
-    assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
+    wrong = CliRunner().invoke(main, [*call, "awq", "-o", str(tmp_path / "no")])
+    assert (wrong.exit_code, len(wrong.stderr.splitlines())) == (2, 1)
     assert "--stats" in wrong.stderr
 
 
