@@ -121,6 +121,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.usefixtures("forks")
 def test_kill_9_inside_the_reverse_pass_and_resume_give_the_bytes_of_an_undisturbed_run(
     model: Path, text: Path, stats: Path, tmp_path: Path
 ) -> None:

@@ -280,11 +280,12 @@ def test_registering_is_undone_by_unregistering() -> None:
 @pytest.mark.parametrize(
     "imports",
     [
-        "import ptqpipe; from transformers import AutoModelForCausalLM",
-        "from transformers import AutoModelForCausalLM; import ptqpipe",
-        "import ptqpipe.runtime.hf",
+        pytest.param("import ptqpipe; from transformers import AutoModelForCausalLM", marks=pytest.mark.interpreter),
+        "from transformers import AutoModelForCausalLM; import ptqpipe",  # a fork has transformers already
+        pytest.param("import ptqpipe.runtime.hf", marks=pytest.mark.interpreter),
     ],
 )
+@pytest.mark.usefixtures("forks")
 def test_any_order_of_imports_registers(imports: str) -> None:
     check = "from transformers.quantizers import auto; assert 'modelopt' in auto.AUTO_QUANTIZATION_CONFIG_MAPPING"
     code = f"import warnings; warnings.simplefilter('error', UserWarning); {imports}; {check}"
