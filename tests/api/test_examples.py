@@ -25,6 +25,7 @@ SHOWN = (
 )  # fmt: skip
 
 
+@pytest.mark.usefixtures("forks")
 def test_every_docstring_has_an_example_and_it_runs(there: Path) -> None:
     names = {"ptqpipe": ptqpipe, "torch": torch, "json": json, "urllib": urllib, "Path": Path}
     names["AutoModelForCausalLM"] = AutoModelForCausalLM
@@ -44,6 +45,7 @@ def python_blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.usefixtures("forks")
 def test_every_block_of_the_page_runs(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree("MODEL", tmp_path / "MODEL")
     shutil.copyfile("TEXT.txt", tmp_path / "TEXT.txt")
