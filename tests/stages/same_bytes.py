@@ -8,6 +8,7 @@ them. Recorded anew only with a change that is meant to change bytes; its commit
 
 import hashlib
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -66,11 +67,21 @@ def moe(folder: Path) -> Path:
     return tiny.save(folder, made)
 
 
-def statistics(folder: Path) -> Path:
-    """Statistics of the demo model: the folder as calibrate writes it, its numbers replaced by those of whole ones."""
-    _run(
-        f"calibrate {DEMO} --data {DEMO}/heldout.txt --samples 8 --seqlen 16 --moments diagonal,block,full -o {folder}"
-    )
+def trained(folder: Path) -> Path:
+    """The first of the demo model's decoder layers, with its embedding: the others would be the same work again."""
+    shutil.copytree(DEMO, folder, copy_function=shutil.copyfile)
+    config = json.loads((DEMO / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    tensors = load_file(DEMO / "model.safetensors").items()
+    first = {name: tensor for name, tensor in tensors if ".layers." not in name or ".layers.0." in name}
+    save_file(first, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def statistics(model: Path, folder: Path) -> Path:
+    """Statistics of a model: the folder as calibrate writes it, its numbers replaced by those of whole ones."""
+    data = f"--data {DEMO}/heldout.txt --samples 8 --seqlen 16 --moments diagonal,block,full"
+    _run(f"calibrate {model} {data} -o {folder}")
     stats = folder / "stats.json"
     content = json.loads(stats.read_text())
     for file in content["files"]:
@@ -102,16 +113,17 @@ def _moment(name: str, like: torch.Tensor) -> torch.Tensor:
 
 def conversions(folder: Path) -> Iterator[tuple[str, Path]]:
     """(name, finished checkpoint), one after another."""
-    stats = f"--stats {statistics(folder / 'stats')}"
-    for model in (DEMO, moe(folder / "moe")):
+    models = (trained(folder / "demo_model"), moe(folder / "moe"))
+    stats = f"--stats {statistics(models[0], folder / 'stats')}"
+    for model in models:
         for scheme, containers in CONTAINERS.items():
             for container in containers:
                 for options in (*WITHOUT, *EXACT.get(scheme, ())):
                     yield _convert(model, f"--format {scheme} --container {container} {options}", folder)
     for scheme in CALIBRATED:
         for options in WITH[scheme.startswith("fp8") :]:
-            yield _convert(DEMO, f"--format {scheme} {options}", folder, stats)
-    yield _convert(folder / "moe", "--format mxfp4a16 --container gptoss_mxfp4", folder)
+            yield _convert(models[0], f"--format {scheme} {options}", folder, stats)
+    yield _convert(models[1], "--format mxfp4a16 --container gptoss_mxfp4", folder)
 
 
 def _convert(model: Path, options: str, folder: Path, stats: str = "") -> tuple[str, Path]:
