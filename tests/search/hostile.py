@@ -312,7 +312,8 @@ def _least_number(
     """The positive normal bfloat16 or float16 scale of least score, ties to the smaller one, for every block.
 
     All of them are scored but those where the largest element rounds to zero (their score is inf by definition) and
-    those where each element that counts (2^-32 of the largest) is more than twice the largest magnitude.
+    those where each element that counts (2^-32 of the largest), or each but zeros, is more than twice the largest
+    magnitude.
     """
     x = magnitude_blocks(w, fmt)
     h = importance_blocks(importance, w, fmt)
@@ -331,11 +332,14 @@ def _least_of(
     fmt: Format,
     global_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    numbers, amax = legal.double(), float(x.abs().max())
+    numbers, size = legal.double(), x.double().abs()
+    amax = float(size.max())
+    if amax == 0.0:
+        return legal[0]
     largest = 2 * amax / (fmt.element.min_positive * g)
-    smallest = amax * 2.0**-34 / (fmt.element.max * g)
+    smallest = max(amax * 2.0**-34, float(size[size > 0].min()) / 4) / (fmt.element.max * g)
     candidates = legal[(numbers <= largest) & (numbers >= smallest)]
-    if amax == 0.0 or len(candidates) == 0:
+    if len(candidates) == 0:
         return legal[0]
     end = int(x[0].nonzero()[-1]) + 1  # zeros behind it, such as the padding of a partial block, add nothing to a sum
     x, h = x[:, :end], None if h is None else h[:, :end]
