@@ -39,7 +39,7 @@ from ptqpipe.stages.tune.options import TuneOptions
 from tests.calibration.models import make_model, make_windows, write_windows
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"
-OPTIONS = TuneOptions(samples=16, seqlen=64, method="learned", settings=Settings(steps=8))
+OPTIONS = TuneOptions(samples=16, seqlen=32, method="learned", settings=Settings(steps=8))
 ONE = Machine(workers=1)
 
 
@@ -53,8 +53,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def rows(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As many windows as `OPTIONS` has samples: none is left to be held out."""
-    ids = load_tokenizer(DEMO)(text.read_text()[:20000])["input_ids"][: 16 * 64]
-    return write_windows(tmp_path_factory.mktemp("rows") / "rows.jsonl", torch.tensor(ids).view(16, 64))
+    ids = load_tokenizer(DEMO)(text.read_text()[:20000])["input_ids"][: 16 * 32]
+    return write_windows(tmp_path_factory.mktemp("rows") / "rows.jsonl", torch.tensor(ids).view(16, 32))
 
 
 @pytest.mark.parametrize(("large", "threads"), [(tune.LARGE, 1), (1, 2)], ids=["small", "large"])
