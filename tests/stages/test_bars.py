@@ -1,7 +1,6 @@
 """Claims about progress bars: one look in every command, where they start, and what they count."""
 
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,11 +70,12 @@ def test_every_bar_is_there_and_no_line_is_cut_inside_a_word(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("LINES", "24")
+    now = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
     with bars_of(stage), counting_bar(total, unit, shown=True, title=title) as advance:
-        time.sleep(0.11)  # tqdm draws ten times a second
-        advance(total // 2, note)
-        time.sleep(0.11)
-        advance(total - total // 2, note)
+        for part in (total // 2, total - total // 2):
+            now[0] += 0.11  # tqdm draws ten times a second
+            advance(part, note)
     for frame in frames(capsys.readouterr().err)[1:]:
         assert len(frame) < columns
         assert re.search(r"\d+% [█▏▎▍▌▋▊▉ ]{3,10} \d", frame), frame
