@@ -5,6 +5,35 @@
 template <class E> INLINE constexpr int codes_per_word() { return E::code_bits == 4 ? 8 : 4; }
 enum { MAX_WORDS = MAX_BLOCK / 4 };
 
+#if defined(PTQ_AVX2)
+
+// The signs of eight numbers, each in the highest bit of its four.
+INLINE vi word_of_signs(const vf *x) {
+    const __m256i *raw = (const __m256i *)x;  // numbers become bytes, which keep their signs
+    const __m256i even = _mm256_packs_epi16(_mm256_packs_epi32(raw[0], raw[2]), _mm256_packs_epi32(raw[4], raw[6]));
+    const __m256i odd = _mm256_packs_epi16(_mm256_packs_epi32(raw[1], raw[3]), _mm256_packs_epi32(raw[5], raw[7]));
+    const __m256i sign = _mm256_set1_epi8((char)0x80), turn = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const __m256i both = _mm256_or_si256(_mm256_srli_epi16(_mm256_and_si256(even, sign), 4), _mm256_and_si256(odd, sign));
+    return (vi)_mm256_shuffle_epi8(both, turn);
+}
+
+// Eight codes of E2M1. A sum of round_minifloat has steps in its lower half and its exponent, times 128, in its upper one;
+// a code is the steps and twice the exponent. So one multiplication of both halves, by 2^k and 2^k / 64, makes a code k
+// bits up, high by twice what the exponents are high by. k is 6 to 14, for which three codes have room.
+INLINE vi word_of_codes(const vf *x, vf r, float unit) {
+    vu thirds[3] = {};
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) {
+        const vf y = unit == 1.0f ? x[j] * r : x[j] * r * unit;
+        const vf sum = round_minifloat(min_of(y, splat(E2M1::max)), E2M1::mantissa, E2M1::emin).sum;
+        const int by = 64 << (j % 3 * 4);
+        thirds[j / 3] += (vu)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi32(by | by / 64 << 16));
+    }
+    return (vi)((thirds[0] >> 6) + (thirds[1] << 6) + (thirds[2] << 18) - 2 * (127 + 22) * 0x11111111u);
+}
+#endif
+
 // Signs of raw values x into the words, x replaced by |x|; the largest magnitude.
 template <class E, int B> INLINE void split_signs(vf *x, int any_block, vi *words, vf *largest) {
     enum { PER = codes_per_word<E>() };
@@ -12,12 +41,16 @@ template <class E, int B> INLINE void split_signs(vf *x, int any_block, vi *word
     vi top = splat(0);
     for (int first = 0; first < block; first += PER) {
         vi word = splat(0);
+        bool whole = false;
+#if defined(PTQ_AVX2)
+        whole = PER == 8 && first + PER <= block;
+        if (whole) word = word_of_signs(x + first);
+#endif
 #pragma GCC unroll 8
         for (int j = 0; j < PER; ++j) {
             if (first + j >= block) break;
             const int bit = j * E::code_bits + E::code_bits - 1;
-            const vi raw = bits(x[first + j]);
-            word |= shift_right(raw, 31 - bit) & (int32_t)(1u << bit);
+            if (!whole) word |= shift_right(bits(x[first + j]), 31 - bit) & (int32_t)(1u << bit);
             const vf a = abs_of(x[first + j]);
             x[first + j] = a;
             top = max_of(top, bits(a));
@@ -33,6 +66,12 @@ template <class E, int B> INLINE void add_codes(const vf *x, int any_block, vf r
     const int block = B ? B : any_block;
     for (int first = 0; first < block; first += PER) {
         vi word = words[first / PER];
+#if defined(PTQ_AVX2)
+        if (PER == 8 && first + PER <= block) {
+            words[first / PER] = word | word_of_codes(x + first, r, unit);
+            continue;
+        }
+#endif
 #pragma GCC unroll 8
         for (int j = 0; j < PER; ++j) {
             if (first + j >= block) break;

@@ -4,13 +4,14 @@
 // In units of 1/UNIT let f(c) be the distance of a block's y, the floats of the objective at code c, from the grid of E2M1
 // values (the root of the sum of squares), and g(c) that of the integers y'. A distance from a set changes by no more than
 // the point moves: |f - g| <= |y - y'|. An element of y' is floor(X F / 65536), where
-//   X  is an element over the largest, in 1/65535, rounded: 0.51 from it with the roundings of floats, F / 65536 < 1;
 //   F  is what an element of 65535 is at code c, rounded to the nearest and half a unit more: 0 to 1 high, X / 65536 <= 1;
-//   floor takes 0 to 1 away, and so what is high and what is low are 1.51 at most;
+//   floor takes 0 to 1 away, and so what is high and what is low are 1 at most;
+//   X  is an element over the largest, in 1/65535, rounded: 0.51 from it with the roundings of floats, times F / 65536;
 //   r(c) of the objective and of F differ by eleven roundings of floats, 2^-24 of 64718 each: 0.043.
-// That is 1.55 an element, 6.2 for sixteen. Roots of scores are f(c) value(c) / value(start), of which the ratio is at most
-// 1: where g(c) value(c) is APART = 12.4 above the least, f(c) value(c) is above the least, too. SLACK is for the roundings
-// of the scores, here and in the objective: fewer than 60 of 2^-24 each.
+// Roots of scores are f(c) value(c) / value(start). That ratio is at most 1, and F / 65536 times it is what it is at the
+// start, where F is at most 3.95 UNIT: 0.494, of 0.51 that is 0.252. So it is 1.3 an element, 5.2 for sixteen: where
+// g(c) value(c) is APART = 10.4 above the least, f(c) value(c) is above the least, too. SLACK is for the roundings of the
+// scores, here and in the objective: fewer than 60 of 2^-24 each.
 //
 // The scan of search.h starts where the largest y is in [3.5, 3.94], and eight codes further down it has doubled. Nine
 // codes are scored; all others clip the largest element by 1.4 or more, and the tenth least ("Stop" in search.h): its
@@ -20,9 +21,10 @@
 
 #if defined(PTQ_AVX2) || defined(PTQ_AVX512)
 enum { FILTERED = 9, FIRST_FILTERED = 24 };  // codes scored; the tenth from 24 on is 15: none is subnormal
+enum { NEAR = 3 };  // codes from the start on at which the largest element is below 5: 3.95 * 10 / 8 is
 enum { FILTER_TILES = 8 };  // at a time: the few open blocks of many tiles are scanned side by side
 #define UNIT 8192.0f
-#define APART 12.4f
+#define APART 10.4f
 #define SLACK (1.0f + 0x1p-16f)
 
 // value(start) / value(start - i) and the square of its inverse, by the significand of start.
@@ -45,7 +47,7 @@ INLINE vi rounded(vf a) { return (vi)_mm512_cvtps_epi32((__m512)a); }
 INLINE vf root(vf a) { return (vf)_mm512_sqrt_ps((__m512)a); }
 
 // The sums of two squares of y' less the nearest E2M1 value, for y' the product of two numbers of 16 bits.
-INLINE vi squares(vi pair, vi factor) {
+template <bool> INLINE vi squares(vi pair, vi factor) {
     alignas(64) static const uint16_t nearest[32] = {
         0,     4096,  4096,  8192,  8192,  12288, 12288, 16384, 16384, 16384, 24576, 24576, 24576, 24576, 32768, 32768,
         32768, 32768, 32768, 32768, 49152, 49152, 49152, 49152, 49152, 49152, 49152, 49152, 49152, 49152, 49152, 49152};
@@ -59,23 +61,25 @@ INLINE vi rounded(vf a) { return (vi)_mm256_cvtps_epi32((__m256)a); }
 INLINE vf root(vf a) { return (vf)_mm256_sqrt_ps((__m256)a); }
 
 // The sums of two squares of y' less the nearest E2M1 value, for y' the product of two numbers of 16 bits.
-// Sixteen values are looked up by 4y', halved from y' = 2 on, whose steps are multiples of 1/2; all beyond 6 are 6. Values
-// are multiples of 256, and so it is the upper bytes that are looked up: 0x70 takes what is beyond 15 to 127, 0x80 makes
-// every lower byte negative, which is looked up as 0.
-INLINE vi squares(vi pair, vi factor) {
+// Sixteen values are looked up by 4y', the last one for all beyond: that is 4 for y' below 5. FAR: for any y', by 4y' halved
+// from y' = 2 on, whose steps are multiples of 1/2. Values are multiples of 256, and so it is the upper bytes that are
+// looked up: 0x70 takes what is beyond 15 to 127, 0x80 makes every lower byte negative, which is looked up as 0.
+template <bool FAR> INLINE vi squares(vi pair, vi factor) {
     const __m256i nearest = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(0, 16, 16, 32, 32, 48, 48, 64, 64, 96, 96, -128, -128, -128, -64, -64));
+        FAR ? _mm_setr_epi8(0, 16, 16, 32, 32, 48, 48, 64, 64, 96, 96, -128, -128, -128, -64, -64)
+            : _mm_setr_epi8(0, 16, 16, 32, 32, 48, 48, 64, 64, 64, 96, 96, 96, 96, -128, -128));
     const __m256i y = _mm256_mulhi_epu16((__m256i)pair, (__m256i)factor), by4 = _mm256_srli_epi16(y, 3);
-    const __m256i index = _mm256_min_epu16(by4, _mm256_avg_epu16(by4, _mm256_set1_epi16(8 * 256 - 1)));
+    const __m256i index = FAR ? _mm256_min_epu16(by4, _mm256_avg_epu16(by4, _mm256_set1_epi16(8 * 256 - 1))) : by4;
     const __m256i d = _mm256_sub_epi16(y, _mm256_shuffle_epi8(nearest, _mm256_adds_epi8(index, _mm256_set1_epi16(0x7080))));
     return (vi)_mm256_madd_epi16(d, d);
 }
 #endif
 
-template <int B> INLINE vf integer_score(const vi *pairs, vi factor) {
-    vi sum = squares(pairs[0], factor);
+// FAR: whether the largest y' may be 5 or more.
+template <int B, bool FAR> INLINE vf integer_score(const vi *pairs, vi factor) {
+    vi sum = squares<FAR>(pairs[0], factor);
 #pragma GCC unroll 8
-    for (int k = 1; k < B / 2; ++k) sum = sum + squares(pairs[k], factor);
+    for (int k = 1; k < B / 2; ++k) sum = sum + squares<FAR>(pairs[k], factor);
     return to_float(sum);
 }
 
@@ -101,16 +105,20 @@ INLINE void filter_tiles(const vf *x, const vf *largest, const Minifloat3Scale &
         }
     }
     EACH(u) {
-        const vf first = integer_score<B>(pairs[u], factors[u][0]);
+        const vf first = integer_score<B, false>(pairs[u], factors[u][0]);
         vf best = first, second = splat(FLT_MAX);
         vi down = splat(0);
-#pragma GCC unroll 2
-        for (int i = 1; i < FILTERED; ++i) {
-            const vf score = integer_score<B>(pairs[u], factors[u][i]) * ratio(ratios.square[i], start[u]);
+        const auto rank = [&](int i, vf error) {
+            const vf score = error * ratio(ratios.square[i], start[u]);
             second = min_of(second, max_of(score, best));
             down = select(less(score, best), splat(i), down);
             best = min_of(score, best);
-        }
+        };
+        int i = 1;
+#pragma GCC unroll 2
+        for (; i < NEAR; ++i) rank(i, integer_score<B, false>(pairs[u], factors[u][i]));
+#pragma GCC unroll 2
+        for (; i < FILTERED; ++i) rank(i, integer_score<B, true>(pairs[u], factors[u][i]));
         const vf clipped = (top[u] * ratio(ratios.r[FILTERED], start[u]) - E::max) * UNIT;
         second = min_of(second, clipped * clipped * ratio(ratios.square[FILTERED], start[u]));
         const vf apart = root(best) + APART, far = apart * apart * SLACK;  // no number where a sum left 31 bits
