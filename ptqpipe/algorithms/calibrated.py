@@ -19,6 +19,7 @@ import torch
 from ptqpipe.algorithms import block_objective
 from ptqpipe.algorithms.metric import Metric, expected_error, output_error
 from ptqpipe.algorithms.unit import (
+    CHUNK_ELEMENTS,
     ROUNDING_MARGIN,
     Promise,
     Task,
@@ -125,11 +126,16 @@ def choose(task: Task, feedback: Feedback) -> None:
     Raises as `quantize` does."""
     inputs = task.inputs or ()
     scales, _ = _searched(task, inputs)
-    for index, (weight, moments) in enumerate(zip(task.weights, inputs, strict=True)):
-        metric, nearest = _prepare(feedback, index, task.names[index]), _nearest(moments, task, scales)
-        for start, stop in _runs(weight, moments, task.fmt):
-            w, outputs = weight.rows(start, stop).to(task.device), _between(moments.outputs, start, stop)
-            task.sink(index, start, feedback.choose(w, metric, scales.g, nearest, outputs))
+    for batch in _batches(task, inputs):
+        first = batch[0][0]
+        metric, nearest = _prepare(feedback, first, task.names[first]), _nearest(inputs[first], task, scales)
+        w = torch.cat([task.weights[index].rows(start, stop) for index, start, stop in batch]).to(task.device)
+        known = [_between(inputs[index].outputs, start, stop) for index, start, stop in batch]
+        outputs = None if known[0] is None else [g for found in known for g in found or ()]
+        q, at = feedback.choose(w, metric, scales.g, nearest, outputs), 0
+        for index, start, stop in batch:
+            task.sink(index, start, q if len(batch) == 1 else q.narrow(0, at, stop - start))
+            at += stop - start
 
 
 def _searched(task: Task, inputs: Sequence[Moments]) -> tuple[_Scales, float]:
@@ -278,6 +284,26 @@ def _runs(weight: Weight, moments: Moments, fmt: Format) -> list[tuple[int, int]
     if moments.outputs is None:
         return chunks(weight.shape, fmt)
     return row_runs(weight.shape, block_rows=math.lcm(fmt.block_extent(weight.shape)[0], OUT_ROWS))
+
+
+def _batches(task: Task, inputs: Sequence[Moments]) -> list[list[tuple[int, int, int]]]:
+    """Runs of rows (number of a weight, start, stop) in order, by what is quantized at once: those of weights that are
+    given one input, up to the size of one run, where each goes through its rows a few at a time."""
+    found: list[list[tuple[int, int, int]]] = []
+    elements = 0  # of the last batch
+    last: torch.Tensor | None = None  # its input, where others may join it
+    for index, (weight, moments) in enumerate(zip(task.weights, inputs, strict=True)):
+        joins = moments.outputs is not None and task.fmt.block[0] == 1
+        for start, stop in _runs(weight, moments, task.fmt):
+            size = (stop - start) * weight.shape[1]
+            if joins and moments.second_moment is last and elements + size <= CHUNK_ELEMENTS:
+                found[-1].append((index, start, stop))
+                elements += size
+            else:
+                found.append([(index, start, stop)])
+                elements = size
+            last = moments.second_moment if joins else None
+    return found
 
 
 def _between(outputs: Sequence[torch.Tensor] | None, start: int, stop: int) -> Sequence[torch.Tensor] | None:

@@ -13,13 +13,14 @@ Source: the same step on columns is LDLQ (``metric.py``); on both sides YAQA (Ts
 Knows tensors and moments; must not know how a group of rows is quantized, statistics files or models.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ptqpipe.algorithms.metric import factored
 from ptqpipe.formats import Format
-from ptqpipe.inputs import OUT_ROWS
 from ptqpipe.qtensor import QTensor
 
 GROUP = 16  # rows that are quantized together
@@ -36,42 +37,67 @@ def possible(fmt: Format) -> bool:
 def codes(w: torch.Tensor, outputs: Sequence[torch.Tensor], quantize: Quantize) -> QTensor:
     """The codes of ``w`` [n, K].
 
-    outputs   float32 [b, b] G of every run of OUT_ROWS rows
-    quantize  rows [b, K] -> their codes in the metric of the inputs
+    outputs   float32 [b, b] G of every run of rows, one run after the other; no run depends on another, so a group of
+              each is quantized at once
+    quantize  rows [b, K] -> their codes in the metric of the inputs, each row by itself
     """
-    runs = zip(torch.split(w.float(), OUT_ROWS), outputs, strict=True)
-    return _joined([_of_run(rows, g.to(w.device), quantize) for rows, g in runs])
+    parts = torch.split(w.float(), [len(g) for g in outputs])
+    runs = [_Run.of(rows, g.to(w.device)) for rows, g in zip(parts, outputs, strict=True)]
+    firsts = [0, *itertools.accumulate(len(g) for g in outputs)]
+    found, places = [], []
+    for start in range(0, max(len(g) for g in outputs), GROUP):
+        targets = [run.target(start) for run in runs]
+        found.append(quantize(torch.cat(targets)))
+        decoded = torch.split(found[-1].dequantize(), [len(t) for t in targets])
+        for run, of_run in zip(runs, decoded, strict=True):
+            run.rest[start : start + GROUP] -= of_run
+        places += [first + run.order[start : start + GROUP] for first, run in zip(firsts, runs, strict=False)]
+    return _placed(found, torch.argsort(torch.cat(places)))
 
 
-def _of_run(w: torch.Tensor, g: torch.Tensor, quantize: Quantize) -> QTensor:
-    mean = float(g.diagonal().double().mean())
-    if not mean > 0:  # the model does not mind: any error will do, the least one is known
-        return quantize(w)
-    order = torch.argsort(g.diagonal(), descending=True, stable=True)
-    backwards = order.flip(0)  # of which a lower factor is, read backwards, the upper one of the order
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Rows whose gradients are known together.
 
-    def damped(share: float) -> tuple[torch.Tensor, torch.Tensor]:
-        h = g[backwards][:, backwards].double()
-        h.diagonal().add_(share * mean)
-        return g, h
+    order  int64 [b]: as they are quantized
+    upper  float64 [b, b]: U, damped, in that order
+    rest   float32 [b, K], in that order: the rows, and the errors of those that have codes
+    """
 
-    _, lower, _ = factored(damped, DAMPING, "the gradients at the outputs")
-    upper = lower.flip(0, 1)
-    error = torch.zeros_like(w)  # in the order
-    found: list[QTensor] = []
-    for start in range(0, len(w), GROUP):
+    order: torch.Tensor
+    upper: torch.Tensor
+    rest: torch.Tensor
+
+    @classmethod
+    def of(cls, w: torch.Tensor, g: torch.Tensor) -> "_Run":
+        """Of rows [b, K] without codes and G [b, b]."""
+        mean = float(g.diagonal().double().mean())
+        if not mean > 0:  # the model does not mind: any error will do, the least one of each row is known
+            g, mean = torch.eye(len(g), device=g.device), 1.0
+        order = torch.argsort(g.diagonal(), descending=True, stable=True)
+        backwards = order.flip(0)  # of which a lower factor is, read backwards, the upper one of the order
+
+        def damped(share: float) -> tuple[torch.Tensor, torch.Tensor]:
+            h = g[backwards][:, backwards].double()
+            h.diagonal().add_(share * mean)
+            return g, h
+
+        _, lower, _ = factored(damped, DAMPING, "the gradients at the outputs")
+        return cls(order, lower.flip(0, 1), w[order])
+
+    def target(self, start: int) -> torch.Tensor:
+        """The group of rows from ``start`` on with what those before it have left; none behind the last row."""
         group = slice(start, start + GROUP)
-        exact = w[order[group]]
-        pull = torch.linalg.solve_triangular(upper[group, group].t(), upper[:start, group].t(), upper=False)
-        found.append(quantize(torch.addmm(exact, pull.float(), error[:start])))
-        error[group] = exact - found[-1].dequantize()
-    return _joined(found, torch.argsort(order))
+        exact = self.rest[group]
+        if not len(exact):
+            return exact
+        above = self.upper[:start, group].t()
+        pull = torch.linalg.solve_triangular(self.upper[group, group].t(), above, upper=False)
+        return torch.addmm(exact, pull.float(), self.rest[:start])
 
 
-def _joined(parts: Sequence[QTensor], places: torch.Tensor | None = None) -> QTensor:
-    """The rows of all, one after the other, or those at ``places`` int64 of them."""
+def _placed(parts: Sequence[QTensor], places: torch.Tensor) -> QTensor:
+    """The rows of all, one after the other, that are at ``places`` int64."""
     first = parts[0]
-    codes, scales = torch.cat([q.data for q in parts]), torch.cat([q.scales for q in parts])
-    if places is not None:
-        codes, scales = codes[places], scales[places]
-    return QTensor(first.fmt, (len(codes), first.shape[1]), codes, scales, first.global_scale)
+    data, scales = (torch.cat([getattr(q, name) for q in parts])[places] for name in ("data", "scales"))
+    return QTensor(first.fmt, (len(data), first.shape[1]), data, scales, first.global_scale)

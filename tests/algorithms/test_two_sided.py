@@ -1,10 +1,14 @@
 """Two-sided GPTQ: what an error costs where some outputs matter more, and together."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 
-from ptqpipe.algorithms import LoadedWeight, Task, gptq, joined
+from ptqpipe.algorithms import LoadedWeight, Task, gptq, joined, two_sided
 from ptqpipe.algorithms.metric import expected_error, output_error
+from ptqpipe.algorithms.unit import quantize_rows
 from ptqpipe.formats import get_format
 from ptqpipe.inputs import OUT_ROWS, Moments
 from ptqpipe.options import CodeOptions
@@ -59,3 +63,49 @@ def test_outputs_that_do_not_matter_get_the_codes_of_one_side() -> None:
     assert not quantized(w, "nvfp4", known).codes.equal(torch.zeros(32, 32, dtype=torch.uint8))
     assert float((w - quantized(w, "nvfp4", known).dequantize()).norm() / w.norm()) < 0.2
     assert plain.outputs is None
+
+
+def test_runs_of_rows_that_go_side_by_side_get_the_codes_of_each_by_itself() -> None:
+    """Of unequal lengths, no multiple of a group among them, and one whose gradients are zero."""
+    sizes = (40, 7, 96, 24)
+    parts = torch.split(torch.randn(sum(sizes), 32, generator=torch.Generator().manual_seed(0)), sizes)
+    outputs = [moment_of(size, seed=size) * (size != 24) for size in sizes]
+    handed: list[int] = []
+
+    def quantize(rows: torch.Tensor) -> QTensor:
+        handed.append(len(rows))
+        return quantize_rows(rows, get_format("mxfp4"), search="absmax")
+
+    together = two_sided.codes(torch.cat(parts), outputs, quantize)
+    assert len(handed) == 96 // two_sided.GROUP
+    apart = [two_sided.codes(w, [g], quantize) for w, g in zip(parts, outputs, strict=True)]
+    assert together.data.equal(torch.cat([q.data for q in apart]))
+    assert together.scales.equal(torch.cat([q.scales for q in apart]))
+    assert apart[3].data.equal(quantize(parts[3]).data)
+    assert not apart[0].data.equal(quantize(parts[0]).data)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "fp8_channel"])
+def test_weights_that_share_an_input_get_the_codes_of_each_by_itself(fmt: str) -> None:
+    h, options = moment_of(64, seed=1), CodeOptions(algorithm="gptq", weighting="diagonal")
+    moments = Moments(h.diagonal().clone(), full_moment=h)
+    metric = gptq.metric_of(moments, get_format(fmt), options, device=h.device, name="w")
+    sizes = (48, OUT_ROWS + 24, 16)
+    weights = [torch.randn(n, 64, generator=torch.Generator().manual_seed(n)) for n in sizes]
+    known = [
+        replace(moments, outputs=[moment_of(len(run), seed=n + i) for i, run in enumerate(torch.split(w, OUT_ROWS))])
+        for n, w in zip(sizes, weights, strict=True)
+    ]
+
+    def chosen(numbers: Sequence[int]) -> list[QTensor]:
+        runs: dict[tuple[int, int], QTensor] = {}
+        sink = lambda member, row, q: runs.__setitem__((member, row), q)  # noqa: E731
+        some = [LoadedWeight(weights[i]) for i in numbers]
+        task = Task(some, get_format(fmt), ["w"] * len(some), sink, options, [known[i] for i in numbers])
+        gptq.choose(task, [metric] * len(some))
+        return [joined(runs, i) for i in range(len(some))]
+
+    for one, (alone,) in zip(chosen(range(3)), map(chosen, ([0], [1], [2])), strict=True):
+        assert one.shape == alone.shape
+        assert one.data.equal(alone.data)
+        assert one.scales.equal(alone.scales)
