@@ -420,3 +420,32 @@ def test_hidden_states_that_do_not_fit_in_memory_wait_on_disk(
     # pass comes back to it); then the float model again, its blocks' outputs, what enters the tuned ones
     assert len(made) == backward + forward
     assert small.content["digest"] == roomy.content["digest"]
+
+
+def test_a_layer_that_gptq_in_order_does_not_improve_has_the_codes_of_a_plain_conversion(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "follow", lambda work, start, **_: (start, 1.0, 1.0))
+    recipe, codes, out = RecipeOptions(scheme="nvfp4"), tmp_path / "codes", tmp_path / "out"
+    done = tune.tune(DEMO, [str(text)], codes, recipe=recipe, options=of_method("gptq"), machine=ONE)
+    assert not any(entry["kept"] for entry in done.content["blocks"].values())
+    with prepare(DEMO, options=recipe, out=out) as prepared:
+        convert_stage.convert(prepared)
+    plain = load_tensors(out)
+    with Rounding.open(codes) as stored:
+        for name, entry in done.content["weights"].items():
+            q = stored.of(name, get_format(entry["format"]), shape=tuple(entry["shape"]))
+            assert torch.equal(q.dequantize(), plain[name].dequantize())
+
+
+def test_stacked_experts_which_no_order_reaches_have_the_codes_of_gptq_by_themselves(tmp_path: Path) -> None:
+    model, windows = make_model(tmp_path / "moe", "qwen3_moe"), make_windows(samples=4)
+    tokens, codes = write_windows(tmp_path / "tokens.jsonl", windows), {}
+    for method in ("gptq", "layerwise"):
+        options = TuneOptions(samples=4, seqlen=windows.shape[1], method=method)
+        tune.tune(model, [str(tokens)], tmp_path / method, recipe=RecipeOptions("fp8"), options=options, machine=ONE)
+        files = (tmp_path / method).glob("*.safetensors")
+        codes[method] = {name: tensor.view(torch.uint8) for file in files for name, tensor in load_file(file).items()}
+    same = {name: torch.equal(found, codes["layerwise"][name]) for name, found in codes["gptq"].items()}
+    assert all(equal for name, equal in same.items() if ".experts." in name)
+    assert not all(equal for name, equal in same.items() if ".q_proj." in name)

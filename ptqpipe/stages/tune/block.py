@@ -4,8 +4,7 @@
 the linear layers in the order in which they are called; each compensates for the error of earlier ones. For each, both
 models are run up to it: the float one, and the one that is quantized so far, inputs quantized as the scheme says. The
 target is what the float layer computed (``algorithms.asymmetric``); that weight is quantized by GPTQ in the metric of
-the input that it will get. The codes that convert would write stay where the layer's output on held-out samples is not
-better.
+the input that it will get. Its nearest codes stay where the layer's output on held-out samples is not better.
 
 Knows plans, assemblies and runners; must not know where codes are kept.
 """
@@ -77,6 +76,12 @@ class BlockWork:
         return {key: a.parameter.rpartition(".")[0] for a in self.assemblies if not a.stacked for key in a.keys}
 
     @property
+    def followed(self) -> tuple[Unit, ...]:
+        """Units that `follow` finds codes of: those of whole modules."""
+        modules = self.modules
+        return tuple(unit for unit in self.units if all(m.key in modules for m in unit.members))
+
+    @property
     def usable(self) -> frozenset[str]:
         """Keys of the weights whose place in the layer is understood, so that it can run with other values of them."""
         return frozenset(key for a in self.assemblies for key in a.keys)
@@ -96,15 +101,21 @@ class BlockWork:
         with reusing, quantized_inputs(self.block.module, left):
             return self.block.forward(x, batch, parameters=self.parameters(decoded))
 
-    def start(self, inputs: KnownInputs | None = None) -> dict[str, QTensor]:
+    def start(self, inputs: KnownInputs | None = None, *, followed: bool = False) -> dict[str, QTensor]:
         """Key -> the weight as convert would write it: with ``inputs``, the statistics of the block, as convert --stats
-        would by the full moments. A weight that no sample reached has its nearest codes."""
-        return {key: q for unit in self.units for key, q in self._start(unit, inputs).items()}
+        would by the full moments. A weight that no sample reached has its nearest codes.
 
-    def _start(self, unit: Unit, inputs: KnownInputs | None) -> dict[str, QTensor]:
+        followed  whether `follow` comes next: then what it finds codes of has its nearest ones, too, which cost little
+        """
+        later = self.followed if followed else ()
+        return {key: q for unit in self.units for key, q in self._start(unit, inputs, plain=unit in later).items()}
+
+    def _start(self, unit: Unit, inputs: KnownInputs | None, *, plain: bool) -> dict[str, QTensor]:
         runs: dict[tuple[int, int], QTensor] = {}
         statistics: KnownInputs | None = self.prepared.statistics
-        if inputs is not None:
+        if plain:
+            unit = replace(unit, rule=nearest(unit))
+        elif inputs is not None:
             reached = all(inputs.has(module_of(member), "second_moment") for member in unit.members)
             statistics = inputs if reached else None
             unit = replace(unit, rule=by_data(unit) if reached else nearest(unit))
@@ -197,7 +208,7 @@ def follow(
     """(codes of one block by key, mean errors of its output on the samples that were held out with the start
     and with what was found). The codes are the start's where those are not better.
 
-    start            those that convert would write
+    start            those of `BlockWork.start`
     share            fraction of the error of earlier layers that each layer compensates for: 0 to 1
     held_out         share of the batches that only the gate sees
     inputs, targets  hidden states of a batch: what the quantized blocks before this return, what this should return
@@ -307,8 +318,7 @@ def _in_order(work: BlockWork, order: Sequence[str]) -> list[tuple[Unit, list[st
     order  modules as the block calls them
     """
     modules = work.modules
-    usable = [unit for unit in work.units if all(m.key in modules for m in unit.members)]
-    named = [(unit, [modules[m.key] for m in unit.members]) for unit in usable]
+    named = [(unit, [modules[m.key] for m in unit.members]) for unit in work.followed]
     called = [(unit, names) for unit, names in named if all(name in order for name in names)]
     return sorted(called, key=lambda found: min(order.index(name) for name in found[1]))
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.rounding import ROUNDING_VERSION, TRAINED_FILE, Rounding
 from ptqpipe.stages.common import name_of
 from ptqpipe.stages.convert.run import Conversion
+from ptqpipe.stages.tune.options import TuneOptions
 
 ENDED = "end to end"  # what gradient descent on the whole model has ended with: its entry in the journal
 
@@ -60,13 +62,9 @@ def read(files: Path, folder: BlockFolder, block: Block, units: Sequence[Unit]) 
 
 
 def content(
-    prepared: Conversion, samples: Samples, how: Mapping[str, Any], folder: BlockFolder, *, seed: int, collects: bool
+    prepared: Conversion, samples: Samples, options: TuneOptions, folder: BlockFolder, *, collects: bool
 ) -> dict[str, Any]:
-    """rounding.json.
-
-    how       the method, its metric where it has one, its share and its settings
-    collects  whether tune collected the moments; then GPTQ's codes were started from, which are not the recipe's
-    """
+    """rounding.json. ``collects``: whether tune collected the moments."""
     blocks = {name: entry for name, entry in folder.done.items() if name != ENDED}
     ended = folder.done.get(ENDED)
     trained = (ended or {}).get("trained")
@@ -85,15 +83,18 @@ def content(
             "sha256": samples.sha256,
             "samples": samples.windows.shape[0],
             "seqlen": samples.windows.shape[1],
-            "seed": seed,
+            "seed": options.seed,
             **({"held_out": samples.held_out.shape[0]} if len(samples.held_out) else {}),
         },
-        "method": how["method"],
-        **({"metric": how["metric"]} if "metric" in how else {}),
-        "share": how["share"],
-        **({"start": "gptq"} if collects else {}),
-        "settings": how["settings"],
+        **_how(options, collects=collects),
         **({} if ended is None else {"end_to_end": ended}),
         "blocks": {name: {k: v for k, v in entry.items() if k != "weights"} for name, entry in blocks.items()},
         "weights": {key: entry for block in blocks.values() for key, entry in block["weights"].items()},
     }
+
+
+def _how(options: TuneOptions, *, collects: bool) -> dict[str, Any]:
+    """The method, and what was started from where the recipe does not say that."""
+    metric = {"metric": "kl" if options.by_kl else "output"} if options.follows else {}
+    start = {"start": "gptq"} if collects and not options.follows else {}
+    return {"method": options.method, **metric, "share": options.share, **start, "settings": asdict(options.settings)}

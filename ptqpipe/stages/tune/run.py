@@ -1,13 +1,14 @@
 """tune: learned codes for the weights of a model, one decoder layer at a time, into a folder (`rounding.py`).
 
-The plan is convert's: tune changes the weights that a conversion with the same recipe quantizes, and starts from the
-scales and codes that it would write with statistics. The moments that these need are collected of the layer at hand
-and dropped with it, so they never lie on disk; a folder of statistics that has full moments is read instead.
+The plan is convert's: tune changes the weights that a conversion with the same recipe quantizes. "layerwise" takes the
+scales and codes that it would write with statistics, "gptq" the nearest codes as a start, but for stacked experts those
+of "layerwise". The moments are collected of the layer at hand and dropped with it, so they never lie on disk; a folder
+of statistics that has full moments is read instead.
 
 Two streams of hidden states go through the model: those of the float layers are the targets; those of the layers with
-learned codes, activations quantized as the scheme says, are the inputs that each layer will get. "layerwise" takes the
-start's codes, so the float stream is enough. "gptq" runs the float model backwards first (`backwards.py`). A killed run
-runs the finished layers again and continues.
+learned codes, activations quantized as the scheme says, are the inputs that each layer will get. For "layerwise" the
+float stream is enough. "gptq" runs the float model backwards first (`backwards.py`). A killed run runs the finished
+layers again and continues.
 """
 
 import contextlib
@@ -100,7 +101,7 @@ def tune(
                 found = _run(prepared, samples, folder, options, machine, collects=collects)
             if options.method == "kl":
                 end_to_end.improve(prepared, samples, folder, options, machine)
-            content = codes_of.content(prepared, samples, _how(options), folder, seed=options.seed, collects=collects)
+            content = codes_of.content(prepared, samples, options, folder, collects=collects)
             folder.finish(content)
     return Finished(out, content, time.monotonic() - begun, peak_bytes(), (*lines_of(found), *left_out(samples)))
 
@@ -139,11 +140,6 @@ def _identity(prepared: Conversion, samples: Samples, options: TuneOptions, *, c
         ),
         "the version of ptqpipe": __version__,
     }
-
-
-def _how(options: TuneOptions) -> dict[str, Any]:
-    metric = {"metric": "kl" if options.by_kl else "output"} if options.follows else {}
-    return {"method": options.method, **metric, "share": options.share, "settings": asdict(options.settings)}
 
 
 def _is_large(prepared: Conversion) -> bool:
@@ -281,8 +277,7 @@ class _Streams:
 
 def _layerwise(work: BlockWork, runner: Runner, folder: BlockFolder, *, collects: bool) -> None:
     """Chooses, writes and journals the codes of one block by the inputs of the float model, which is then behind it."""
-    inputs = observe(work.block, runner, work.block.advance) if collects else None
-    codes = work.start(inputs)
+    codes = work.start(observe(work.block, runner, work.block.advance) if collects else None)
     entry: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0, "held_out": False}
     entry |= {"not_learned": []}
     folder.commit(work.block.name, entry | codes_of.write(folder.paths.growing, work.block.name, codes))
@@ -317,9 +312,11 @@ def _tune_block(
         run(lambda batch: None)
         codes = codes_of.read(codes_of.place(folder, options.method), folder, block, work.units)
     else:
-        if not collects:
+        inputs = observe(block, runner, run) if collects and work.followed != work.units else None
+        if inputs is None:
             run(lambda batch: None)
-        start = work.start(observe(block, runner, run) if collects else None)  # whose moments then go
+        start = work.start(inputs, followed=options.follows)
+        del inputs  # the moments
         codes, record = _find(work, options, start, streams, gradients, known, on_part=on_part)
         record |= codes_of.write(codes_of.place(folder, options.method), block.name, codes)
         folder.commit(block.name, record)
