@@ -173,8 +173,8 @@ def paired_moments(
         for name in names:
             x, seen = (rows[name].reshape(-1, rows[name].shape[-1]).float() for rows in (exact, found))
             x = rotated(x, quantizers[name].rotation) if name in quantizers else x
-            for place, product in enumerate((symmetric(seen, seen), x.t() @ seen)):
-                sums.setdefault((name, place), torch.zeros_like(product, dtype=torch.float64)).add_(product)
+            for key, product in (((name, 0), symmetric(seen, seen)), ((name, 1), x.t() @ seen)):
+                sums[key] = sums[key].add_(product) if key in sums else product.double()
         tokens += exact[modules[0]].shape[:-1].numel()
     means = {name: Paired(*((sums[name, place] / tokens).float() for place in (0, 1))) for name in names}
     for name, pair in means.items():
