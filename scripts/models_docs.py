@@ -58,7 +58,8 @@ def _loaded() -> list[str]:
         "`benchmarks/sglang_families.jsonl`). No kernel was run. Not found are tensors whose bytes lie in none of the",
         "reader's parameters of that layer, and scales whose rows do not lie in the order of their codes. Pairs that",
         "are not listed were not tried, or stopped at what only a machine without a GPU lacks; widths of 64 to 128,",
-        "which some of the refusals are about, are those of the tiny models.",
+        "which some of the refusals are about, are those of the tiny models. *Said before*: `convert --for` refuses",
+        "the pair, with the reason, before any work.",
         "",
         "| model | reader | outcome: format, container |",
         "|---|---|---|",
@@ -70,7 +71,8 @@ def _loaded() -> list[str]:
             outcome = _outcome(row)
             if outcome:
                 by_outcome = found.setdefault(row["model"], {})
-                by_outcome.setdefault(outcome, []).append(f"{row['output']} {row['container']}")
+                ignored = "".join(f" without {pattern}" for pattern in row.get("ignore", ()))
+                by_outcome.setdefault(outcome, []).append(f"{row['output']} {row['container']}{ignored}")
         for model, outcomes in found.items():
             total, most = sum(map(len, outcomes.values())), max(outcomes, key=lambda outcome: len(outcomes[outcome]))
             others = [f"{outcome}: {', '.join(outputs)}" for outcome, outputs in outcomes.items() if outcome != most]
@@ -82,13 +84,16 @@ def _loaded() -> list[str]:
 def _outcome(row: dict[str, Any]) -> str:
     """What a reader did with a checkpoint, in words; empty where only the machine was in the way. A fused weight has
     one ``weight_shape``, which readers do not use, so the others are not missed."""
+    if "not_written" in row:
+        return f"not written, `{row['not_written'].partition(':')[0]}` at these widths"
     said = row.get("problem", "").split(". ")[0][:120].replace("|", "\\|")
     if "accelerator device" in said:
         return ""
+    before = ", said before" if row.get("refused") else ""
     if said:
-        return f"refused, `{said}`"
+        return f"refused{before}, `{said}`"
     lacks = [name for name in row.get("missing", ()) if not name.endswith(".weight_shape")]
-    return f"{len(lacks)} not found" if lacks else "all land"
+    return f"{len(lacks)} not found{before}" if lacks else "all land"
 
 
 def _commands() -> list[str]:
@@ -122,9 +127,9 @@ def _number(result: str, reasons: dict[str, int]) -> int:
 
 def _facts(facts: Iterable[Fact]) -> list[str]:
     """A table of parts with their reasons and what readers do with them."""
-    lines = ["| modules | why | below | readers that fail where it is quantized |", "|---|---|---|---|"]
+    lines = ["| modules | why | below, or in | readers that fail where it is quantized |", "|---|---|---|---|"]
     for fact in facts:
-        below = f"{fact.keep.bits} bits" if fact.keep.bits else ""
+        below = ", ".join(fact.formats) or (f"{fact.keep.bits} bits" if fact.keep.bits else "")
         lines.append(f"| {_patterns([fact])} | {fact.keep.reason} | {below} | {fact.fails} |")
     return list(dict.fromkeys(lines))
 

@@ -107,6 +107,9 @@ def make_model(folder: Path, kind: str, *, mtp: bool = False, fp8: bool = False,
                 noise = torch.randn(tensor.shape, generator=generator)
                 tensor.copy_(tensor + 0.1 * noise if tensor.dim() == 1 else 0.1 * noise)
     model.to(torch.bfloat16).save_pretrained(folder)
+    if kind == "qwen3_5":  # as its vendor's says; SGLang reads it
+        text = json.loads((folder / "config.json").read_text())["text_config"]
+        _edit_config(folder, text_config={**text, "full_attention_interval": 2})
     file = folder / "model.safetensors"
     tensors = load_file(file)
     if mtp:

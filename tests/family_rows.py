@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests import tiny
 
@@ -97,6 +98,10 @@ MADE_BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
     "falcon_h1": {
         "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1,
     },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"], "mamba_d_state": 16, "n_mamba_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64, "use_shared_attention_adapter": True,
+    },
 }  # fmt: skip
 
 # model_type -> what vendors' config.json says and transformers' does not need, for readers that do.
@@ -108,14 +113,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma2": {**_TIED, "hidden_act": "gelu_pytorch_tanh"},
     "gemma3n_text": _TIED,
     "gemma4_text": _TIED,
-    "lfm2": {**_TIED, "conv_dim": 128, "conv_dim_out": 128},
+    "lfm2": {**_TIED, "block_dim": 128, "conv_dim": 128, "conv_dim_out": 128},
     "lfm2_moe": _TIED,
     "deepseek_v4": {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "compress_ratios": [4, 128]},
     "qwen3_next": {"full_attention_interval": 2},
-    "nemotron_h": {"hybrid_override_pattern": "ME*-"},
-    "hunyuan_v1_moe": {"moe_intermediate_size": 128},
-}
+    "kimi_linear": {
+        "first_k_dense_replace": 1, "mla_use_nope": True, "linear_attn_config": {
+            "kda_layers": [1], "full_attn_layers": [2], "num_heads": 4, "head_dim": 32, "short_conv_kernel_size": 4,
+        },
+    },
+    "nemotron_h": {"hybrid_override_pattern": "ME*-", "mamba_n_groups": 1},
+    "hunyuan_v1_moe": {"moe_intermediate_size": 128, "use_mixed_mlp_moe": True, "num_shared_expert": 1},
+}  # fmt: skip
 _OF_TRANSFORMERS = {"nemotron_h": "layers_block_type"}  # keys of its own config.json that vendors' have not
+# What transformers calls otherwise than vendors when it saves: it renames the dense layer with the others.
+_RENAMED = {"kimi_linear": (".layers.0.block_sparse_moe.", ".layers.0.mlp.")}
 
 _LAYER = "model.layers.0."
 _BLOCK = "model.layers.0.self_attn."
@@ -186,4 +198,8 @@ def make(folder: Path, kind: str, *, published: bool = False) -> Path:
         written = {**json.loads(file.read_text()), **extra}
         written.pop(_OF_TRANSFORMERS.get(kind, ""), None)
         file.write_text(json.dumps(written))
+    if published and kind in _RENAMED:
+        weights = folder / "model.safetensors"
+        tensors = {name.replace(*_RENAMED[kind]): tensor for name, tensor in load_file(weights).items()}
+        save_file(tensors, weights, metadata={"format": "pt"})
     return folder

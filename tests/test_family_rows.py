@@ -17,6 +17,7 @@ from ptqpipe.families import FAMILIES, Family, facts_of, family_of, fuse_of
 from ptqpipe.options import RecipeOptions
 from ptqpipe.recipe import failing_facts, matches
 from ptqpipe.runtime import load, load_model
+from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.verify.run import verify
@@ -134,6 +135,8 @@ FAILING: list[tuple[str, str, str]] = [
     ("deepseek_v4", "head", "modelopt"),
     ("glm4_moe", "model.layers.1.mlp.shared_experts.up_proj", "compressed_tensors"),
     ("falcon_h1", "model.layers.0.mamba.in_proj", "modelopt"),
+    ("granitemoehybrid", "model.layers.0.block_sparse_moe.experts.0.up_proj", "compressed_tensors"),
+    ("granitemoehybrid", "model.layers.0.shared_mlp.input_linear", "modelopt"),
     ("qwen3_next", "model.layers.1.self_attn.q_proj", "modelopt"),
     ("deepseek_v3", "model.layers.0.self_attn.q_a_proj", "compressed_tensors"),
     ("qwen3_next", "mtp.fc", "compressed_tensors"),
@@ -156,12 +159,12 @@ FAILING: list[tuple[str, str, str]] = [
 def test_readers_that_fail_are_named_where_a_rule_quantizes_it_all_the_same(
     kind: str, module: str, container: str
 ) -> None:
-    config = {"model_type": kind}
+    config, quantized = {"model_type": kind}, {module: get_scheme("nvfp4")}
     own = [fact for fact in family_of(config).facts if matches(fact.keep.pattern, module)]
-    found = [fact for fact, modules in failing_facts(config, {module: 4}, container=container) if modules == [module]]
+    found = [fact for fact, modules in failing_facts(config, quantized, container=container) if modules == [module]]
     assert own
     assert own[0] in found
-    assert not any(fact in own for fact, _ in failing_facts({}, {module: 4}, container=container))
+    assert not any(fact in own for fact, _ in failing_facts({}, quantized, container=container))
 
 
 def test_every_fact_about_readers_of_a_family_is_tried() -> None:
@@ -244,7 +247,7 @@ def test_formats_that_a_reader_runs_in_linear_layers_alone_are_refused_for_exper
     ptqpipe.convert(model("hunyuan_v1_moe"), reader=reader, ignore="*.experts.*", **call)
 
 
-@pytest.mark.parametrize("kind", ["granitemoehybrid", "nemotron_h", "falcon_h1", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "nemotron_h", "falcon_h1", "zamba2", "qwen3_5_text"])
 def test_no_block_of_scales_lies_in_two_outputs_that_vllm_builds_of_a_weight(
     kind: str, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -269,14 +272,42 @@ def test_no_block_of_scales_lies_in_two_outputs_that_vllm_builds_of_a_weight(
     assert "blocks of 128; vLLM and SGLang refuse this" in said[weight]
 
 
+# What vLLM's falcon_h1.py, granitemoehybrid.py and zamba2.py give their layers as a prefix: the models have two layers,
+# of which one is a hybrid one in Zamba2.
+PREFIXES = {
+    "falcon_h1": {"model.2.mixer.in_proj", "model.3.mixer.in_proj", "model.layers.1.q_proj"},
+    "granitemoehybrid": {"model.layers.0.mixer.in_proj"},
+    "zamba2": {"1.mixer.in_proj", "2.mixer.in_proj"},
+}
+
+
+@pytest.mark.parametrize("kind", PREFIXES)
 def test_kept_modules_are_listed_by_the_names_that_vllm_gives_them_too(
-    model: Callable[[str], Path], tmp_path: Path
+    kind: str, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     call: dict[str, Any] = {"format": "fp8_block", "search": "absmax", "out": tmp_path / "out", "workers": 1}
-    done = ptqpipe.convert(model("falcon_h1"), **call)
+    done = ptqpipe.convert(model(kind), **call)
     described = json.loads((done.out / "config.json").read_text())["quantization_config"]
-    names = {f"model.layers.1.{name}" for name in ("mamba.in_proj", "mixer.in_proj", "self_attn.q_proj", "q_proj")}
-    assert names <= {*described["modules_to_not_convert"]}
+    assert {"model.layers.0.mamba.in_proj", *PREFIXES[kind]} <= {*described["modules_to_not_convert"]}
+
+
+def test_every_part_of_zamba2_that_is_kept_is_listed_by_the_name_that_vllm_gives_it(
+    model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    block = "model.layers.1.shared_transformer"
+    names = {
+        "model.layers.1.mamba_decoder.mamba.out_proj": "2.mixer.out_proj",
+        "model.layers.1.linear": "2.linear",
+        f"{block}.self_attn.k_proj": "model.qkv_proj",
+        f"{block}.self_attn.o_proj": "model.o_proj",
+        f"{block}.feed_forward.down_proj": "model.feed_forward.down_proj",
+        f"{block}.feed_forward.gate_up_proj_adapter_list.0.1": "model.feed_forward.gate_up_proj_adapter_list.0.B",
+        f"{block}.self_attn.linear_q_adapter_list.0.0": "model.linear_q_adapter.A",
+    }
+    call: dict[str, Any] = {"format": "nvfp4", "search": "absmax", "out": tmp_path / "out", "workers": 1}
+    done = ptqpipe.convert(model("zamba2"), ignore=["model.layers.1.*"], **call)
+    listed = json.loads((done.out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {*names, *names.values()} <= {*listed}
 
 
 @pytest.mark.parametrize("rule", ["*experts.0.down_proj", "*experts.1.*"])

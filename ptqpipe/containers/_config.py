@@ -266,11 +266,45 @@ def kept_experts(kept: Iterable[str], targets: Sequence[Target]) -> list[str]:
     return [owner for owner in dict.fromkeys(map(experts_of, kept)) if owner not in quantized]
 
 
-# What vLLM 0.33 builds below a module "self_decoder" that checkpoints do not have: it renames tensors, not these lists
-# (vllm/model_executor/models/gemma3n.py), and looks for codes of what it does not find in them.
-_SELF_DECODER = re.compile(r"(^|.*\.)((?:altup_projections\.\d+|per_layer_model_projection)$)")
-# vLLM's falcon_h1.py and granitemoehybrid.py call state-space layers "mixer", and the former leaves "self_attn" out.
-_MIXERS = {"falcon_h1": r"mamba(?=\.)|self_attn\.(?=[qkvo]_proj$)", "granitemoehybrid": r"mamba(?=\.)"}
+# What readers call otherwise than checkpoints do: they rename tensors, not these lists, and take what they do not find
+# in them for codes. vLLM 0.33's gemma3n.py has a module "self_decoder" around some. It calls state-space layers
+# "mixer", and falcon_h1.py and zamba2.py count them on behind the layers with attention ("{behind}"). SGLang 0.5.23 has
+# "model" for "backbone". It and zamba2.py look for what they fuse by the name of the whole alone: SGLang in ModelOpt's
+# layout (is_layer_excluded of its modelopt_quant.py) and where a model has no packed_modules_mapping, as most have not.
+_WHOLES = (
+    (r"^(?!.*\.experts\.)(.*\.)?[qkv]_proj$", r"\1qkv_proj"),
+    (r"^(?!.*\.experts\.)(.*\.)?(gate|up)_proj$", r"\1gate_up_proj"),
+)
+_SELF_DECODER = (r"\b(?=(altup_projections\.\d+|per_layer_model_projection)$)", "self_decoder.")
+_READERS_NAMES: dict[str, tuple[tuple[str, str], ...]] = {
+    "gemma3n": (_SELF_DECODER,),
+    "gemma3n_text": (_SELF_DECODER,),
+    **dict.fromkeys(("mamba", "falcon_mamba", "nemotron_h"), ((r"^backbone\.", "model."),)),
+    "granitemoehybrid": ((r"\bmamba\.", "mixer."),),
+    "falcon_h1": ((r"\blayers\.(\d+)\.mamba\.", "{behind}.mixer."), (r"\bself_attn\.(?=[qkvo]_proj$)", "")),
+    "zamba2": (
+        (r"^model\.layers\.(\d+)\.(mamba_decoder\.)?mamba\.", "{behind}.mixer."),
+        (r"^model\.layers\.(\d+)\.(?=linear$)", "{behind}."),
+        (r"\blayers\.\d+\.shared_transformer\.(self_attn\.)?", ""),
+        (r"(?<=linear_[qkv]_adapter)_list\.\d+", ""),
+        (r"\b0$", "A"),
+        (r"\b1$", "B"),
+    ),
+}
+_BEHIND = {"falcon_h1": "num_hidden_layers", "zamba2": "hybrid_layer_ids"}
+
+
+def _readers_name(module: str, config: Mapping[str, Any]) -> str:
+    """What readers call a module of the model of a config.json."""
+    kind = str(config.get("model_type"))
+    layers = config.get(_BEHIND.get(kind, ""))
+    first = len(layers) if isinstance(layers, list) else layers if isinstance(layers, int) else 0
+    for pattern, named in _READERS_NAMES.get(kind, ()):
+        found = re.search(pattern, module)
+        if found is not None:
+            behind = first + int(found[1]) if "{behind}" in named else 0
+            module = module[: found.start()] + named.format(behind=behind) + module[found.end() :]
+    return module
 
 
 def module_list(
@@ -278,16 +312,12 @@ def module_list(
 ) -> list[str]:
     """Kept modules in order, without repeats, with ``lm_head`` unless it is quantized: readers look for it by name even
     where a tied model has no such tensor. Biases of experts are matrices but no modules: vLLM would take
-    "...experts.gate_up_proj_bias" for a reason to leave the experts unquantized. What vLLM calls otherwise than the
-    checkpoint of this config.json stands there by both names."""
+    "...experts.gate_up_proj_bias" for a reason to leave the experts unquantized. What a reader calls otherwise than
+    the checkpoint of this config.json stands there by both names."""
     quantized = {target.module for target in targets}
     names = [name.removesuffix(".weight") for name in kept_modules if not name.endswith("bias")]
-    if str(config.get("model_type")).startswith("gemma3n"):
-        names += [_SELF_DECODER.sub(r"\1self_decoder.\2", name) for name in names if _SELF_DECODER.match(name)]
-    mixers = _MIXERS.get(str(config.get("model_type")))
-    if mixers is not None:
-        others = (re.sub(mixers, lambda at: "mixer" if at[0] == "mamba" else "", name) for name in names)
-        names = list(dict.fromkeys([*names, *others]))
+    names += [_readers_name(name, config) for name in names]
+    names += [re.sub(*whole, name) for whole in _WHOLES for name in names]
     if not any(name.split(".")[-1] == "lm_head" for name in (*names, *quantized)):
         names.append("lm_head")
     return [name for name in dict.fromkeys(names) if name not in quantized]

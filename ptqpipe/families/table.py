@@ -17,6 +17,10 @@ _SOME = (
     "published"
 )
 
+# What compressed-tensors stores as ``weight_packed`` instead of ``weight``, and what has one scale of a whole matrix.
+_PACKED = ("nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp4_w4a8", "int4_g128", "int4_g32", "int8")
+_ONE_SCALE = ("fp8_static", "fp8_tensor")
+
 COMMON: tuple[Fact, ...] = (
     # An MTP layer that is numbered like a decoder layer: DeepSeek-V3 to V3.2, GLM-4.5 to GLM-5. SGLang builds it
     # unquantized beside ModelOpt's NVFP4 (models/deepseek_nextn.py).
@@ -59,6 +63,18 @@ COMMON: tuple[Fact, ...] = (
             "the packed bytes, TensorRT-LLM stops with an error of its shape; vLLM reads it"
         ),
         readers=("sglang", "trtllm"),
+    ),
+    # Found by scripts/sglang_loads.py: post_load_weights of SGLang's deepseek_weight_loader.py and kimi_linear.py.
+    Fact(
+        Keep(r"re:(.*\.)?kv_b_proj$", "readers take it apart when they load it, and look for no packed INT8"),
+        fails=(
+            "SGLang asks for the plain weight, which compressed-tensors' packed codes have not, and stops with an "
+            "AttributeError; vLLM reads it"
+        ),
+        readers=("sglang",),
+        containers=("compressed_tensors",),
+        formats=("int8",),
+        by_default=False,
     ),
     # Their error is the most expensive (heads, embeddings, routers decide discretely), or readers do not look for
     # quantized weights there (towers, MTP heads).
@@ -164,21 +180,26 @@ _QWEN3_NEXT = (
     ),
     # _make_packed_weight_loader of SGLang's qwen3_next.py.
     Fact(
-        Keep(r"re:(.*\.)?linear_attn\.in_proj_qkvz$", "linear attention beside packed codes", bits=8),
+        Keep(r"re:(.*\.)?linear_attn\.in_proj_qkvz$", "linear attention in packed codes"),
         fails=(
             "SGLang asks for the plain weight, which compressed-tensors' packed codes have not, and stops with an "
             "AttributeError; vLLM reads it"
         ),
         readers=("sglang",),
         containers=("compressed_tensors",),
+        formats=_PACKED,
         by_default=False,
     ),
-    Fact(
-        Keep(r"re:(.*\.)?linear_attn\.in_proj_qkvz$", "linear attention with one scale of the whole matrix"),
-        fails="SGLang expects a scale of each part of it and stops with an error of its shape; vLLM reads it",
-        readers=("sglang",),
-        containers=("modelopt",),
-        by_default=False,
+    *(
+        Fact(
+            Keep(r"re:(.*\.)?linear_attn\.in_proj_qkvz$", "linear attention with one scale of the whole matrix"),
+            fails="SGLang expects a scale of each part of it and stops with an error of its shape; vLLM reads it",
+            readers=("sglang",),
+            containers=(container,),
+            formats=formats,
+            by_default=False,
+        )
+        for container, formats in (("modelopt", ()), ("compressed_tensors", _ONE_SCALE))
     ),
 )
 # vLLM makes one matrix of them with q, k and v, so these stay as they are with them.
@@ -233,14 +254,15 @@ FAMILIES: tuple[Family, ...] = (
         # deepseek_weight_loader.py of SGLang puts everything of the two side by side that is no number of shape [].
         facts=(
             Fact(
-                Keep(r"re:(.*\.)?self_attn\.(q_a_proj|kv_a_proj_with_mqa)$", "latent projections in one", bits=8),
+                Keep(r"re:(.*\.)?self_attn\.(q_a_proj|kv_a_proj_with_mqa)$", "latent projections in one"),
                 fails=(
-                    "SGLang puts the two side by side with all that belongs to them, also the global scale or the "
-                    "shape of packed weights in compressed-tensors, and stops with an error of their shape; it reads "
+                    "SGLang puts the two side by side with all that belongs to them, also the one scale or the shape "
+                    "of packed weights in compressed-tensors, and stops with an error of their shape; it reads "
                     "--container modelopt, and vLLM both"
                 ),
                 readers=("sglang",),
                 containers=("compressed_tensors",),
+                formats=(*_PACKED, *_ONE_SCALE),
                 by_default=False,
             ),
         ),
@@ -362,13 +384,14 @@ FAMILIES: tuple[Family, ...] = (
         ("glm4_moe",),
         facts=(
             Fact(
-                Keep(r"re:(.*\.)?mlp\.shared_experts\.(gate|up)_proj$", "shared experts beside codes", bits=8),
+                Keep(r"re:(.*\.)?mlp\.shared_experts\.(gate|up)_proj$", "shared experts in packed codes"),
                 fails=(
                     "SGLang asks for the dtype of the plain weight, which compressed-tensors' packed codes have not, "
                     "and stops with an AttributeError; vLLM reads it, and SGLang ModelOpt's"
                 ),
                 readers=("sglang",),
                 containers=("compressed_tensors",),
+                formats=_PACKED,
                 by_default=False,
             ),
         ),
@@ -401,10 +424,33 @@ FAMILIES: tuple[Family, ...] = (
     ),
     # vLLM 0.33 leaves experts of other names (Mixtral's) out without a word.
     Family(("granitemoe", "granitemoeshared"), experts=GATE_UP_DOWN, norms=Norms()),
+    # Found by scripts/sglang_loads.py: load_weights of SGLang's granitemoehybrid.py.
     Family(
         ("granitemoehybrid",),
+        facts=(
+            Fact(
+                Keep(r"re:(.*\.)?block_sparse_moe\.", "experts of a Granite hybrid"),
+                fails="SGLang hands its experts an argument that they do not take, and stops; vLLM reads them",
+                readers=("sglang",),
+                by_default=False,
+            ),
+            Fact(
+                Keep(r"re:(.*\.)?layers\.", "Granite hybrid in ModelOpt's layout"),
+                fails="SGLang asks ModelOpt's configuration for names that it has none of, and stops; vLLM reads it",
+                readers=("sglang",),
+                containers=("modelopt",),
+                by_default=False,
+            ),
+        ),
         experts=GATE_UP_DOWN,
         outputs=_mamba2(("mamba_n_heads", "mamba_d_head"), ("mamba_n_groups", "mamba_d_state"), "mamba_n_heads"),
+    ),
+    Family(
+        ("zamba2",),
+        outputs=(
+            *_mamba2(("mamba_expand", "hidden_size"), ("mamba_ngroups", "mamba_d_state"), "n_mamba_heads"),
+            ModuleOutputs(r"(.*\.)?feed_forward\.gate_up_proj(_adapter_list\.\d+\.1)?$", (("intermediate_size",),) * 2),
+        ),
     ),
     Family(
         ("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"),

@@ -26,6 +26,7 @@ class Fact:
     fails       which readers fail where it is quantized (with fewer bits than ``keep.bits``), and how; empty: none does
     readers     those that fail, by their names in ``readers.py``
     containers  the layouts in which they do; empty: all that other programs read
+    formats     the formats in which they do, by their names in ``schemes.py``; empty: all
     by_default  kept unless a rule names it; else a fact about readers alone
     mtp         the part is the whole multi-token prediction layer: ``--mtp`` of a conversion decides over it
     """
@@ -35,6 +36,7 @@ class Fact:
     fails: str = ""
     readers: tuple[str, ...] = ()
     containers: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
     by_default: bool = True
     mtp: bool = False
 

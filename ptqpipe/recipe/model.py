@@ -257,11 +257,11 @@ def matches(pattern: str, module: str) -> bool:
 
 
 def failing_facts(
-    config: Mapping[str, Any], quantized: Mapping[str, int], *, container: str
+    config: Mapping[str, Any], quantized: Mapping[str, Scheme], *, container: str
 ) -> Iterator[tuple[Fact, list[str]]]:
     """The facts about this model that quantized modules run into, each with these modules, in their order.
 
-    quantized  module -> bits of its codes
+    quantized  module -> what it is quantized to
     container  the layout, one that other programs read
     """
     facts = list(facts_of(config))
@@ -274,9 +274,13 @@ def failing_facts(
             continue
         keep = fact.keep
         meant = {name for like, names in kinds.items() if matches(keep.pattern, like) for name in names}
-        wrong = (
-            [name for name, bits in quantized.items() if name in meant and bits < (keep.bits or 99)] if meant else []
-        )
+        wrong = [
+            name
+            for name, scheme in (quantized.items() if meant else ())
+            if name in meant
+            and scheme.fmt.element.bits < (keep.bits or 99)
+            and (not fact.formats or scheme.name in fact.formats)
+        ]
         if wrong:
             yield fact, wrong
 

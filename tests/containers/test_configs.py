@@ -121,7 +121,8 @@ def test_what_is_kept_is_ignored_by_exact_name_and_the_head_always_is() -> None:
     wanted = targets(modules(MLP, range(2)), "nvfp4")
     kept = ["model.embed_tokens.weight", *modules(LAYER, range(2)), "model.layers.0.mlp.gate"]
     ignore = quantization("compressed_tensors", wanted, kept)["ignore"]
-    assert ignore == ["model.embed_tokens", *modules(LAYER, range(2)), "model.layers.0.mlp.gate", "lm_head"]
+    fused = [f"model.layers.{layer}.self_attn.qkv_proj" for layer in range(2)]
+    assert ignore == ["model.embed_tokens", *modules(LAYER, range(2)), "model.layers.0.mlp.gate", *fused, "lm_head"]
     assert not any(name.startswith("re:") for name in ignore)
     head = quantization("compressed_tensors", [*wanted, *targets(["lm_head"], "nvfp4")], [])
     assert head["ignore"] == []
@@ -473,6 +474,20 @@ def test_dense_models_of_the_portable_schemes_need_no_warning(scheme: str) -> No
     # Llama 4's experts become linear layers in transformers, so NVFP4 is right there.
     experts = targets(["model.layers.0.feed_forward.experts.0.up_proj"], "nvfp4")
     assert get_container("compressed_tensors").warnings(experts, {"model_type": "llama4"}) == []
+
+
+@pytest.mark.parametrize("container", ["compressed_tensors", "modelopt", "deepseek_fp8"])
+def test_what_readers_fuse_is_listed_by_the_name_of_the_whole_too(container: str) -> None:
+    # qkv_proj and gate_up_proj: what SGLang asks is_layer_excluded and should_ignore_layer about
+    attention, mlp = "model.layers.0.self_attn", "model.layers.1.mlp"
+    kept = [f"{attention}.{leaf}_proj" for leaf in "qkv"] + [f"{mlp}.{leaf}_proj" for leaf in ("gate", "up")]
+    kept.append("model.layers.2.mlp.experts.0.gate_proj")  # experts have a list of their own
+    target = Target("model.layers.0.mlp.down_proj.weight", get_scheme("fp8_block"))
+    files = get_container(container).configs(ConfigRequest({"model_type": "llama"}, [target], kept))
+    described = files["config.json"]["quantization_config"]
+    listed = described.get("ignore", described.get("modules_to_not_convert"))
+    assert {*kept, f"{attention}.qkv_proj", f"{mlp}.gate_up_proj"} <= {*listed}
+    assert not any("experts" in name and "gate_up_proj" in name for name in listed)
 
 
 @pytest.mark.parametrize("container", ["compressed_tensors", "modelopt"])

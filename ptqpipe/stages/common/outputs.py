@@ -143,9 +143,9 @@ class Outputs:
         """What other programs get wrong about the model of this config.json as it is written, and the modules of it."""
         if self.container.ABILITIES.own_reader:
             return []
-        bits = {target.module: target.scheme.fmt.element.bits for target in self.targets}
+        schemes = {target.module: target.scheme for target in self.targets}
         unlike = self._unlike_experts()
-        found = failing_facts(config, bits, container=self.container_name)
+        found = failing_facts(config, schemes, container=self.container_name)
         return [*found, *([(UNLIKE_EXPERTS, unlike)] if unlike else [])]
 
     def _unlike_experts(self) -> list[str]:

@@ -193,8 +193,8 @@ def _check_structure(ckpt: Source, config: Mapping[str, Any], findings: Findings
     if ckpt.container is None or ckpt.container.ABILITIES.own_reader:
         return
     stored = {one.weight.removesuffix(".weight"): one for one in ckpt.stored.values()}
-    bits = {module: one.scheme.fmt.element.bits for module, one in stored.items()}
-    for fact, modules in failing_facts(config, bits, container=ckpt.container_name):
+    schemes = {module: one.scheme for module, one in stored.items()}
+    for fact, modules in failing_facts(config, schemes, container=ckpt.container_name):
         first = stored[modules[0]]
         more = f", like {len(modules) - 1} more of its name" if len(modules) > 1 else ""
         (findings.fault if fact.unread else findings.note)(
