@@ -9,6 +9,9 @@ permutes). The names say nothing, so that this holds for every family. One JSON 
     missing   those that it left out or changed
     unfilled  matrices of its model, or parts of them, into which nothing was put
     problem   what it said where it refused
+    refused   what ``convert --for`` says instead of writing it for this reader
+
+A pair that the file of ``--results`` has a line of is not tried again: a run that was broken off goes on.
 """
 
 import argparse
@@ -19,7 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +105,7 @@ class Loaded:
             step = (value.shape[-1] if value.dim() else 1) * value.element_size()
             data, starts = self._bytes[parameter], range(0, max(step // row, 1) * row, row)
             found: dict[bytes, int] = {}
-            for line in range(0, len(data), step):
+            for line in range(0, len(data), max(step, 1)):
                 for at in starts:
                     found.setdefault(data[line + at : line + at + row], len(found))
             self._rows[parameter, row] = found
@@ -149,6 +152,8 @@ def _forms(name: str, value: torch.Tensor, dtype: torch.dtype) -> Iterator[torch
             yield value.transpose(-1, -2).to(dtype)
     elif value.element_size() == dtype.itemsize:
         yield value
+        if value.dtype == torch.int32 and value.dim() > 1:  # SGLang's experts in packed integers
+            yield value.transpose(-1, -2)
 
 
 def compare(checkpoint: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -233,34 +238,69 @@ def outputs_of(reader: str) -> list[str]:
     return [f"{scheme}@{container}" for scheme, found in READERS[reader].items() for container in found]
 
 
-def checks(reader: str, models: Iterable[Path], outputs: Iterable[str], child: Reader) -> Iterator[dict[str, Any]]:
-    """A line for each model and output."""
+def checks(
+    reader: str,
+    models: Iterable[Path],
+    outputs: Iterable[str],
+    child: Reader,
+    *,
+    ignore: list[str],
+    known: Container[tuple[str, ...]],
+) -> Iterator[dict[str, Any]]:
+    """A line for each model and output that is not ``known``: (model, scheme, container, patterns of ``ignore``)."""
     import ptqpipe
     from ptqpipe.errors import PtqError
 
     for model in models:
+        name = model.parent.name if model.name == "hf" else model.name
         for output in outputs:
             scheme, _, container = output.partition("@")
-            line: dict[str, Any] = {"model": model.parent.name if model.name == "hf" else model.name, "output": scheme}
+            if (name, scheme, container, *ignore) in known:
+                continue
+            line: dict[str, Any] = {"model": name, "output": scheme} | ({"ignore": ignore} if ignore else {})
             with tempfile.TemporaryDirectory() as scratch:
                 try:
                     done = ptqpipe.convert(
                         model, format=scheme, container=container or None, out=Path(scratch, "out"), search="absmax",
-                        global_scale="absmax", workers=1, requantize=True,
+                        global_scale="absmax", workers=1, requantize=True, ignore=ignore,
                     )  # fmt: skip
                 except PtqError as error:
                     yield line | {"container": container, "not_written": str(error)}
                     continue
-                yield line | {"container": done.record["container"]} | child.load(done.out)
+                line["container"] = done.record["container"]
+                said = refusal(reader, model, scheme, line["container"], ignore)
+                yield line | ({"refused": said} if said else {}) | child.load(done.out)
+
+
+def refusal(reader: str, model: Path, scheme: str, container: str, ignore: Iterable[str] = ()) -> str:
+    """What ``convert --for`` says instead of writing a model in a format for a reader; empty where it writes it."""
+    from ptqpipe.errors import UsageError
+    from ptqpipe.recipe import RecipeOptions
+    from ptqpipe.stages.convert.prepare import prepare
+    from ptqpipe.stages.pipeline.call import for_reader
+
+    try:
+        options = for_reader(reader, RecipeOptions(scheme=scheme, container=container, ignore=tuple(ignore)), None)
+        prepare(model, options=options, reader=reader, requantize=True).close()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def _known(results: Path | None) -> set[tuple[str, ...]]:
+    """(model, scheme, container, patterns of what was ignored) of the lines of a file of results."""
+    lines = results.read_text().splitlines() if results and results.exists() else []
+    return {(row["model"], row["output"], row["container"], *row.get("ignore", ())) for row in map(json.loads, lines)}
 
 
 def main(reader: str, child: str, description: str, argv: list[str] | None = None) -> int:
-    """Parses the options, checks, prints; 1 where a tensor was left out or changed."""
+    """Parses the options, checks, prints; 1 where a tensor was left out or changed and ``convert --for`` allows it."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, nargs="*")
     parser.add_argument("--families", nargs="*", metavar="KIND", help="tiny models of the families in tests/ [all]")
     parser.add_argument(f"--{reader}", dest="python", required=True, metavar="PYTHON", help="of its environment")
     parser.add_argument("--outputs", nargs="+", default=outputs_of(reader), metavar="SCHEME[@CONTAINER]")
+    parser.add_argument("--ignore", nargs="+", default=[], metavar="PATTERN", help="modules that convert leaves out")
     parser.add_argument("--results", type=Path, help="file to which the lines are appended as well")
     options = parser.parse_args(argv)
     query = f"from importlib.metadata import version as v; print(v('{reader}'))"
@@ -271,8 +311,10 @@ def main(reader: str, child: str, description: str, argv: list[str] | None = Non
         models = [*options.models]
         if options.families is not None:
             models += family_models(options.families, Path(name))
-        for found in checks(reader, models, options.outputs, process):
-            bad |= bool(found.get("missing"))
+        for found in checks(
+            reader, models, options.outputs, process, ignore=options.ignore, known=_known(options.results)
+        ):
+            bad |= bool(found.get("missing")) and "refused" not in found
             line = json.dumps({**found, reader: asked.stdout.strip()})
             print(line, flush=True)
             if options.results:

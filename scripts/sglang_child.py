@@ -25,8 +25,9 @@ def prepare() -> None:
 
     for module in (utils, utils.common):
         module.is_blackwell_supported = lambda *_: True
-    import sglang.srt.server_args  # noqa: F401
+    import sglang.srt.server_args
     from sglang.srt.arg_groups import mamba_hook
+    from sglang.srt.layers.attention.mamba import mamba
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.model_loader import loader
 
@@ -41,6 +42,11 @@ def prepare() -> None:
         return model
 
     loader._initialize_model = marked
+    for kernel in ("causal_conv1d_fn", "causal_conv1d_update"):  # imported where SGLang sees a GPU
+        vars(mamba).setdefault(kernel, None)
+        vars(mamba).setdefault(f"{kernel}_triton", None)
+    # All model classes, here once: each copy of this process would import them again.
+    import sglang.srt.models.registry  # noqa: F401
 
 
 def load(ckpt: str) -> Any:
@@ -69,6 +75,6 @@ def load(ckpt: str) -> Any:
 
 
 if __name__ == "__main__":
-    os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     prepare()
     serve(load)
