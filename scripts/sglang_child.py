@@ -75,6 +75,6 @@ def load(ckpt: str) -> Any:
 
 
 if __name__ == "__main__":
-    os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "PYTORCH_JIT": "0"}
     prepare()
     serve(load)

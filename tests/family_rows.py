@@ -109,6 +109,7 @@ _TIED = {"tie_word_embeddings": True}
 PUBLISHED: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in MADE_BY_TRANSFORMERS if not kind.endswith("_text")},
     "minimax_m3_vl_text": {},
+    "zamba2": _TIED,
     "gemma": _TIED,
     "gemma2": {**_TIED, "hidden_act": "gelu_pytorch_tanh"},
     "gemma3n_text": _TIED,
@@ -123,7 +124,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
     },
     "nemotron_h": {"hybrid_override_pattern": "ME*-", "mamba_n_groups": 1},
-    "hunyuan_v1_moe": {"moe_intermediate_size": 128, "use_mixed_mlp_moe": True, "num_shared_expert": 1},
+    "hunyuan_v1_moe": {
+        "moe_intermediate_size": 128, "use_mixed_mlp_moe": True, "num_shared_expert": 1, "use_qk_norm": True,
+    },
 }  # fmt: skip
 _OF_TRANSFORMERS = {"nemotron_h": "layers_block_type"}  # keys of its own config.json that vendors' have not
 # What transformers calls otherwise than vendors when it saves: it renames the dense layer with the others.

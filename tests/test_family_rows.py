@@ -137,6 +137,7 @@ FAILING: list[tuple[str, str, str]] = [
     ("falcon_h1", "model.layers.0.mamba.in_proj", "modelopt"),
     ("granitemoehybrid", "model.layers.0.block_sparse_moe.experts.0.up_proj", "compressed_tensors"),
     ("granitemoehybrid", "model.layers.0.shared_mlp.input_linear", "modelopt"),
+    ("hunyuan_v1_moe", "model.layers.0.self_attn.o_proj", "modelopt"),
     ("qwen3_next", "model.layers.1.self_attn.q_proj", "modelopt"),
     ("deepseek_v3", "model.layers.0.self_attn.q_a_proj", "compressed_tensors"),
     ("qwen3_next", "mtp.fc", "compressed_tensors"),

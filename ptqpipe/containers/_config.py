@@ -268,9 +268,10 @@ def kept_experts(kept: Iterable[str], targets: Sequence[Target]) -> list[str]:
 
 # What readers call otherwise than checkpoints do: they rename tensors, not these lists, and take what they do not find
 # in them for codes. vLLM 0.33's gemma3n.py has a module "self_decoder" around some. It calls state-space layers
-# "mixer", and falcon_h1.py and zamba2.py count them on behind the layers with attention ("{behind}"). SGLang 0.5.23 has
-# "model" for "backbone". It and zamba2.py look for what they fuse by the name of the whole alone: SGLang in ModelOpt's
-# layout (is_layer_excluded of its modelopt_quant.py) and where a model has no packed_modules_mapping, as most have not.
+# "mixer", and falcon_h1.py and zamba2.py count them on behind the layers with attention ("{behind}"). SGLang 0.5.23
+# has "model" for "backbone", and "proj" for "o_proj" in the tower of pixtral.py. What is fused, it and zamba2.py look
+# for by the name of the whole alone: SGLang in ModelOpt's layout (is_layer_excluded of modelopt_quant.py), and where a
+# model has no packed_modules_mapping, as most have not.
 _WHOLES = (
     (r"^(?!.*\.experts\.)(.*\.)?[qkv]_proj$", r"\1qkv_proj"),
     (r"^(?!.*\.experts\.)(.*\.)?(gate|up)_proj$", r"\1gate_up_proj"),
@@ -280,6 +281,7 @@ _READERS_NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "gemma3n": (_SELF_DECODER,),
     "gemma3n_text": (_SELF_DECODER,),
     **dict.fromkeys(("mamba", "falcon_mamba", "nemotron_h"), ((r"^backbone\.", "model."),)),
+    **dict.fromkeys(("mistral3", "pixtral"), ((r"(?<=\battention\.)o_proj$", "proj"),)),
     "granitemoehybrid": ((r"\bmamba\.", "mixer."),),
     "falcon_h1": ((r"\blayers\.(\d+)\.mamba\.", "{behind}.mixer."), (r"\bself_attn\.(?=[qkvo]_proj$)", "")),
     "zamba2": (

@@ -462,7 +462,23 @@ FAMILIES: tuple[Family, ...] = (
         facts=(Fact(Keep(r"re:(.*\.)?fc[12]_latent_proj$", "latent projection around the experts")),),
         outputs=_mamba2(("mamba_num_heads", "mamba_head_dim"), ("n_groups", "ssm_state_size"), "mamba_num_heads"),
     ),
-    Family(("hunyuan_v1_moe",), facts=(Fact(Keep(r"re:(.*\.)?mlp\.gate\.wg$", "router")),)),
+    Family(
+        ("hunyuan_v1_moe",),
+        facts=(
+            Fact(Keep(r"re:(.*\.)?mlp\.gate\.wg$", "router")),
+            # Found by scripts/sglang_loads.py: SGLang's hunyuan.py gives its head no name to be looked up by.
+            Fact(
+                Keep(r"re:(.*\.)?layers\.", "Hunyuan in ModelOpt's layout"),
+                fails=(
+                    "SGLang takes Hunyuan's head for codes wherever something is in ModelOpt's layout, and stops or, "
+                    "in FP8, computes with it without a word; it reads --container compressed_tensors, and vLLM both"
+                ),
+                readers=("sglang",),
+                containers=("modelopt",),
+                by_default=False,
+            ),
+        ),
+    ),
     Family(
         ("internvl", "internvl_chat"),
         facts=(

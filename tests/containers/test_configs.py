@@ -476,6 +476,20 @@ def test_dense_models_of_the_portable_schemes_need_no_warning(scheme: str) -> No
     assert get_container("compressed_tensors").warnings(experts, {"model_type": "llama4"}) == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "kept", "other"),
+    [  # as SGLang's nemotron_h.py, falcon_mamba.py and layers/attention/vision.py have them
+        ("mamba", "backbone.layers.0.mixer.dt_proj", "model.layers.0.mixer.dt_proj"),
+        ("nemotron_h", "backbone.layers.0.mixer.in_proj", "model.layers.0.mixer.in_proj"),
+        ("mistral3", "vision_tower.layers.0.attention.o_proj", "vision_tower.layers.0.attention.proj"),
+    ],
+)
+def test_what_sglang_calls_otherwise_is_listed_by_both_names(kind: str, kept: str, other: str) -> None:
+    target = Target("model.layers.0.mlp.down_proj.weight", get_scheme("fp8_dynamic"))
+    files = get_container("compressed_tensors").configs(ConfigRequest({"model_type": kind}, [target], [kept]))
+    assert {kept, other} <= {*files["config.json"]["quantization_config"]["ignore"]}
+
+
 @pytest.mark.parametrize("container", ["compressed_tensors", "modelopt", "deepseek_fp8"])
 def test_what_readers_fuse_is_listed_by_the_name_of_the_whole_too(container: str) -> None:
     # qkv_proj and gate_up_proj: what SGLang asks is_layer_excluded and should_ignore_layer about
