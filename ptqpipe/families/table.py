@@ -244,6 +244,14 @@ _GLM4 = Norms(outputs=("post_self_attn_layernorm", "post_mlp_layernorm"))
 _SIDE_BY_SIDE = Norms("input_layernorm", "input_layernorm", layer_norm=True)
 _BEHIND = Norms("", "", outputs=("post_attention_layernorm", "post_feedforward_layernorm"))
 
+_INTERNVL = (
+    Fact(
+        Keep(r"re:(.*\.)?mlp1\.\d+$", "multimodal projector"),
+        fails="vLLM and SGLang build it as plain linear layers and find no place for codes",
+        readers=("vllm", "sglang"),
+    ),
+)
+
 # transformers' modeling_layers.py (MtpModel), vLLM's deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py.
 _NUMBERED = Mtp(*(f"model.layers.{{at}}{leaf}" for leaf in ("", ".eh_proj", ".enorm", ".hnorm", ".shared_head.norm")))
 _QWEN_MTP = Mtp("mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
@@ -441,12 +449,33 @@ FAMILIES: tuple[Family, ...] = (
                 containers=("modelopt",),
                 by_default=False,
             ),
+            # Found by scripts/vllm_fills.py, as is that of Zamba2.
+            Fact(
+                Keep(r"re:(.*\.)?block_sparse_moe\.", "experts of a Granite hybrid with inputs in 4 bits"),
+                fails=(
+                    "vLLM has no name for the scales of their inputs in compressed-tensors, and stops with a KeyError; "
+                    "it reads --container modelopt"
+                ),
+                readers=("vllm",),
+                containers=("compressed_tensors",),
+                formats=("nvfp4_w4a4",),
+                by_default=False,
+            ),
         ),
         experts=GATE_UP_DOWN,
         outputs=_mamba2(("mamba_n_heads", "mamba_d_head"), ("mamba_n_groups", "mamba_d_state"), "mamba_n_heads"),
     ),
     Family(
         ("zamba2",),
+        facts=(
+            Fact(
+                Keep(r"re:(.*\.)?\w+_adapter_list\.", "adapters of shared layers with static scales of inputs"),
+                fails="vLLM has no name for the scales of their inputs, and stops; it reads formats without them",
+                readers=("vllm",),
+                formats=("nvfp4_w4a4", "fp8_static"),
+                by_default=False,
+            ),
+        ),
         outputs=(
             *_mamba2(("mamba_expand", "hidden_size"), ("mamba_ngroups", "mamba_d_state"), "n_mamba_heads"),
             ModuleOutputs(r"(.*\.)?feed_forward\.gate_up_proj(_adapter_list\.\d+\.1)?$", (("intermediate_size",),) * 2),
@@ -479,13 +508,20 @@ FAMILIES: tuple[Family, ...] = (
             ),
         ),
     ),
+    Family(("internvl_chat",), facts=_INTERNVL),
+    # Found by scripts/sglang_loads.py: SGLang has an InternVLChatModel alone.
     Family(
-        ("internvl", "internvl_chat"),
+        ("internvl",),
         facts=(
+            *_INTERNVL,
             Fact(
-                Keep(r"re:(.*\.)?mlp1\.\d+$", "multimodal projector"),
-                fails="vLLM and SGLang build it as plain linear layers and find no place for codes",
-                readers=("vllm", "sglang"),
+                Keep(r"re:(.*\.)?language_model\.", "InternVL in transformers' layout"),
+                fails=(
+                    "SGLang leaves InternVL in transformers' layout to transformers' model, and stops or, in ModelOpt "
+                    "FP8, takes the head for codes without a word; vLLM reads it"
+                ),
+                readers=("sglang",),
+                by_default=False,
             ),
         ),
     ),

@@ -1,0 +1,66 @@
+"""Claims about what readers' own loaders were seen to do with the tiny models: what they lose is refused for them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ptqpipe
+from ptqpipe.errors import UsageError
+from ptqpipe.readers import READERS
+from tests import families, family_rows
+
+ROOT = Path(__file__).resolve().parent.parent
+KINDS = {*family_rows.PUBLISHED, *families.LOADED}
+
+
+def rows(reader: str) -> list[dict[str, Any]]:
+    """The lines of a reader's results."""
+    file = {"vllm": "vllm_fills", "sglang": "sglang_families"}[reader]
+    return [json.loads(line) for line in (ROOT / "benchmarks" / f"{file}.jsonl").read_text().splitlines()]
+
+
+def lost(row: dict[str, Any]) -> list[str]:
+    """Tensors that a reader left out or changed. A fused weight has one ``weight_shape``, which readers do not use, and
+    transformers' own layout of MiniMax-M3 a bias that vLLM does not find there, in whatever format."""
+    unused = (".weight_shape", ".mlp.gate.e_score_correction_bias")
+    return [name for name in row.get("missing", ()) if not name.endswith(unused)]
+
+
+LOST = [(reader, row["model"], row["output"], row["container"])
+        for reader in ("vllm", "sglang") for row in rows(reader) if lost(row)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes each model once."""
+    made: dict[str, Path] = {}
+
+    def of(kind: str) -> Path:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("loaded") / kind
+            own = kind in families.LOADED
+            made[kind] = families.make_model(folder, kind) if own else family_rows.make(folder, kind, published=True)
+        return made[kind]
+
+    return of
+
+
+@pytest.mark.parametrize("reader", ["vllm", "sglang"])
+def test_every_tiny_model_was_given_to_the_reader_in_every_format_that_is_written_for_it(reader: str) -> None:
+    wanted = {(scheme, container) for scheme, found in READERS[reader].items() for container in found}
+    tried: dict[str, set[tuple[str, str]]] = {kind: set() for kind in KINDS}
+    for row in rows(reader):
+        tried[row["model"]].add((row["output"], row["container"]))
+    assert {kind: wanted - done for kind, done in tried.items() if wanted - done} == {}
+
+
+@pytest.mark.parametrize(("reader", "kind", "scheme", "container"), LOST)
+def test_what_a_reader_loses_without_a_word_is_refused_for_it(
+    reader: str, kind: str, scheme: str, container: str, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    call: dict[str, Any] = {"format": scheme, "container": container, "out": tmp_path / "out", "requantize": True}
+    with pytest.raises(UsageError, match=f"reader {reader}|contradicts"):
+        ptqpipe.convert(model(kind), reader=reader, **call)
