@@ -182,6 +182,15 @@ def test_every_fact_about_readers_of_a_family_is_tried() -> None:
     assert tried == {fact.keep for family in FAMILIES for fact in family.facts if fact.fails}
 
 
+def test_a_fact_about_readers_alone_keeps_nothing(tmp_path: Path) -> None:
+    source = families.make_model(tmp_path / "model", "deepseek_v3")
+    with prepare(source, options=RecipeOptions(scheme="fp8_dynamic"), out=tmp_path / "out") as prepared:
+        assert not [kept for kept in prepared.outputs.plan.kept if "kv_b_proj" in kept.name]
+    packed = RecipeOptions(scheme="int8", ignore=("*q_a_proj", "*kv_a_proj*"))
+    with pytest.raises(UsageError, match=r"kv_b_proj .*asks for the plain weight"):
+        prepare(source, options=packed, out=tmp_path / "out", reader="sglang")
+
+
 def test_a_family_is_known_by_the_language_model_inside() -> None:
     inner: dict[str, Any] = {"model_type": "qwen3_5_text"}
     for config in (

@@ -18,7 +18,7 @@ from ptqpipe.families.table import COMMON, DEFAULT_FUSE, FAMILIES, UNLIKE_EXPERT
 from ptqpipe.families.types import Fact, Family, Keep, Mtp, Norms
 
 # What a recipe keeps whatever the model is.
-DEFAULT_KEEP: tuple[Keep, ...] = tuple(fact.keep for fact in COMMON if not fact.counted_by)
+DEFAULT_KEEP: tuple[Keep, ...] = tuple(fact.keep for fact in COMMON if fact.by_default and not fact.counted_by)
 
 # Where a config.json keeps the language model's part, if not at its top.
 _TEXT = ("text_config", "language_config", "llm_config", "thinker_config")
