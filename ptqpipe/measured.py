@@ -2,7 +2,9 @@
 nearest, and whether block scales are optimal, by brute force (``search/proof.py``).
 
 Measured with the torch reference (``qtensor.py``), never with the kernels that wrote the checkpoint, on runs of rows:
-memory does not grow with the weight. Judges nothing; must not know records or config files.
+memory does not grow with the weight. Only what a conversion counts of its own rows (`counting`) is decoded by the
+kernel, and found again by the reference when the checkpoint is verified. Judges nothing; must not know records or
+config files.
 """
 
 import math
@@ -14,6 +16,7 @@ import torch
 
 from ptqpipe.formats import Format, unpack
 from ptqpipe.global_scale import absmax_divisor, absmax_global
+from ptqpipe.kernels.decoding import decoded
 from ptqpipe.qtensor import QTensor, check_finite, code_places, encode, magnitude_codes, scale_values, to_blocks
 from ptqpipe.search.enlarged import enlarge
 from ptqpipe.search.proof import Optimality, chosen_scale, cost, prove
@@ -41,12 +44,11 @@ class Changes(NamedTuple):
     largest_error: float = 0.0
 
     @classmethod
-    def of(cls, q: QTensor, w: torch.Tensor) -> "Changes":
-        """Those of quantized rows against the rows ``w`` that they stand for, compared exactly."""
-        decoded = q.dequantize().cpu()
-        if torch.equal(decoded, w):  # the usual case, without float64
+    def of(cls, values: torch.Tensor, w: torch.Tensor, fmt: Format) -> "Changes":
+        """Those of the decoded ``values`` of rows in ``fmt`` against the rows ``w`` that they stand for, exactly."""
+        if torch.equal(values, w):  # the usual case, without float64
             return cls()
-        error = to_blocks((decoded.double() - w.double()).abs(), q.fmt)
+        error = to_blocks((values.double() - w.double()).abs(), fmt)
         changed = error != 0
         return cls(int(changed.sum()), int(changed.any(dim=1).sum()), float(error.max()))
 
@@ -65,7 +67,8 @@ def counting(
     def take(member: int, row: int, q: QTensor) -> None:
         sink(member, row, q)
         if weights[member].below_8_bits:
-            changed[member, row] = Changes.of(q, weights[member].rows(row, row + q.shape[0]))
+            rows = weights[member].rows(row, row + q.shape[0])
+            changed[member, row] = Changes.of(decoded(q).cpu(), rows, q.fmt)
 
     return take if any(weight.below_8_bits for weight in weights) else sink
 
@@ -138,7 +141,8 @@ def measure_weight(
         reach = _reach(q)
         check_finite(w, f"'{weight}' of the source")
         exact = w.double()
-        diff = (q.dequantize().double() - exact).square_()
+        values = q.dequantize()
+        diff = (values.double() - exact).square_()
         power = exact.square()
         row_error[start:stop], row_energy[start:stop] = diff.sum(dim=1), power.sum(dim=1)
         squared, energy = squared + float(diff.sum()), energy + float(power.sum())
@@ -146,7 +150,7 @@ def measure_weight(
         differing, distant, row = _compare_codes(q.multiplying(), enlarge(w, factor))
         other, far = other + differing, far + distant
         first = start + row if first is None and row is not None else first
-        changed += [Changes.of(q, w)] if rows.below_8_bits else []
+        changed += [Changes.of(values, w, q.fmt)] if rows.below_8_bits else []
     amax = reach if reach > _LOOK * amax else amax  # a fused sibling with larger numbers decided the scale
     fmt = replace(fmt, scale=chosen_scale(fmt.scale))  # for abs-max scales, beside which the stored ones are judged
     sample = _sample_relative_mse(rows, stored.shape, fmt, amax)

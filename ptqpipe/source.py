@@ -145,9 +145,8 @@ class Source:
 
     def nbytes(self, tensor: str) -> int:
         """Bytes on disk of a logical tensor: of all parts of a stored weight."""
-        stored = self.stored.get(tensor)
-        names = [tensor] if stored is None else [part.name for part in stored.parts]
-        return sum(self.reader.entries[name].nbytes for name in names)
+        stored, entries = self.stored.get(tensor), self.reader.entries
+        return entries[tensor].nbytes if stored is None else sum([entries[part.name].nbytes for part in stored.parts])
 
     def number(self, part: Part, *, expert: int | None = None) -> torch.Tensor:
         """A part that holds one number (for each expert), as float32 0-d; NumericsError unless finite and positive."""
@@ -236,7 +235,7 @@ class SourceRows:
 
     cache   keeps what was read: for units whose passes fit the memory limit, and for transposed weights, which have
             to be read whole; of other weights of that kind (AWQ, GPTQ) the codes are kept
-    memory  where a cached weight is read to, past the page cache; fresh and through the cache without it
+    memory  where a cached weight is decoded to, or read to, past the page cache; fresh and through the cache without it
     """
 
     def __init__(
@@ -312,7 +311,8 @@ class SourceRows:
             if self._codes is None:
                 self._codes = self._source.quantized(where.tensor, expert=where.expert)
             q = self._codes.narrow(0, begin, end - begin)
-        return stored.plain(q)[first - begin : last - begin : where.step].contiguous()
+        memory = None if self._memory is None else self._memory(4 * q.shape[0] * q.shape[1]).view(torch.float32)
+        return stored.plain(q, memory=memory)[first - begin : last - begin : where.step].contiguous()
 
     def _read_plane_rows(self, name: str, first: int, count: int, columns: int, memory: Memory | None) -> torch.Tensor:
         """``count`` rows from row ``first`` of the stack seen as one tall matrix."""

@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "card":         {"errors", "quantities", "regular_file", "checkpoint", "evaluation", "record", "source"},
     "record":       {"errors", "checkpoint", "containers"},
     "scan":         {"algorithms", "formats", "global_scale", "qtensor", "report", "source"},
-    "measured":     {"formats", "qtensor", "global_scale", "search", "source"},
+    "measured":     {"formats", "qtensor", "global_scale", "kernels", "search", "source"},
     "statistics":   {"errors", "checkpoint", "inputs"},
     "rounding":     {"errors", "formats", "qtensor", "checkpoint"},
     "rows":         {"checkpoint", "errors", "images", "regular_file"},

@@ -58,21 +58,13 @@ def quantize(task: Task) -> UnitResult:
         for weight in task.weights
     ]
     rule = _rule(task, samples, amax)
-    plain = g = None
-    if fmt.has_global:
-        plain = g = absmax_global(amax * rule.factor, fmt)
-        if task.search_global and amax > 0:
-            enlarged = [enlarge(s, rule.factor) for s in samples]
-            exact = exact_global(amax * rule.factor, fmt, enlarged)
-            g = pick(
-                plain,
-                fmt,
-                total=lambda c: sum(total_error(s, fmt, search=rule.search, global_scale=c) for s in enlarged),
-                exact=exact,
-            )
+    plain, g, lossless = _global_scales(task, rule, samples, amax)
     compare = None if plain is None or g is None or torch.equal(plain, g) else plain
-    sums, plain_error = _pass(task, rule, g, compare)
+    sums, plain_error = _pass(task, rule, g, None if lossless else compare)
     error = sum(one.minimized for one in sums)
+    if lossless and error != 0:  # of the sample alone
+        lossless = False
+        sums, plain_error = _pass(task, rule, g, compare)
     if compare is not None and error > plain_error * (1 - ROUNDING_MARGIN):  # the sample misled; the whole decides
         g = plain
         sums, _ = _pass(task, rule, g, None)
@@ -81,7 +73,7 @@ def quantize(task: Task) -> UnitResult:
         WeightError(one.squared, one.energy, _versus_absmax(sample, fmt, rule=rule, g=g, amax=amax))
         for one, sample in zip(sums, samples, strict=True)
     )
-    versus_plain = error / plain_error if compare is not None and plain_error else 1.0
+    versus_plain = 0.0 if lossless else error / plain_error if compare is not None and plain_error else 1.0
     return _result(task, rule, errors, g, versus_plain)
 
 
@@ -107,6 +99,27 @@ def _rule(task: Task, samples: list[torch.Tensor], amax: float) -> _Rule:
     lost = [measure(exact.quantize(sample, fmt, g), sample) for sample in samples]
     factor = factor_for(sum(error for error, _ in lost), sum(energy for _, energy in lost))
     return exact._replace(factor=factor) if amax < LARGE else exact
+
+
+def _global_scales(
+    task: Task, rule: _Rule, samples: list[torch.Tensor], amax: float
+) -> tuple[torch.Tensor | None, torch.Tensor | None, bool]:
+    """(the plain global scale, the one that the samples ask for, whether that leaves no error on them, as the plain one
+    does); None for a format without one."""
+    fmt = task.fmt
+    if not fmt.has_global:
+        return None, None, False
+    plain = absmax_global(amax * rule.factor, fmt)
+    if not task.search_global or amax == 0:
+        return plain, plain, False
+    enlarged = [enlarge(s, rule.factor) for s in samples]
+
+    def total(g: torch.Tensor) -> float:
+        return sum(total_error(s, fmt, search=rule.search, global_scale=g) for s in enlarged)
+
+    exact = exact_global(amax * rule.factor, fmt, enlarged)
+    g = pick(plain, fmt, total=total, exact=exact)
+    return plain, g, rule.factor == 1 and g is exact and 0 == total(g) < total(plain)
 
 
 def _result(
@@ -144,8 +157,11 @@ def _pass(task: Task, rule: _Rule, g: torch.Tensor | None, compare: torch.Tensor
             task.sink(index, start, q)
             error, power = measure(q, w)
             squared, energy = squared + error, energy + power
+            if rule.factor == 1:
+                minimized += error
+            elif compare is not None:
+                minimized += measure(q, enlarged)[0]
             if compare is not None:
-                minimized += error if rule.factor == 1 else measure(q, enlarged)[0]
                 compared += total_error(enlarged, fmt, search=rule.search, global_scale=compare)
         sums.append(_Sums(squared, energy, minimized))
     return sums, compared

@@ -1,6 +1,6 @@
 """The types that containers share: stored tensors, stored weights, and the shape of a container module."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
@@ -92,9 +92,16 @@ class StoredWeight:
         """The name of one of its matrices in records and reports: the weight's, with the expert in a stack."""
         return self.weight if expert is None else f"{self.weight}[{expert}]"
 
-    def plain(self, q: QTensor) -> torch.Tensor:
-        """float32 of rows of it as the float model has them: decoded, and rotated back where inputs are rotated."""
-        return rotated_weight(decoded(q), self.scheme.rotation)
+    def renamed(self, weight: str) -> "StoredWeight":
+        """Another weight, stored like this one, whose parts are called by its name as these are by this one's."""
+        start, base = len(self.weight.removesuffix("weight")), weight.removesuffix("weight")
+        parts = tuple([Part(base + part.name[start:], *part[1:]) for part in self.parts])
+        return StoredWeight(weight, self.shape, self.scheme, parts, self.experts, self.transposed)
+
+    def plain(self, q: QTensor, *, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 of rows of it as the float model has them: decoded, and rotated back where inputs are rotated.
+        ``memory``: float32 of as many numbers, which it may take."""
+        return rotated_weight(decoded(q, memory=memory), self.scheme.rotation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,11 @@ class Target:
     def module(self) -> str:
         """The name of the module that owns the weight."""
         return self.weight.removesuffix(".weight")
+
+
+def schemes_of(targets: Iterable[Target]) -> list[Scheme]:
+    """The schemes of these targets, each object once, in order: a hundred thousand targets have few."""
+    return list({id(target.scheme): target.scheme for target in targets}.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +141,11 @@ class ConfigRequest:
 
     def check(self, supports: Callable[[Scheme], str | None]) -> None:
         """FormatError for the first target whose scheme the container cannot store."""
-        for target in self.targets:
-            reason = supports(target.scheme)
+        for scheme in schemes_of(self.targets):
+            reason = supports(scheme)
             if reason is not None:
-                raise FormatError(f"{target.weight}: {reason}")
+                first = next(target for target in self.targets if target.scheme is scheme)
+                raise FormatError(f"{first.weight}: {reason}")
 
 
 class Container(Protocol):

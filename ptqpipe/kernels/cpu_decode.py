@@ -22,10 +22,12 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     *,
     global_divides: bool = False,
+    memory: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """``[N, K]`` float32 or bfloat16: the float32 decode of ``QTensor.dequantize``, rounded to ``dtype``.
 
-    ``data``, ``scales``, ``global_scale`` and ``global_divides`` as in a QTensor. None for what has no kernel.
+    ``data``, ``scales``, ``global_scale`` and ``global_divides`` as in a QTensor. ``memory``: of N x K numbers, for the
+    result; fresh without it. None for what has no kernel.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         return None
@@ -33,7 +35,7 @@ def dequantize(
     job = _decode_job(data, scales, fmt, shape, global_scale, global_divides)
     if job is None:
         return None
-    out = torch.empty(shape, dtype=dtype)
+    out = torch.empty(shape, dtype=dtype) if memory is None else memory.view(shape)
     job.out, job.out_dtype = out.data_ptr(), DTYPES[dtype]
     return out if lib.call("ptq_decode_rows", ctypes.byref(job)) == lib.OK else None
 

@@ -129,7 +129,8 @@ class Conversion(Rewrite[OutputJob]):
     def _quantize(self, job: QuantizeUnit, writer: CheckpointWriter, share: Share) -> dict[str, Any]:
         """Quantizes a unit, writes its parts, and returns its record."""
         unit = job.unit
-        weights = _weights(job, self.source, cache=self.cache_bytes(job) <= share.cache_bytes)
+        size = self.cache_bytes(job)
+        weights = _weights(job, self.source, size if size <= share.cache_bytes else None)
         scales = self.input_scales.of(unit)
         parts = PartWriter(job, writer, input_scales=scales)
         biases = {f"{name.removesuffix('bias')}weight": name for name in job.biases}
@@ -259,14 +260,16 @@ def _element_bytes(source: Source, member: Member) -> int:
     return 4 if member.source.rotation or name in source.stored else DTYPES[source.tensors[name][0]][1]
 
 
-def _weights(job: QuantizeUnit, source: Source, *, cache: bool) -> list[SourceRows]:
-    """The weights of a unit, read when asked for. ``cache``: once, to memory that the worker uses again and again."""
+def _weights(job: QuantizeUnit, source: Source, nbytes: int | None) -> list[SourceRows]:
+    """The weights of a unit, read when asked for. ``nbytes``: once, to so much memory that the worker uses again and
+    again."""
     scratch: Scratch | None = getattr(_of_worker, "scratch", None)
     if scratch is None:  # the worker's own; it goes when the worker's thread ends
         scratch = _of_worker.scratch = Scratch()
     members = job.unit.members
-    if cache:
-        scratch.begin(job.source_bytes + (64 + margin()) * len(members))
+    if nbytes is not None:
+        scratch.begin(nbytes + (64 + margin()) * len(members))
+    cache = nbytes is not None
     return [SourceRows(source, m.source, shape=m.shape, cache=cache, memory=scratch.take) for m in members]
 
 
