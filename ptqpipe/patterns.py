@@ -95,7 +95,6 @@ _PLAIN = regex.compile(
     r"|\[[a-z]+\])*"
 )
 _PLAIN_GLOB = regex.compile(rf"(?:{_WORDS}|\.|\*|(?<=\.)\d+(?=\.|$))*")
-_NUMBER = regex.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def alike(patterns: Iterable[str]) -> Callable[[str], str]:
@@ -111,7 +110,12 @@ def alike(patterns: Iterable[str]) -> Callable[[str], str]:
             return lambda name: name
         known.update(regex.findall(r"(?<![A-Za-z_\[\d])\d+(?![A-Za-z_\d\]])", pattern))
     other = "0" * (1 + max(map(len, known), default=0))
-    return lambda name: _NUMBER.sub(lambda found: found[0] if found[0] in known else other, name)
+
+    def kind(name: str) -> str:
+        first, *rest = name.split(".")
+        return ".".join([first, *[other if part.isdecimal() and part not in known else part for part in rest]])
+
+    return kind
 
 
 @lru_cache(maxsize=4096)

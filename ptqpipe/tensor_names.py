@@ -6,6 +6,7 @@ import re
 from ptqpipe.errors import one_line
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_COUNTED = re.compile(r"(?<=\.)\d+(?=\.)|\[\d+\]")
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)(?:\.|$)")
 
 
@@ -34,7 +35,7 @@ def role_of(weight: str) -> str:
 
 def name_pattern(name: str) -> str:
     """The name with every layer or expert number as ``*``, in one line."""
-    return re.sub(r"(?<=\.)\d+(?=\.)|\[\d+\]", "*", one_line(name, limit=300))
+    return _COUNTED.sub("*", one_line(name, limit=300))
 
 
 def _number(pattern: re.Pattern[str], name: str) -> int | None:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ptqpipe.checkpoint.files import INDEX_NAME, SINGLE_NAME
-from ptqpipe.checkpoint.header import FileHeader, header_bytes, header_of, shown, tensor_bytes
+from ptqpipe.checkpoint.header import FileHeader, header_bytes, header_of, quoted, shown, tensor_bytes
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import OutputError, UsageError
 
@@ -134,19 +134,14 @@ class ShardLayout:
         if len(self.shards) == 1:
             return None
         text = json.dumps({"metadata": {"total_size": self.total_bytes}, "weight_map": {}}, indent=2)
-        quote = json.JSONEncoder(
-            ensure_ascii=False
-        ).encode  # `json.dumps` with an indent takes a second for 90,000 names
-        files = {shard.file: quote(shard.file) for shard in self.shards}
-        lines = (f"    {quote(name)}: {files[self.placements[name].file]}" for name in sorted(self.placements))
+        # `json.dumps` with an indent takes a second for 90,000 names.
+        files = {shard.file: quoted(shard.file) for shard in self.shards}
+        lines = (f"    {quoted(name)}: {files[self.placements[name].file]}" for name in sorted(self.placements))
         return text.replace("{}", "{\n" + ",\n".join(lines) + "\n  }") + "\n"
 
     def headers(self, folder: Path) -> tuple[FileHeader, ...]:
         """The headers of the files, as they would be found in ``folder``."""
-        return tuple(
-            header_of(folder / shard.file, [(s.name, s.dtype, s.shape) for s in shard.tensors], METADATA)
-            for shard in self.shards
-        )
+        return tuple(header_of(folder / shard.file, shard.tensors, METADATA) for shard in self.shards)
 
     @property
     def weight_files(self) -> tuple[str, ...]:
@@ -241,7 +236,7 @@ def _make_shard(name: str, tensors: Sequence[TensorSpec], sizes: Mapping[str, in
         position += sizes[spec.name]
     ordered = tuple(tensors) if aligned else tuple(sorted(tensors, key=_element_bytes, reverse=True))  # stable
     try:
-        header = header_bytes([(s.name, s.dtype, s.shape) for s in ordered], METADATA)
+        header = header_bytes(ordered, METADATA)
     except (ValueError, UnicodeEncodeError) as error:
         raise OutputError(f"{name} cannot be written: {shown(str(error))[1:-1]}") from None
     return Shard(name, ordered, header, len(header) + position)

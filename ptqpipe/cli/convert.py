@@ -2,9 +2,11 @@
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -26,6 +28,10 @@ from ptqpipe.cli.parameters import (
 )
 from ptqpipe.errors import UsageError
 from ptqpipe.options import PipelineOptions
+
+if TYPE_CHECKING:
+    from ptqpipe.machine import Machine
+    from ptqpipe.stages.convert.run import Conversion
 
 
 @command(
@@ -66,6 +72,7 @@ def convert(given: Given) -> None:
         _pipeline(given, work)
         return
     from ptqpipe.checkpoint import check_output
+    from ptqpipe.machine import without_collections
     from ptqpipe.stages.convert import run as stage, text as tables
     from ptqpipe.stages.convert.prepare import best_with, prepare
     from ptqpipe.stages.pipeline.call import for_reader
@@ -75,17 +82,13 @@ def convert(given: Given) -> None:
     where = {"recipe_path": given.recipe_path, "stats": given.stats, "rounding": given.rounding}
     recipe = given.recipe if work.reader is None else for_reader(work.reader, given.recipe, given.recipe_path)
     asked = {"out": given.out, "reader": work.reader, "requantize": work.requantize}
-    prepared = prepare(given.model, options=best_with(recipe, **where), **asked, **where)
-    with prepared:
+    prepares = partial(prepare, given.model, options=best_with(recipe, **where), **asked, **where)
+    if given.dry_run:
+        with without_collections():  # until what is prepared is gone again: no look through all of it
+            _dry_run(given, machine, prepares)
+        return
+    with prepares() as prepared:
         no_config = tables.missing_config(prepared)
-        if given.dry_run:
-            _warn(given, no_config)
-            given.show(
-                json.dumps(tables.plan_json(prepared, machine))
-                if given.as_json
-                else tables.plan_text(prepared, machine)
-            )
-            return
         ranks = ranks_of()
         if ranks.rank == 0:
             _warn(given, no_config)
@@ -100,6 +103,16 @@ def convert(given: Given) -> None:
         _upload(given, done.out)
         if no_config is None:  # nothing measures or serves what has none
             next_steps.say_next(given, next_steps.convert, done.out, done.record["container"] != "ptqpipe")
+
+
+def _dry_run(given: Given, machine: "Machine", prepares: Callable[[], "Conversion"]) -> None:
+    """Says what a conversion would do. ``prepares`` decides it."""
+    from ptqpipe.stages.convert import text
+
+    with prepares() as prepared:
+        _warn(given, text.missing_config(prepared))
+        plan = text.plan_json(prepared, machine) if given.as_json else text.plan_text(prepared, machine)
+    given.show(plan if isinstance(plan, str) else json.dumps(plan))
 
 
 def _upload(given: Given, out: Path) -> None:

@@ -262,8 +262,9 @@ def kept_stacks(kept: Iterable[str], targets: Sequence[Target]) -> list[str]:
 
 def kept_experts(kept: Iterable[str], targets: Sequence[Target]) -> list[str]:
     """Modules whose experts are all kept, in stacks or one by one: "...mlp.experts" for "...mlp.experts.3.up_proj"."""
-    quantized = {"", *(experts_of(target.module) for target in targets)}
-    return [owner for owner in dict.fromkeys(map(experts_of, kept)) if owner not in quantized]
+    owners = [owner for owner in dict.fromkeys(map(experts_of, kept)) if owner]
+    quantized = {experts_of(target.module) for target in targets} if owners else set()
+    return [owner for owner in owners if owner not in quantized]
 
 
 # What readers call otherwise than checkpoints do: they rename tensors, not these lists, and take what they do not find

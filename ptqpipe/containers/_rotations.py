@@ -16,7 +16,7 @@ from typing import Any
 from ptqpipe.containers._config import strings
 from ptqpipe.containers._config_groups import resolver
 from ptqpipe.containers._patterns import name_patterns
-from ptqpipe.containers._types import Target
+from ptqpipe.containers._types import Target, schemes_of
 from ptqpipe.errors import CheckpointError
 from ptqpipe.schemes import ROTATION_BLOCKS
 
@@ -27,10 +27,10 @@ _IN_WEIGHTS = ("weight_input", "weight_output")  # what is done to weights is in
 def described_rotations(targets: Sequence[Target], kept: Sequence[str]) -> dict[str, Any]:
     """The entry of a config for these targets, ``kept`` being the modules that are not quantized; empty for none."""
     names = [*kept, *(target.module for target in targets)]
-    groups = {}
+    groups, used = {}, {scheme.rotation for scheme in schemes_of(targets)}
     for block in ROTATION_BLOCKS:
-        turned = [target.module for target in targets if target.scheme.rotation == block]
-        if turned:
+        if block in used:
+            turned = [target.module for target in targets if target.scheme.rotation == block]
             patterns = name_patterns(turned, [name for name in names if name not in set(turned)])
             uses: list[dict[str, Any]] = [{"targets": patterns, "location": "input"}]
             uses += [{"targets": patterns, "location": "weight_input", "inverse": True}]

@@ -3,7 +3,7 @@
 The scale multiplies despite its name, which DeepSeek-V4 shortens to ``scale``. Knows the layout only.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from ptqpipe.formats import CODECS, FORMATS, Format
 from ptqpipe.schemes import Activation, Scheme
 
 SUFFIXES = (".weight_scale_inv", ".weight_scale", ".scale")
+_STATIC = (".input_scale", ".activation_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +94,19 @@ def stored_weights_of(names: Names, fmt: Format, activation: Activation) -> dict
 
     ``fmt`` is what the config says of F8_E4M3 weights; the scale's dtype decides its codec.
     """
-    # Of a hundred thousand weights in few formats.
-    found, schemes, formats = {}, dict[tuple[str, Activation], Scheme](), dict[tuple[bool, str], Format]()
-    for name, (dtype, _) in names.items():
-        if not name.endswith(".weight") or dtype not in ("F8_E4M3", "I8"):
+    found, kinds = {}, dict[tuple[object, ...], StoredWeight]()  # a hundred thousand weights are of few kinds
+    for name, described in names.items():
+        if described[0] not in ("F8_E4M3", "I8") or not name.endswith(".weight"):
             continue
         module = name.removesuffix(".weight")
-        scale = next((module + suffix for suffix in SUFFIXES if module + suffix in names), None)
+        scale, static = _suffix(module, SUFFIXES, names), _suffix(module, _STATIC, names)
         if scale is None:
-            raise CheckpointError(f"{name!r} is {dtype} without a '{name}_scale_inv'; the checkpoint is damaged")
-        two_codes = dtype == "I8"
-        own = FORMATS["mxfp4"] if two_codes else fmt
-        shape = matrix_shape(names, name, bits=own.element.bits, owner=module)
-        kind = (two_codes, names[scale][0])
-        if kind not in formats:
-            formats[kind] = fmt_of_scale(own, names[scale][0])
-        own = formats[kind]
-        found[name] = _stored(
-            name, shape, scale, own, Activation.UNKNOWN if two_codes else activation, names, schemes=schemes
-        )
+            raise CheckpointError(f"{name!r} is {described[0]} without a '{name}_scale_inv'; the checkpoint is damaged")
+        kind = (described, scale, names[module + scale], static, static and names[module + static])
+        if kind in kinds:
+            found[name] = kinds[kind].renamed(name)
+        else:
+            found[name] = kinds[kind] = _stored(module, names, fmt, activation, scale=scale, static=static)
     for name in (name for name in names if name.endswith(SUFFIXES[:2])):
         for suffix in SUFFIXES[:2]:  # ".scale" is also what other things than weights have
             if name.endswith(suffix) and name.removesuffix(suffix) + ".weight" not in found:
@@ -130,25 +125,23 @@ def fmt_of_scale(fmt: Format, dtype: str) -> Format:
     return fmt if fmt.scale.name == codec else replace(fmt, scale=CODECS[codec])
 
 
+def _suffix(module: str, suffixes: Sequence[str], names: Names) -> str | None:
+    """The first of these that there is a tensor with of this module."""
+    return next((suffix for suffix in suffixes if module + suffix in names), None)
+
+
 def _stored(
-    weight: str,
-    shape: tuple[int, int],
-    scale: str,
-    fmt: Format,
-    activation: Activation,
-    names: Names,
-    *,
-    schemes: dict[tuple[str, Activation], Scheme],
+    module: str, names: Names, fmt: Format, activation: Activation, *, scale: str, static: str | None
 ) -> StoredWeight:
-    module = weight.removesuffix(".weight")
+    """The weight of a module. ``scale``, ``static``: the suffixes of its scales, and of the static one of its input."""
+    weight, scales = f"{module}.weight", module + scale
+    if names[weight][0] == "I8":
+        fmt, activation = FORMATS["mxfp4"], Activation.UNKNOWN
+    shape = matrix_shape(names, weight, bits=fmt.element.bits, owner=module)
+    fmt = fmt_of_scale(fmt, names[scales][0])
     codes = Part(weight, names[weight][0], (shape[0], shape[1] * fmt.element.bits // 8), Role.DATA)
-    expected = [codes, Part(scale, names[scale][0], stored_grid(weight, fmt, shape), Role.SCALES)]
-    static = next((f"{module}.{s}" for s in ("input_scale", "activation_scale") if f"{module}.{s}" in names), None)
+    expected = [codes, Part(scales, names[scales][0], stored_grid(weight, fmt, shape), Role.SCALES)]
     if static is not None:
-        expected.append(Part(static, names[static][0], (1,), Role.INPUT_GLOBAL))
+        expected.append(Part(module + static, names[module + static][0], (1,), Role.INPUT_GLOBAL))
         activation = Activation.FP8_TENSOR_STATIC
-    checked = as_found(expected, names, weight=weight)
-    key = (names[scale][0] + names[weight][0], activation)
-    if key not in schemes:
-        schemes[key] = scheme_for(fmt, activation)
-    return StoredWeight(weight, shape, schemes[key], checked)
+    return StoredWeight(weight, shape, scheme_for(fmt, activation), as_found(expected, names, weight=weight))

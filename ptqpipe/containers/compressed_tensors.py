@@ -12,7 +12,6 @@ from typing import Any
 
 from ptqpipe.containers._codec import scale_dtype, with_scale_dtype
 from ptqpipe.containers._config import (
-    PartsOf,
     as_found,
     expert_name_warnings,
     kept_stacks,
@@ -21,7 +20,6 @@ from ptqpipe.containers._config import (
     module_list,
     quantization_config,
     refuse,
-    remembered,
     scale_grid,
     scheme_for,
     strings,
@@ -32,7 +30,7 @@ from ptqpipe.containers._config_groups import group_faults, resolver
 from ptqpipe.containers._integers import described_integers, integer_parts, stored_integers
 from ptqpipe.containers._patterns import name_patterns
 from ptqpipe.containers._rotations import described_rotations, stored_rotations
-from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
+from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target, schemes_of
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import FORMATS, Format
 from ptqpipe.schemes import Abilities, Activation, KvCache, Scheme
@@ -110,6 +108,12 @@ _INPUTS: dict[Activation, dict[str, Any]] = {
 }
 _BY_STRUCTURE = {structure(FORMATS[name]): name for name in _ROWS}
 _ONLY_INTEGERS, _UNREADABLE = "weight_zero_point", "weight_g_idx"
+_NOT_DECODED = ("weight_shape", "output_scale")
+_LEAVES = (
+    *("weight", "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale", "input_scale"),
+    *(_ONLY_INTEGERS, _UNREADABLE, *_NOT_DECODED),
+)
+"""Everything that a module of a quantized weight has tensors for."""
 
 
 def supports(scheme: Scheme) -> str | None:
@@ -190,9 +194,9 @@ def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
 def _grouped(targets: Sequence[Target]) -> list[tuple[Scheme, list[str]]]:
     """Modules by scheme, schemes with routed experts first."""
     found: dict[tuple[Any, Activation], tuple[Scheme, list[str]]] = {}
+    keys = {id(scheme): (structure(scheme.fmt), scheme.activation) for scheme in schemes_of(targets)}
     for target in targets:
-        key = (structure(target.scheme.fmt), target.scheme.activation)
-        found.setdefault(key, (target.scheme, []))[1].append(target.module)
+        found.setdefault(keys[id(target.scheme)], (target.scheme, []))[1].append(target.module)
     return sorted(found.values(), key=lambda group: not any(experts_of(name) for name in group[1]))
 
 
@@ -225,16 +229,16 @@ def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Ite
 def _kept_stack_patterns(kept: Sequence[str], targets: Sequence[Target]) -> list[str]:
     """Expressions for kept stacks of experts ("...experts.gate_up_proj"): vLLM looks for their per-expert names."""
     stacks = kept_stacks(kept, targets)
-    quantized = {experts_of(target.module) for target in targets}
-    patterns = name_patterns(stacks, quantized) if stacks else []
+    patterns = name_patterns(stacks, {experts_of(target.module) for target in targets}) if stacks else []
     return [pattern.removesuffix("$") + r"\..*$" for pattern in patterns]
 
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     """What readers get wrong about this output: one line each, with the remedy."""
-    found = []
+    found, schemes = [], schemes_of(targets)
+    kinds = {id(scheme): structure(scheme.fmt) for scheme in schemes}
     llama4 = str(config.get("model_type")).startswith("llama4")  # its experts become linear layers here
-    experts = {structure(t.scheme.fmt): t.scheme for t in targets if experts_of(t.module) and not llama4}
+    experts = {kinds[id(t.scheme)]: t.scheme for t in targets if experts_of(t.module) and not llama4}
     for scheme in experts.values():
         name = _BY_STRUCTURE.get(structure(scheme.fmt))
         if name == "nvfp4":
@@ -257,27 +261,27 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
         )
     if str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.") == "float32":
         found.append("transformers decodes packed weights to bfloat16: load this float32 model with dtype=bfloat16")
-    names = {_BY_STRUCTURE.get(structure(target.scheme.fmt)) for target in targets}
+    names = {_BY_STRUCTURE.get(kind) for kind in kinds.values()}
     if "mxfp6_e2m3" in names:
         found.append("vLLM 0.32 and SGLang 0.5.23 have no mxfp6; transformers with compressed-tensors 0.20 reads it")
     if names & {"mxfp4", "mxfp8"}:
         found.append("SGLang 0.5.23 reads no mxfp4 and mxfp8 linear layers in this layout; use nvfp4 or fp8 for it")
-    if any(t.scheme.name in ("mxfp4a16", "mxfp8a16") for t in targets):
+    if any(scheme.name in ("mxfp4a16", "mxfp8a16") for scheme in schemes):
         found.append(
             "vLLM 0.32 quantizes the activations of mxfp4a16 and mxfp8a16 where it can; use nvfp4 if it must not"
         )
-    if any(target.scheme.rotation for target in targets):
+    if any(scheme.rotation for scheme in schemes):
         found.append(
             "of the readers vLLM alone rotates inputs, on one GPU; transformers 5.23 without ptqpipe, SGLang 0.5.23 "
             "and TensorRT-LLM do not, and compute garbage"
         )
     found += expert_name_warnings(targets, config, container="compressed_tensors")
-    return found + _float16_warning(targets, config)
+    return found + _float16_warning(schemes, config)
 
 
-def _float16_warning(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
+def _float16_warning(schemes: Sequence[Scheme], config: Mapping[str, Any]) -> list[str]:
     dtype = config.get("dtype") or config.get("torch_dtype")
-    fp8 = any(target.scheme.fmt.scale.dtype is not None for target in targets)
+    fp8 = any(scheme.fmt.scale.dtype is not None for scheme in schemes)
     if fp8 and dtype in ("float16", "torch.float16", "half"):
         return ["transformers rounds FP8 scales to the model's float16; load with dtype=bfloat16 for the exact weights"]
     return []
@@ -297,7 +301,7 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
     rotation_of = stored_rotations(config, described)
     scheme_of = resolver(_read_groups(described))
     ignored = resolver([(strings(described.get("ignore") or [], "ignore"), True)], classes=False)
-    found, parts_of = {}, remembered(parts_for_reading)
+    found, kinds = {}, dict[tuple[object, ...], StoredWeight]()  # a hundred thousand weights are of few kinds
     for module in dict.fromkeys(
         name.rpartition(".")[0] for name in names if name.endswith((".weight_packed", ".weight_scale"))
     ):
@@ -306,16 +310,23 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
         scheme = scheme_of(module)
         if scheme is None:
             raise CheckpointError(f"{module} is quantized, but no config group targets it; readers drop it")
-        rotation = rotation_of(module)
+        weight, rotation = f"{module}.weight", rotation_of(module)
+        tensors = [names.get(f"{module}.{leaf}") for leaf in _LEAVES]
+        kind = (id(scheme), rotation, rotation and experts_of(weight), *tensors)
+        if kind in kinds:
+            found[weight] = kinds[kind].renamed(weight)
+            continue
         scheme = replace(scheme, rotation=rotation) if rotation != scheme.rotation else scheme
-        found[f"{module}.weight"] = _stored(module, scheme, names, parts_of)
+        found[weight] = _stored(module, scheme, names)
+        if found[weight].whole is None:
+            kinds[kind] = found[weight]
     for name, (dtype, shape) in names.items():
         if dtype == "F8_E4M3" and name.endswith(".weight") and len(shape) == 2 and name not in found:
             raise CheckpointError(f"{name!r} is F8_E4M3 without a {name + '_scale'!r}; the checkpoint is damaged")
     return found
 
 
-def _stored(module: str, scheme: Scheme, names: Names, parts_of: PartsOf) -> StoredWeight:
+def _stored(module: str, scheme: Scheme, names: Names) -> StoredWeight:
     """The weight of ``module``, whose config gives ``scheme``; scale dtypes and scalar shapes as they are found."""
     weight, fmt = f"{module}.weight", scheme.fmt
     for suffix in (_UNREADABLE, *([] if fmt.element.grid else [_ONLY_INTEGERS])):
@@ -332,10 +343,10 @@ def _stored(module: str, scheme: Scheme, names: Names, parts_of: PartsOf) -> Sto
     if fmt is not scheme.fmt:
         scheme = replace(scheme_for(fmt, scheme.activation), rotation=scheme.rotation)
     try:
-        expected = as_found(parts_of(weight, shape, scheme), names, weight=weight)
+        expected = as_found(parts_for_reading(weight, shape, scheme), names, weight=weight)
     except FormatError as error:
         raise CheckpointError(str(error)) from None
-    extra = [f"{module}.{suffix}" for suffix in ("weight_shape", "output_scale") if f"{module}.{suffix}" in names]
+    extra = [f"{module}.{suffix}" for suffix in _NOT_DECODED if f"{module}.{suffix}" in names]
     others = tuple(Part(name, *names[name], Role.OTHER) for name in extra)
     return StoredWeight(weight, shape, scheme, expected + others)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ptqpipe.containers._config import expert_name_warnings, quantization_config, sglang_scale_warnings
 from ptqpipe.containers._scale_inv import ScaleInv, stored_weights_of
-from ptqpipe.containers._types import ConfigRequest, Names, Part, StoredWeight, Target
+from ptqpipe.containers._types import ConfigRequest, Names, Part, StoredWeight, Target, schemes_of
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import FORMATS, Format
 from ptqpipe.schemes import Abilities, Activation, Scheme, get_scheme
@@ -38,7 +38,7 @@ def supports(scheme: Scheme) -> str | None:
 
 def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
     """config.json with everything kept listed. FormatError where both kinds of scales are asked for."""
-    powers = any(_UE8M0.supports(target.scheme) is None for target in request.targets)
+    powers = any(_UE8M0.supports(scheme) is None for scheme in schemes_of(request.targets))
     return (_UE8M0 if powers else _LAYOUT).configs(request)
 
 

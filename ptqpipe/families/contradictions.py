@@ -11,7 +11,7 @@ from typing import Any
 from ptqpipe.errors import CheckpointError
 
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-_TOWERS = ("visual", "vision_tower", "vision_model")
+_TOWERS = frozenset({"visual", "vision_tower", "vision_model"})
 _TOWER_KEYS = ("vis", "vit", "image", "img", "tower")
 _LAYER = re.compile(r".*?(^|\.)layers\.\d+(?=\.)")
 _TOWER_NAMES = ("tower", "vision_model", "vision_encoder")  # keys of a text that names the tower's own model
@@ -36,7 +36,7 @@ def check_experts(config: Mapping[str, Any], names: Iterable[str]) -> None:
 
 def check_tower(config: Mapping[str, Any], names: Iterable[str]) -> None:
     """CheckpointError, in one line, where there is a vision tower and no config of one."""
-    tower = next((name for name in names if not {*_TOWERS}.isdisjoint(name.split("."))), "")
+    tower = next((name for name in names if not _TOWERS.isdisjoint(name.split("."))), "")
     nested = isinstance(config.get("text_config"), Mapping)
     if tower and nested and not _describes_tower(config):
         raise CheckpointError(

@@ -164,12 +164,13 @@ def make_plan(
     candidates, reasons = find_candidates(tensors, config, abilities=able)
     rules: dict[str, Rule] = {}
     named = recipe.named(member.module for member in candidates.values())
-    kind, by_kind = recipe.kind_of(), {}
+    kind, by_kind = recipe.kind_of(), dict[tuple[str, tuple[int, int]], Rule | str]()
     for key, member in candidates.items():
-        like = kind(member.module)
+        like = kind(member.module), member.shape
         if like not in by_kind:
-            by_kind[like] = recipe.rule_for(like, named)
-        decided = _rule_or_reason(member, *by_kind[like], even_blocks=able.even_blocks)
+            rule, reason = recipe.rule_for(like[0], named)
+            by_kind[like] = _rule_or_reason(member, rule, reason, even_blocks=able.even_blocks)
+        decided = by_kind[like]
         if isinstance(decided, Rule):
             rules[key] = decided
         else:

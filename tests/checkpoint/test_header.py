@@ -1,8 +1,10 @@
 """Claims about ptqpipe.checkpoint.header; the oracle is the safetensors library's own reader."""
 
+import json
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +69,19 @@ def test_a_header_is_pinned_to_the_byte() -> None:
     assert (
         header_bytes([("a", "BF16", (2, 1)), ("é", "U8", ())], {"format": "pt"}) == struct.pack("<Q", len(text)) + text
     )
+
+
+def test_a_header_is_what_a_json_writer_makes_of_any_name() -> None:
+    names = ['"quoted"', "back\\slash", "new\nline", "\x7f\x00", "ü.weight", "\U0001f600", ""]
+    kinds = [("BF16", (2, 3)), ("F4", (1, 2)), ("U8", ()), ("F8_E4M3", (0, 7)), ("I64", (4,)), ("F32", (1, 1, 1))]
+    header: dict[str, Any] = {"__metadata__": {"ö": '"'}}
+    position, entries = 0, []
+    for name, (dtype, shape), nbytes in zip(names, [*kinds, kinds[0]], [12, 1, 1, 0, 32, 4, 12], strict=True):
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
+        position += nbytes
+        entries.append((name, dtype, shape))
+    written = header_bytes(entries, {"ö": '"'})
+    assert written[8:].rstrip() == json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def test_entries_come_in_the_order_of_their_bytes_with_absolute_offsets(tmp_path: Path) -> None:

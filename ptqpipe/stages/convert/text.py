@@ -1,6 +1,6 @@
 """Tables of the convert command: the plan before, the outcome after. Text for a terminal, dicts for JSON."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +19,6 @@ from ptqpipe.stages.common import (
     role_of,
     sqnr_db,
     table,
-    without_collections,
 )
 from ptqpipe.stages.convert.run import Conversion
 
@@ -138,17 +137,13 @@ def _left_out(work: Conversion) -> list[tuple[str, str]]:
     return [(str(path.name), why) for path, why in work.source.reader.left_out.items()]
 
 
-@without_collections()
 def plan_text(work: Conversion, machine: Machine) -> str:
     """The dry run: the fate of every tensor, exact sizes, memory."""
-    rows = [
-        [name_pattern(f"{unit.id}"), unit.scheme.fmt.name, unit.search, "x".join(map(str, unit.members[0].shape))]
-        for unit in work.outputs.plan.units
-    ]
-    counted: dict[tuple[str, ...], int] = defaultdict(int)
-    for row in rows:
-        counted[tuple(row)] += 1
-    body = [[row[0], row[1], row[2], row[3], str(count)] for row, count in counted.items()]
+    units = work.outputs.plan.units
+    of_rule = {id(unit.rule): unit for unit in units}  # one of each: tens of thousands of units have few rules
+    codes = {rule: (unit.scheme.fmt.name, unit.search) for rule, unit in of_rule.items()}
+    counted = Counter((name_pattern(unit.id), *codes[id(unit.rule)], unit.members[0].shape) for unit in units)
+    body = [[*row, "x".join(map(str, shape)), str(count)] for (*row, shape), count in counted.items()]
     fates = table(["unit", "format", "search", "first shape", "count"], body, left=3)
     least, neediest = work.least_memory()
     workers = work.share_of(machine, work.jobs).workers
