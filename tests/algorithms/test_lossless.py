@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ptqpipe.algorithms import Task, UnitResult, rtn
-from ptqpipe.algorithms.unit import Matrix
+from ptqpipe.algorithms.unit import LoadedWeight
 from ptqpipe.formats import FORMATS
 from ptqpipe.global_scale import absmax_global, sample_rows
 from ptqpipe.qtensor import QTensor, encode, squared_error
@@ -31,7 +31,7 @@ def quantized(w: torch.Tensor) -> tuple[UnitResult, Counter[int]]:
     def sink(member: int, row: int, q: QTensor) -> None:
         sent[row] += 1
 
-    return rtn.quantize(Task([Matrix(w)], NVFP4, ["w"], sink)), sent
+    return rtn.quantize(Task([LoadedWeight(w)], NVFP4, ["w"], sink)), sent
 
 
 def error_at(w: torch.Tensor, g: torch.Tensor) -> float:
