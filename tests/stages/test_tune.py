@@ -422,20 +422,21 @@ def test_hidden_states_that_do_not_fit_in_memory_wait_on_disk(
     assert small.content["digest"] == roomy.content["digest"]
 
 
-def test_a_layer_that_gptq_in_order_does_not_improve_has_the_codes_of_a_plain_conversion(
+def test_a_layer_that_gptq_in_order_does_not_improve_has_the_codes_of_gptq_by_itself(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tune, "follow", lambda work, start, **_: (start, 1.0, 1.0))
-    recipe, codes, out = RecipeOptions(scheme="nvfp4"), tmp_path / "codes", tmp_path / "out"
-    done = tune.tune(DEMO, [str(text)], codes, recipe=recipe, options=of_method("gptq"), machine=ONE)
-    assert not any(entry["kept"] for entry in done.content["blocks"].values())
-    with prepare(DEMO, options=recipe, out=out) as prepared:
-        convert_stage.convert(prepared)
-    plain = load_tensors(out)
-    with Rounding.open(codes) as stored:
-        for name, entry in done.content["weights"].items():
-            q = stored.of(name, get_format(entry["format"]), shape=tuple(entry["shape"]))
-            assert torch.equal(q.dequantize(), plain[name].dequantize())
+    codes = {}
+    for method in ("gptq", "layerwise"):
+        folder = tmp_path / method
+        done = tune.tune(
+            DEMO, [str(text)], folder, recipe=RecipeOptions("nvfp4"), options=of_method(method), machine=ONE
+        )
+        assert not any(entry["kept"] for entry in done.content["blocks"].values())
+        codes[method] = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    assert codes["gptq"].keys() == codes["layerwise"].keys()
+    for name, found in codes["gptq"].items():
+        assert torch.equal(found.view(torch.uint8), codes["layerwise"][name].view(torch.uint8)), name
 
 
 def test_stacked_experts_which_no_order_reaches_have_the_codes_of_gptq_by_themselves(tmp_path: Path) -> None:

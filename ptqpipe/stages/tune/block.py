@@ -4,7 +4,8 @@
 the linear layers in the order in which they are called; each compensates for the error of earlier ones. For each, both
 models are run up to it: the float one, and the one that is quantized so far, inputs quantized as the scheme says. The
 target is what the float layer computed (``algorithms.asymmetric``); that weight is quantized by GPTQ in the metric of
-the input that it will get. Its nearest codes stay where the layer's output on held-out samples is not better.
+the input that it will get. None of this is taken where the layer's output on held-out samples is not better than with
+the nearest codes.
 
 Knows plans, assemblies and runners; must not know where codes are kept.
 """
