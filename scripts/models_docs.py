@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.families import COMMON, FAMILIES, Fact
+from ptqpipe.readers import READERS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 HEAD = """# Model families
@@ -44,6 +45,12 @@ def page() -> str:
         "## What readers get wrong, by family",
         "",
         *_facts(f for family in FAMILIES for f in family.facts if f.fails),
+        "",
+        *(
+            f"{reader} has no such models and stops: {', '.join(kind for family in missing for kind in family.types)}."
+            for reader in READERS
+            if (missing := [family for family in FAMILIES if reader in family.missing])
+        ),
     ]
     return "\n".join([*lines, "", *_loaded(), "", *_commands()]).rstrip() + "\n"
 

@@ -13,6 +13,7 @@ from ptqpipe.readers import READERS
 from tests import families, family_rows
 
 ROOT = Path(__file__).resolve().parent.parent
+NO_MODEL = "has no SGlang implementation"  # as SGLang says it
 KINDS = {*family_rows.PUBLISHED, *families.LOADED}
 
 
@@ -55,6 +56,16 @@ def test_every_tiny_model_was_given_to_the_reader_in_every_format_that_is_writte
     for row in rows(reader):
         tried[row["model"]].add((row["output"], row["container"]))
     assert {kind: wanted - done for kind, done in tried.items() if wanted - done} == {}
+
+
+@pytest.mark.parametrize("kind", sorted({row["model"] for row in rows("sglang") if NO_MODEL in row.get("problem", "")}))
+def test_a_model_that_a_reader_does_not_have_is_refused_for_it_in_every_format(
+    kind: str, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for scheme in READERS["sglang"]:
+        with pytest.raises(UsageError, match=f"sglang has no '{kind}' model; leave"):
+            ptqpipe.convert(model(kind), reader="sglang", format=scheme, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("reader", "kind", "scheme", "container"), LOST)

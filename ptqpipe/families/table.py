@@ -345,7 +345,12 @@ FAMILIES: tuple[Family, ...] = (
         outputs=_QWEN3_5_OUTPUTS,
     ),
     # in_proj_qkvg of vLLM's olmo_hybrid.py.
-    Family(("olmo_hybrid",), facts=_LINEAR_ATTENTION, fuse=(("q_proj", "k_proj", "v_proj", "g_proj"),)),
+    Family(
+        ("olmo_hybrid",),
+        facts=_LINEAR_ATTENTION,
+        fuse=(("q_proj", "k_proj", "v_proj", "g_proj"),),
+        missing=("sglang",),
+    ),
     Family(
         ("kimi_linear", "kimi_k3", "glm5_next", "glm5_next_text"),
         facts=_DELTA_ATTENTION,
@@ -353,7 +358,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     # Of a pure Mamba-1 nothing else is there to quantize, and transformers reads it.
     Family(("mamba", "falcon_mamba"), facts=tuple(replace(fact, by_default=False) for fact in _MAMBA1)),
-    Family(("jamba",), facts=_MAMBA1),
+    Family(("jamba",), facts=_MAMBA1, missing=("sglang",)),
     # Found by scripts/sglang_loads.py: Llama4ForCausalLM of SGLang loads as Llama does, which has no experts. The whole
     # model's loader (mllama4.py) looks for them by these names.
     Family(("llama4",)),
@@ -480,6 +485,7 @@ FAMILIES: tuple[Family, ...] = (
             *_mamba2(("mamba_expand", "hidden_size"), ("mamba_ngroups", "mamba_d_state"), "n_mamba_heads"),
             ModuleOutputs(r"(.*\.)?feed_forward\.gate_up_proj(_adapter_list\.\d+\.1)?$", (("intermediate_size",),) * 2),
         ),
+        missing=("sglang",),
     ),
     Family(
         ("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"),

@@ -108,6 +108,7 @@ class Family:
     fixed        why none may
     mtp          its multi-token prediction layer, where this package runs it
     outputs      its modules of several outputs
+    missing      readers that have no such model, by their names in ``readers.py``
     """
 
     types: tuple[str, ...] = ()
@@ -119,6 +120,7 @@ class Family:
     fixed: str = ""
     mtp: Mtp | None = None
     outputs: tuple[ModuleOutputs, ...] = ()
+    missing: tuple[str, ...] = ()
 
     def single_experts(self, stack: str) -> tuple[str, ...]:
         """What readers call the weights of one expert of a stack, its modules with ``{}`` for the expert's number, in

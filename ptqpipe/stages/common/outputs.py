@@ -31,7 +31,7 @@ from ptqpipe.containers import (
 )
 from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import CheckpointError, NumericsError, UnfitFormat, UsageError
-from ptqpipe.families import UNLIKE_EXPERTS, Fact
+from ptqpipe.families import UNLIKE_EXPERTS, Fact, family_of
 from ptqpipe.machine import Job
 from ptqpipe.plan import Kept, Member, Plan, Unit, make_plan
 from ptqpipe.qtensor import QTensor
@@ -164,7 +164,11 @@ class Outputs:
         return [f"{layer}.*" for layer, found in schemes.items() if len(found) > 1]
 
     def check_reader(self, reader: str, config: Mapping[str, Any]) -> None:
-        """UsageError, with module and remedy, where this program fails on a weight of the model as it is written."""
+        """UsageError, with module and remedy, where this program has no such model, or fails on a weight of it as it is
+        written."""
+        if reader in family_of(config).missing:
+            kind = config.get("model_type")
+            raise UsageError(f"--for {reader}: {reader} has no {kind!r} model; leave --for out, or name another reader")
         for fact, modules in self.failing(config):
             if reader in fact.readers:
                 raise UsageError(
