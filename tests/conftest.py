@@ -63,8 +63,9 @@ def forks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture(autouse=True)
-def _signal_handlers_stay() -> Iterator[None]:
-    """What a test leaves behind for a signal reaches every later test of its process, and their children."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+def _signal_handlers_and_working_folder_stay() -> Iterator[None]:
+    """What a test leaves of them reaches every later test of its process, and their children."""
+    before, folder = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}, os.getcwd()
     yield
     assert {number: signal.getsignal(number) for number in before} == before
+    assert os.getcwd() == folder

@@ -474,7 +474,7 @@ FAMILIES: tuple[Family, ...] = (
         ("zamba2",),
         facts=(
             Fact(
-                Keep(r"re:(.*\.)?\w+_adapter_list\.", "adapters of shared layers with static scales of inputs"),
+                Keep(r"re:.*_adapter_list\.", "adapters of shared layers with static scales of inputs"),
                 fails="vLLM has no name for the scales of their inputs, and stops; it reads formats without them",
                 readers=("vllm",),
                 formats=("nvfp4_w4a4", "fp8_static"),

@@ -1,8 +1,6 @@
 """A working folder with the model and the text that examples name, made once."""
 
-import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +18,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def there(workplace: Path) -> Iterator[Path]:
+def there(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder is `workplace` meanwhile."""
-    before = Path.cwd()
-    os.chdir(workplace)
-    yield workplace
-    os.chdir(before)
+    monkeypatch.chdir(workplace)
+    return workplace

@@ -147,8 +147,7 @@ def test_what_tune_gained_is_said_before_the_error_of_the_weights(model: Path, w
     ratios = [entry["learned_loss"] / entry["start_loss"] if entry["kept"] else 1.0 for entry in blocks]
     words = "held-out samples" if all(entry["held_out"] for entry in blocks) else "the calibration samples"
     mean = f"{sum(ratios) / len(ratios):.3f}"
-    start = "the codes before tuning"
-    line = f"output error of the tuned decoder layers: {mean} times that of {start}, on {words}"
+    line = f"output error of the tuned decoder layers: {mean} times that of plain rounding, on {words}"
     assert told.index(line) < told.index("SQNR dB")
     assert "proven" not in told
     found = json.loads(ran("convert", model, "--rounding", w4a4, "-o", tmp_path / "json", "--json"))
