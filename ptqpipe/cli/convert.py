@@ -81,7 +81,7 @@ def convert(given: Given) -> None:
     mode, machine = given.mode, given.machine(given.device)
     where = {"recipe_path": given.recipe_path, "stats": given.stats, "rounding": given.rounding}
     recipe = given.recipe if work.reader is None else for_reader(work.reader, given.recipe, given.recipe_path)
-    asked = {"out": given.out, "reader": work.reader, "requantize": work.requantize}
+    asked = {"out": given.out, "reader": work.reader, "requantize": work.requantize, "dry": given.dry_run}
     prepares = partial(prepare, given.model, options=best_with(recipe, **where), **asked, **where)
     if given.dry_run:
         with without_collections():  # until what is prepared is gone again: no look through all of it

@@ -111,6 +111,7 @@ def prepare(
     collected: bool = False,
     reader: str | None = None,
     requantize: bool = False,
+    dry: bool = False,
 ) -> Conversion:
     """Everything that can be decided from headers. Raises before any weight is read; writes nothing.
 
@@ -120,6 +121,7 @@ def prepare(
     reader     the program that will load the result (``--for``): a weight that it gets wrong is a UsageError
     requantize quantize weights again that are stored below 8 bits even where that only adds error
     collected  for what finds the moments that choosing codes reads as it goes, or later: `ptqpipe tune`, `pipeline`
+    dry        nothing will be converted, so that the source need not stay as it is now
     """
     options = options or RecipeOptions()
     with ExitStack() as opened:
@@ -154,7 +156,8 @@ def prepare(
             check_cached([job.module for job in outputs.jobs if isinstance(job, WriteCacheScales)], statistics)
         target = out if out is not None else default_out(source.reader.path, outputs.recipe)
         check_disjoint(source.reader.path, target)
-        source.reader.fingerprint()  # now, so that a source that changes before it is converted is found
+        if not dry:
+            source.reader.fingerprint()  # now, so that a source that changes before it is converted is found
         scales = InputScales(outputs.recipe, statistics)
         opened.pop_all()  # from here on `Conversion.close` closes them
     return Conversion(target, source, outputs.layout, outputs.jobs, outputs, scales, statistics, learned)
