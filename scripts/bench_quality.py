@@ -2,6 +2,7 @@
 
     python scripts/bench_quality.py --scratch DIR --results FILE [--models bench-4m ...] [--formats nvfp4 ...]
         [--entries PART ...] [--seeds 0 1 2] [--python TOOL=PYTHON ...] [--redo PART ...]
+        [--model NAME FOLDER HELD_OUT CALIBRATION]
     python scripts/bench_quality.py --table FILE [--models bench-4m ...]
 
 Each entry (quality_entries.py) makes a checkpoint in processes of its own, a peer under the interpreter given for it,
@@ -220,6 +221,14 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the tables of a results file, and stop")
     parser.add_argument("--models", nargs="+", default=[], choices=[m.name for m in MODELS], help="[all]")
+    parser.add_argument(
+        "--model",
+        nargs=4,
+        action="append",
+        default=[],
+        metavar=("NAME", "FOLDER", "HELD_OUT", "CALIBRATION"),
+        help="another model than these, alone, with the files of its texts; may be repeated",
+    )
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--entries", nargs="+", default=[], metavar="PART", help='parts of "tool:entry" to run')
     parser.add_argument("--redo", nargs="+", default=[], metavar="PART", help='parts of "tool:entry" to run again')
@@ -231,6 +240,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--scratch", type=Path, default=Path("bench-scratch"))
     parser.add_argument("--results", type=Path, default=HERE.parent / "benchmarks" / "quality.jsonl")
     args = parser.parse_args()
+    args.chosen = [Model(*words) for words in args.model]
+    args.chosen += [m for m in MODELS if m.name in args.models or not (args.models or args.model)]
     args.pythons = dict(item.split("=", 1) for item in args.python)
     unknown = sorted(set(args.pythons) - set(PACKAGES))
     if unknown:
@@ -259,9 +270,7 @@ def main() -> None:
     done = {key_of(line) for line in lines if f"{line['tool']}:{line.get('entry')}" not in redo}
     runs = Runs(args.pythons, warm=args.warm)
     with closing(runs), ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as worker:
-        for model in MODELS:
-            if args.models and model.name not in args.models:
-                continue
+        for model in args.chosen:
             for line in run_model(model, args, done, worker, runs):
                 print(json.dumps({name: value for name, value in line.items() if name != "kl_windows"}), flush=True)
                 with open(args.results, "a", encoding="utf-8") as file:

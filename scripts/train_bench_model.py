@@ -2,10 +2,10 @@
 
     python scripts/train_bench_model.py OUT --data FILE|DIR ... --tokenizer MODEL [--hidden 192 --layers 4 ...]
 
-AdamW, cosine learning rate, float32 on CPUs and bfloat16 on a GPU. Every ``--save`` steps, and at the end, OUT gets the
-model (safetensors, config, the tokenizer's files) and state.pt, from which the same call continues; OUT/training.jsonl
-has a line for each of these: steps, tokens, seconds, loss of the training text and of its last twentieth, which is not
-trained on. Batches follow from ``--seed`` and the number of the step alone.
+AdamW, cosine learning rate; products in bfloat16 on GPUs and on CPUs that multiply bfloat16, else in float32. Every
+``--save`` steps, and at the end, OUT gets the model (safetensors, config, the tokenizer's files) and state.pt, from
+which the same call continues; OUT/training.jsonl has a line for each of these: steps, tokens, seconds, loss of the
+training text and of its last twentieth, which is not trained on. Batches follow from ``--seed`` and the number of the step alone.
 """
 
 import argparse
@@ -93,7 +93,8 @@ def train(args: argparse.Namespace, save: Callable[[int, float], None], model: A
         for group in optimizer.param_groups:
             group["lr"] = rate(step, args)
         rows = batch_of(tokens, step, args).to(model.device)
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+        bfloat16 = model.device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
             loss = model(rows, labels=rows).loss
         optimizer.zero_grad()
         loss.backward()
