@@ -56,9 +56,12 @@ def forks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Where the test starts this interpreter, it gets a fork with the libraries imported: 1 s of a core, not 3 to 8.
 
     Not for claims about what a process imports, how much memory it takes, or an end while it starts; nor where a test
-    is marked ``interpreter``.
+    is marked ``interpreter``. What libraries set in the environment when a test imports them (lm_eval and scikit-learn
+    do) is not there: it would take effect only in an interpreter of its own, which every later test would get.
     """
     if request.node.get_closest_marker("interpreter") is None:
+        for name in template.read_once(os.environ).keys() - template.SETTLED.keys():
+            monkeypatch.delenv(name)
         monkeypatch.setattr(subprocess.Popen, "_execute_child", request.getfixturevalue("template_of_forks"))
 
 

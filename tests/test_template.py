@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.template import SETTLED, read_once
+from tests.template import SETTLED
 
 SEEN = """
 import json, os, sys
@@ -33,11 +33,10 @@ pytestmark = pytest.mark.usefixtures("forks")
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the libraries of a template have it, and no variable of another test."""
-    for name in read_once(os.environ).keys() - SETTLED.keys():
-        monkeypatch.delenv(name)
+    """As the libraries of a template have it, and what lm_eval sets where it is imported: ``forks`` takes it away."""
     for name, value in SETTLED.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_XET_HIGH_PERFORMANCE", "1")
 
 
 def both(*arguments: str, monkeypatch: pytest.MonkeyPatch, **how: Any) -> list["subprocess.CompletedProcess[str]"]:
