@@ -11,6 +11,7 @@ from ptqpipe.formats import Codec, Format
 from ptqpipe.search.objective import importance_blocks, magnitude_blocks, scores
 
 PROVEN = True
+_AT_ONCE = 1 << 17  # elements that are scored side by side, where a block has fewer: each with several scales
 
 
 def search(
@@ -24,13 +25,19 @@ def search(
     x = magnitude_blocks(w, fmt)
     h = importance_blocks(importance, w, fmt)
     candidates = all_scales(fmt.scale).to(w.device)
-    best = torch.full((x.shape[0],), float("inf"), dtype=torch.float64, device=w.device)
-    chosen = candidates[:1].expand(x.shape[0]).clone()
-    for candidate in candidates:
-        score = scores(x, candidate.expand(x.shape[0]), fmt=fmt, global_scale=global_scale, h=h)
+    best = torch.full((len(x),), float("inf"), dtype=torch.float64, device=w.device)
+    chosen = candidates[:1].expand(len(x))
+    for some in torch.split(candidates, max(1, _AT_ONCE // max(1, x.numel()))):
+        many = len(some)
+        blocks = x.expand(many, *x.shape).flatten(0, 1)
+        weights = None if h is None else h.expand(many, *x.shape).flatten(0, 1)
+        codes = some.repeat_interleave(len(x))
+        found = scores(blocks, codes, fmt=fmt, global_scale=global_scale, h=weights).reshape(many, len(x))
+        smallest = found.nan_to_num(nan=float("inf"), posinf=float("inf")).argmin(dim=0)  # of candidates of one score
+        score = found.gather(0, smallest.unsqueeze(0))[0]
         better = score < best
         best = torch.where(better, score, best)
-        chosen = torch.where(better, candidate, chosen)
+        chosen = torch.where(better, some[smallest], chosen)
     return chosen.reshape(fmt.scale_shape((w.shape[0], w.shape[1])))
 
 

@@ -9,6 +9,7 @@ from ptqpipe.qtensor import scale_values
 from ptqpipe.search.objective import SHORT, exact_weights, importance_blocks, lane_sum, magnitude_blocks
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+_AT_ONCE = 1 << 17  # numbers that are scored side by side, of as many blocks and scales as they are
 
 
 def generator(seed: int) -> torch.Generator:
@@ -83,15 +84,16 @@ def score_every_code(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes uint8 ``[N, K/B]``, float64 scores ``[blocks]``) of the objective over every scale code, without bounds.
 
-    As ``search/brute_force.py``, but rounding by adding a magic number and with elements along the rows, in chunks that
+    As ``search/brute_force.py``, but rounding by adding a magic number and with elements along the rows, in parts that
     stay in cache. Blocks without a finite score have the score inf and the smallest code.
     """
     x = magnitude_blocks(w, fmt).t().contiguous()
     h = importance_blocks(importance, w, fmt)
     h = None if h is None else h.t().contiguous()
     codes, scores = [], []
-    for start in range(0, x.shape[1], 1 << 13):
-        part = slice(start, start + (1 << 13))
+    step = max(1, _AT_ONCE // len(x))
+    for start in range(0, x.shape[1], step):
+        part = slice(start, start + step)
         code, score = _least(x[:, part].contiguous(), None if h is None else h[:, part].contiguous(), fmt, global_scale)
         codes.append(code)
         scores.append(score)
@@ -102,24 +104,26 @@ def score_every_code(
 def _least(
     x: torch.Tensor, h: torch.Tensor | None, fmt: Format, global_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    first = fmt.scale.first_scale_code
+    codes = torch.arange(fmt.scale.first_scale_code, len(fmt.scale.magnitudes)).to(torch.uint8)
     best = torch.full((x.shape[1],), float("inf"), dtype=torch.float64)
-    chosen = torch.full((x.shape[1],), first, dtype=torch.uint8)
+    chosen = codes[:1].expand(x.shape[1])
     top = x.amax(dim=0)
-    for code in range(first, len(fmt.scale.magnitudes)):
-        value = scale_values(torch.tensor([code], dtype=torch.uint8), fmt.scale)
+    for some in torch.split(codes, max(1, _AT_ONCE // x.numel())):
+        value = scale_values(some, fmt.scale).unsqueeze(1)
         r = 1.0 / (value if global_scale is None else value * global_scale)
-        y = x * r
+        y = x.unsqueeze(1) * r
         d = y - _nearest(y, fmt.element)
         t = d * d
         if h is not None:
-            t *= h
-        acc = _sum(t)
+            t *= h.unsqueeze(1)
+        acc = _sum(t.flatten(1)).reshape(len(some), -1)
         score = acc.double() * value.double().square() if exact_weights(fmt.scale) else (acc * (value * value)).double()
         score[top * r <= fmt.element.min_positive / 2] = float("inf")
-        better = score < best
-        best = torch.where(better, score, best)
-        chosen[better] = code
+        smallest = score.nan_to_num_(nan=float("inf"), posinf=float("inf")).argmin(dim=0)  # of codes of one score
+        least = score.gather(0, smallest.unsqueeze(0))[0]
+        better = least < best
+        best = torch.where(better, least, best)
+        chosen = torch.where(better, some[smallest], chosen)
     return chosen, best
 
 
@@ -137,6 +141,6 @@ def _nearest(y: torch.Tensor, codec: Codec) -> torch.Tensor:
     """y rounded to a minifloat codec by a magic number (equal to ``round_to`` but for which way ties go)."""
     normal = next(i for i, m in enumerate(codec.magnitudes) if m != i * codec.magnitudes[1]) // 2  # 2^mantissa bits
     y = y.clamp(max=codec.max)
-    power = (y.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=normal * codec.magnitudes[1])
+    power = (y.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=normal * codec.magnitudes[1])
     power *= 2.0**23 / normal
-    return (y + power) - power
+    return y.add_(power).sub_(power)

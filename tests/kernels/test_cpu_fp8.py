@@ -13,9 +13,8 @@ from ptqpipe.errors import NumericsError
 from ptqpipe.formats import get_format
 from ptqpipe.kernels import cpu
 from ptqpipe.qtensor import encode
-from ptqpipe.search import get_search
+from ptqpipe.search import brute_force, get_search
 from tests.kernels.cpu_cases import BFLOAT16, FLOAT16, FLOAT32, families, generator, weights_of_columns
-from tests.search import cases
 
 if not cpu.available():
     pytest.skip("the CPU kernels are not built: pip install -e . with a C++ compiler", allow_module_level=True)
@@ -104,7 +103,7 @@ def test_short_rows_against_every_bfloat16(dtype):
     w[5] = 0.0
     importance = torch.tensor([2.0**-20, 1.0, 3.0, 0.0, 2.0**20])
     for h in (None, importance):
-        check(w.to(dtype), fmt, importance=h, expected=cases.every_scale(w.to(dtype), fmt, importance=h))
+        check(w.to(dtype), fmt, importance=h, expected=brute_force.search(w.to(dtype), fmt, importance=h))
 
 
 def beside_midpoints(columns):
@@ -127,7 +126,7 @@ def test_float32_beside_the_midpoints_is_brute_force(weighted):
     w = beside_midpoints(300)
     h = torch.rand(300, generator=generator(69)) if weighted else None
     fmt = get_format("fp8_channel")
-    check(w, fmt, importance=h, expected=cases.every_scale(w, fmt, importance=h))
+    check(w, fmt, importance=h, expected=brute_force.search(w, fmt, importance=h))
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16])

@@ -3,8 +3,6 @@
 import torch
 
 from ptqpipe.formats import Format
-from ptqpipe.search.brute_force import all_scales
-from ptqpipe.search.objective import importance_blocks, magnitude_blocks, scores
 
 
 def generator(seed: int) -> torch.Generator:
@@ -84,26 +82,3 @@ def stacked(fmt: Format, rows: int, blocks: int, seed: int) -> dict[str, torch.T
     kinds = weights(fmt, rows, blocks, seed).values()
     alike = [torch.ldexp(w, 1 - torch.frexp(w.abs().max()).exponent) for w in kinds if w.abs().max() > 2.0**-100]
     return {"as they are": torch.cat([w for w in kinds if w.abs().max() < 2.0**40]), "alike": torch.cat(alike)}
-
-
-def every_scale(
-    w: torch.Tensor,
-    fmt: Format,
-    *,
-    global_scale: torch.Tensor | None = None,
-    importance: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Brute force with the candidates side by side instead of one after the other, block by block."""
-    x = magnitude_blocks(w, fmt)
-    h = importance_blocks(importance, w, fmt)
-    candidates = all_scales(fmt.scale)
-    chosen = []
-    for k in range(len(x)):
-        found = []
-        for part in candidates.split(max(1, (1 << 18) // x.shape[1])):
-            block = x[k].expand(len(part), -1)
-            weight = None if h is None else h[k].expand(len(part), -1)
-            found.append(scores(block, part, fmt=fmt, global_scale=global_scale, h=weight))
-        score = torch.cat(found).nan_to_num(nan=float("inf"))
-        chosen.append(candidates[int((score == score.min()).nonzero()[0])])
-    return torch.stack(chosen).reshape(fmt.scale_shape((w.shape[0], w.shape[1])))

@@ -38,7 +38,8 @@ def by_hand(block: np.ndarray, fmt: Format, g: float | None, h: np.ndarray) -> i
 
 @pytest.mark.parametrize("name", ["nvfp4", "e2m1/16/e4m3", "mxfp4", "mxfp6_e2m3", "e2m1/8/ue5m3"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_the_oracle_is_what_a_second_hand_computes(name: str, weighted: bool) -> None:
+def test_the_oracle_is_what_a_second_hand_computes(name: str, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many scales side by side, with a few and one by one."""
     fmt = get_format(name)
     for kind in ("normal", "ties", "one outlier", "zero blocks", "dust beside exact values"):
         w = cases.weights(fmt, 2, 2, seed=1)[kind]
@@ -50,8 +51,10 @@ def test_the_oracle_is_what_a_second_hand_computes(name: str, weighted: bool) ->
         with np.errstate(over="ignore"):  # at the smallest scales y and its square leave float32, as they should
             gs = None if g is None else float(g)
             expected = [by_hand(b, fmt, gs, k) for b, k in zip(blocks, weights, strict=True)]
-        found = brute_force.search(w, fmt, global_scale=g, importance=h)
-        assert found.flatten().tolist() == expected, kind
+        for at_once in (1 << 17, 7 * w.numel(), 1):
+            monkeypatch.setattr(brute_force, "_AT_ONCE", at_once)
+            found = brute_force.search(w, fmt, global_scale=g, importance=h)
+            assert found.flatten().tolist() == expected, (kind, at_once)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "e2m1/16/e4m3", "mxfp8", "e3m2/8/ue4m4/global"])

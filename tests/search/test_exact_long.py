@@ -9,7 +9,7 @@ from ptqpipe.errors import NumericsError
 from ptqpipe.formats import CODECS, Format, get_format
 from ptqpipe.kernels.importance import column_weights
 from ptqpipe.qtensor import encode, squared_error
-from ptqpipe.search import _long, _long_floor, _long_strip, absmax, exact
+from ptqpipe.search import _long, _long_floor, _long_strip, absmax, brute_force, exact
 from ptqpipe.search._grid import element_grid, ladder
 from ptqpipe.search._long_strip import strips
 from ptqpipe.search.objective import magnitude_blocks, scores
@@ -50,7 +50,7 @@ def long_weights(seed: int) -> dict[str, torch.Tensor]:
 def test_rows_are_brute_force(dtype: torch.dtype, weighted: bool) -> None:
     w = torch.cat(list(long_weights(20).values())).to(dtype)
     h = cases.importances(COLUMNS, 21)["2^-30 .. 2^30"] if weighted else None
-    assert torch.equal(exact.search(w, CHANNEL, importance=h), cases.every_scale(w, CHANNEL, importance=h))
+    assert torch.equal(exact.search(w, CHANNEL, importance=h), brute_force.search(w, CHANNEL, importance=h))
 
 
 @pytest.mark.parametrize("name", ["uniform", "half of them zero", "one column alone"])
@@ -58,7 +58,7 @@ def test_rows_are_brute_force_with_hostile_weights(name: str) -> None:
     kinds = long_weights(22)
     w = torch.cat([kinds[kind] for kind in ("normal", "wild", "one outlier", "dust")]).bfloat16()
     h = cases.importances(COLUMNS, 23)[name]
-    assert torch.equal(exact.search(w, CHANNEL, importance=h), cases.every_scale(w, CHANNEL, importance=h))
+    assert torch.equal(exact.search(w, CHANNEL, importance=h), brute_force.search(w, CHANNEL, importance=h))
 
 
 @pytest.mark.parametrize("fmt", [TENSOR, TILE, HALF, NARROW, GLOBAL], ids=lambda fmt: fmt.name)
@@ -68,14 +68,17 @@ def test_other_long_blocks_are_brute_force(fmt: Format) -> None:
     for h in (None, cases.importances(w.shape[1], 25)["uniform"]):
         for x in (w.half(), w):
             found = exact.search(x, fmt, global_scale=g, importance=h)
-            assert torch.equal(found, cases.every_scale(x, fmt, global_scale=g, importance=h)), (x.dtype, h is not None)
+            assert torch.equal(found, brute_force.search(x, fmt, global_scale=g, importance=h)), (
+                x.dtype,
+                h is not None,
+            )
 
 
 def test_float16_scales_end_at_their_smallest_normal_number() -> None:
     """Rows so small that the best scale would be below 2^-14: half of a scale there is no legal scale."""
     w = torch.randn(2, COLUMNS, generator=cases.generator(26)) * torch.tensor([[2.0**-9], [2.0**-16]])
     found = exact.search(w, HALF)
-    assert torch.equal(found, cases.every_scale(w, HALF))
+    assert torch.equal(found, brute_force.search(w, HALF))
     assert (found.float() < 2.0**-12).all()
 
 
