@@ -40,8 +40,8 @@ from tests import tiny
 from tests.checkpoint.test_fuzz import mutate_bytes, mutate_json
 from tests.stages import damage
 
-MUTATIONS = 400  # of each source, for each of the seeds
-CONVERSIONS = 30  # at most so many of them end to end; the others stop at the plan
+MUTATIONS = 300  # of each source, for each of the seeds
+CONVERSIONS = 15  # at most so many of them end to end; the others stop at the plan
 OUTPUT_MUTATIONS = 60
 SECONDS_EACH = 600  # what takes longer never ends
 
