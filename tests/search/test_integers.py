@@ -61,7 +61,9 @@ def hostile(columns: int, seed: int) -> torch.Tensor:
 def test_every_way_finds_the_least_of_all_scales(name: str, dtype: torch.dtype, weighted: bool) -> None:
     fmt, columns = FORMATS[name], 128 if name == "int4_g128" else 96
     w = hostile(columns, seed=len(name)).to(dtype)
-    importance = torch.rand(columns, generator=torch.Generator().manual_seed(1)).pow(9) if weighted else None
+    importance = torch.rand(columns, generator=torch.Generator().manual_seed(1)) if weighted else None
+    if weighted and dtype == torch.float32:  # an outlier that hardly counts is clipped by thousands of scales
+        importance = importance.pow(9)
     best = by_definition(w, fmt, importance)
     assert torch.equal(exact.search(w, fmt, importance=importance), best)
     x, h = magnitude_blocks(w, fmt), importance_blocks(importance, w, fmt)
