@@ -1,11 +1,14 @@
 """A headless Chromium, driven by its DevTools protocol: as much of it as the page's test needs."""
 
 import asyncio
+import atexit
 import base64
+import functools
 import json
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -58,38 +61,53 @@ class Page:
         path.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot"))["data"]))
 
 
+@functools.cache
+def started() -> str:
+    """Where the browser listens: one for all pages of this process, which ends with it."""
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    assert BINARY is not None
+    process = subprocess.Popen(
+        [BINARY, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+         "--remote-debugging-port=0", f"--user-data-dir={folder.name}", "about:blank"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+    def end() -> None:
+        process.terminate()
+        process.wait(20)
+        folder.cleanup()
+
+    atexit.register(end)
+    told = Path(folder.name) / "DevToolsActivePort"
+    for _ in range(600):
+        if told.exists() and len(told.read_text().splitlines()) == 2:
+            break
+        time.sleep(0.1)
+    port, path = told.read_text().splitlines()
+    return f"ws://127.0.0.1:{port}{path}"
+
+
 @asynccontextmanager
 async def opened(url: str, *, width: int, height: int, dark: bool) -> AsyncIterator[Page]:
-    """A page of a browser of its own."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        assert BINARY is not None
-        process = subprocess.Popen(
-            [BINARY, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-             "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+    """A page of a context of its own, which shares neither storage nor permissions with another page's."""
+    at = started()
+    async with aiohttp.ClientSession() as session, session.ws_connect(at) as socket:
+        own = Page(socket)
+        context = (await own.call("Target.createBrowserContext"))["browserContextId"]
         try:
-            told = Path(folder) / "DevToolsActivePort"
-            for _ in range(600):
-                if told.exists() and len(told.read_text().splitlines()) == 2:
-                    break
-                await asyncio.sleep(0.1)
-            port = told.read_text().splitlines()[0]
-            async with aiohttp.ClientSession() as session:
-                async with session.get(f"http://127.0.0.1:{port}/json") as answer:
-                    target = next(entry for entry in await answer.json() if entry["type"] == "page")
-                async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=1 << 26) as socket:
-                    page = Page(socket)
-                    for domain in ("Page", "Runtime", "Log"):
-                        await page.call(f"{domain}.enable")
-                    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-                    await page.call("Emulation.setEmulatedMedia", features=[scheme])
-                    await page.call(
-                        "Emulation.setDeviceMetricsOverride",
-                        width=width, height=height, deviceScaleFactor=1, mobile=False,
-                    )  # fmt: skip
-                    await page.call("Page.navigate", url=url)
-                    yield page
+            made = await own.call("Target.createTarget", url="about:blank", browserContextId=context)
+            address = f"{at.partition('/devtools')[0]}/devtools/page/{made['targetId']}"
+            async with session.ws_connect(address, max_msg_size=1 << 26) as page_socket:
+                page = Page(page_socket)
+                for domain in ("Page", "Runtime", "Log"):
+                    await page.call(f"{domain}.enable")
+                scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+                await page.call("Emulation.setEmulatedMedia", features=[scheme])
+                await page.call(
+                    "Emulation.setDeviceMetricsOverride",
+                    width=width, height=height, deviceScaleFactor=1, mobile=False,
+                )  # fmt: skip
+                await page.call("Page.navigate", url=url)
+                yield page
         finally:
-            process.terminate()
-            process.wait(20)
+            await own.call("Target.disposeBrowserContext", browserContextId=context)
