@@ -30,6 +30,13 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     cpu.force_isa(None)
 
 
+@pytest.fixture
+def isas() -> Iterator[tuple[str, ...]]:
+    """All of them, for a test that forces one after another."""
+    yield cpu.isas()
+    cpu.force_isa(None)
+
+
 def metric_of(width: int, fmt: Format) -> Metric:
     x = torch.randn(3 * width, width, generator=generator(width)) @ torch.randn(width, width, generator=generator(1))
     moment = x.t() @ x / len(x)
@@ -96,7 +103,8 @@ def test_codes_and_scales_chosen_block_by_block(isa: str, name: str, rows: int) 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
 @pytest.mark.parametrize("rows", ROWS)
-def test_sweeps(isa: str, name: str, rows: int) -> None:
+def test_sweeps(isas: tuple[str, ...], name: str, rows: int) -> None:
+    """On every instruction set; what they are held to is computed once."""
     fmt, width = get_format(name), 96
     moment, size = metric_of(width, fmt).moment, fmt.block[1]
     blocks = block_metrics(moment, fmt)
@@ -109,18 +117,20 @@ def test_sweeps(isa: str, name: str, rows: int) -> None:
         codes = torch.randint(0, 1 << fmt.element.bits, exact.shape, generator=generator(4)).to(torch.uint8)
         codes = torch.where(codes.int() % 128 == 127, 0, codes).to(torch.uint8)  # NaN of E4M3
         error = exact - code_values(codes, fmt.element) * s
-        state = swept(exact, error.clone(), codes.clone(), chosen.clone(), ladder, moment, fmt, window=2)
-        found, scales = codes.clone(), chosen.clone()
-        of_blocks = (blocks.feedback, blocks.weight, blocks.inverse, blocks.usable)
-        assert cpu_columns.sweep_block_rows(
-            exact, error, found, scales, ladder, moment, of_blocks, (2, 1 - 1e-6, 2), fmt.element
-        )
-        assert torch.equal(scales, state[1])
-        assert torch.equal(found, state[0])
-        fixed, by_columns = codes.clone(), codes.clone()
-        assert cpu_columns.sweep_rows(exact, error, fixed, s.contiguous(), moment, 1, fmt.element)
+        steps = swept(exact, error.clone(), codes.clone(), chosen.clone(), ladder, moment, fmt, window=2)
+        by_columns = codes.clone()
         sweep_columns(exact, error.clone(), by_columns, slope_of(moment, error), s.contiguous(), moment, fmt)
-        assert torch.equal(fixed, by_columns)
+        of_blocks = (blocks.feedback, blocks.weight, blocks.inverse, blocks.usable)
+        for isa in isas:
+            cpu.force_isa(isa)
+            left, found, scales, fixed = error.clone(), codes.clone(), chosen.clone(), codes.clone()
+            assert cpu_columns.sweep_block_rows(
+                exact, left, found, scales, ladder, moment, of_blocks, (2, 1 - 1e-6, 2), fmt.element
+            )
+            assert torch.equal(scales, steps[1]), isa
+            assert torch.equal(found, steps[0]), isa
+            assert cpu_columns.sweep_rows(exact, error.clone(), fixed, s.contiguous(), moment, 1, fmt.element)
+            assert torch.equal(fixed, by_columns), isa
 
 
 def slope_of(moment: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
