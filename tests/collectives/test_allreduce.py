@@ -216,7 +216,7 @@ def plain_sums(rank: int, world: int) -> list[bool]:
     reduces = [QuantAllReduce(min_bytes=NEVER, transport=transport) for transport in ("auto", "p2p")]
     for reduce in reduces:
         reduce.thresholds = Thresholds(NEVER, ((3000, "one_shot"), (9000, "two_shot"), (40_000, "one_shot")))
-    for seed in range(60):
+    for seed in range(40):
         elements, dtype = draw.choice((1, 63, 64, 65, draw.randint(1, 12_000))), draw.choice(DTYPES)
         xs = [partial(elements, r, dtype, seed) for r in range(world)]
         total = xs[0].float()
@@ -237,7 +237,7 @@ def plain_sums(rank: int, world: int) -> list[bool]:
 @pytest.mark.parametrize("world", WORLDS)
 def test_plain_schedules_add_in_float32_in_the_order_of_the_ranks_and_round_once(world: int) -> None:
     for rank in on_ranks(world, plain_sums):
-        assert len(rank) > 80
+        assert len(rank) > 54
         assert all(rank)
 
 
