@@ -160,7 +160,6 @@ def test_a_weight_that_held_out_samples_do_not_gain_by_goes_back(
 ) -> None:
     folder, _ = held_out(model, tmp_path / "unlike", alike=False)
     record = run(model, folder, tmp_path / "out", scheme="nvfp4", **algorithm)["weights"]
-    run(model, None, tmp_path / "rtn", scheme="nvfp4")
     back = [name for name, entry in record.items() if entry["reverted"]]
     assert len(back) > len(record) // 2
     assert all(entry["versus_rtn"] <= 1.0 for entry in record.values())
