@@ -89,7 +89,7 @@ def real_jobs(root: Path) -> list[Job]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokens = torch.tensor([tokenizer(text)["input_ids"][:8] for text in PROMPTS])
     packed = quantized(model, "compressed_tensors", "nvfp4").save(root / "nvfp4")
-    return [Job(name, at, tokens, FLOAT32, new_tokens=32) for name, at in (("real", model), ("real-nvfp4", packed))]
+    return [Job(name, at, tokens, FLOAT32, new_tokens=16) for name, at in (("real", model), ("real-nvfp4", packed))]
 
 
 @pytest.fixture(scope="session")
