@@ -5,7 +5,8 @@
 AdamW, cosine learning rate; products in bfloat16 on GPUs and on CPUs that multiply bfloat16, else in float32. Every
 ``--save`` steps, and at the end, OUT gets the model (safetensors, config, the tokenizer's files) and state.pt, from
 which the same call continues; OUT/training.jsonl has a line for each of these: steps, tokens, seconds, loss of the
-training text and of its last twentieth, which is not trained on. Batches follow from ``--seed`` and the number of the step alone.
+training text and of its last twentieth, which is not trained on. Batches follow from ``--seed`` and the number of the
+step alone; a call that goes on with other ``--steps`` changes the learning rate of what is left.
 """
 
 import argparse
