@@ -13,6 +13,8 @@ search   what convert computes for every unit (scales, codes, errors), weights i
 
 PTQPIPE_ISA=avx2 measures as on a processor without AVX-512; the line says so.
 
+The package's bytecode is written before, which an installed one has.
+
 The source's pages are dropped from the system's cache before every convert and copy (posix_fadvise), outputs deleted
 after. Memory is sampled every 20 ms over the process and its children, and asked from the kernel at the end (the larger
 counts). One JSON line a case: medians, all runs, ratio = convert / max(copy, search), ratio_direct with the direct
@@ -112,6 +114,11 @@ def _watch(pid: int, peak: list[int], stop: threading.Event) -> None:
             peak[0] = max(peak[0], sum(member.memory_info().rss for member in family))
         except psutil.Error:
             continue
+
+
+def compile_package() -> None:
+    """Writes the bytecode of ptqpipe, as installing it does: without it every process compiles what it imports."""
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(Path(__file__).parents[1] / "ptqpipe")], check=True)
 
 
 def drop_cache(folder: Path) -> None:
@@ -331,6 +338,7 @@ def main() -> None:
     options = parser.parse_args()
     cases = [Case.parse(text) for text in options.cases]
     options.scratch.mkdir(parents=True, exist_ok=True)
+    compile_package()
     for shape in dict.fromkeys(case.shape for case in cases):
         source = options.scratch / shape
         make_source(shape, source, options.layers)

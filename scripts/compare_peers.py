@@ -5,9 +5,10 @@ Usage: python scripts/compare_peers.py MODEL [MODEL ...] --llmcompressor PYTHON 
 MODEL is a checkpoint folder, or ``synthetic:SHAPE`` (made by make_synthetic_model.py in the scratch folder, removed).
 Each tool runs in a process of its own under the interpreter given; the order alternates; the source's cached pages are
 dropped before each. Time is from the start of the interpreter to its exit, so it holds the imports (an empty run of the
-same imports is measured too, as ``import_s``). Peak memory is sampled over the process and its children. The error of
-every output is measured by this script alone, by the same decode (ptqpipe.load_tensors), against the source. One JSON
-line a model and task; a peer that fails says so in its line.
+same imports is measured too, as ``import_s``); the bytecode of all tools is there, as pip leaves it. Peak memory is
+sampled over the process and its children. The error of every output is measured by this script alone, by the same
+decode (ptqpipe.load_tensors), against the source. One JSON line a model and task; a peer that fails says so in its
+line.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_convert import Run, drop_cache, folder_bytes, make_source, measured
+from bench_convert import Run, compile_package, drop_cache, folder_bytes, make_source, measured
 
 LLMC = "import torch\nfrom llmcompressor import model_free_ptq\n"
 MODELOPT = (
@@ -193,6 +194,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="file to which the lines are appended as well")
     options = parser.parse_args()
     options.scratch.mkdir(parents=True, exist_ok=True)
+    compile_package()
     os.environ["HF_HUB_OFFLINE"] = "1"
     peers = (
         ("llmcompressor", options.llmcompressor, "llmcompressor"),

@@ -580,6 +580,25 @@ def test_a_thread_that_waits_for_a_dead_rank_does_not_spoil_the_exit_code() -> N
     assert (done.returncode, done.stdout) == (7, "said\n"), done.stderr
 
 
+FROZEN = """
+import atexit, gc, sys
+import ptqpipe.__main__, ptqpipe.cli
+
+atexit.register(lambda: print(gc.get_freeze_count() > 1000))
+sys.modules.update(dict.fromkeys(sys.argv[1:]))
+ptqpipe.cli.main = sys.exit
+ptqpipe.__main__.run()
+"""
+
+
+def test_python_looks_for_no_cycles_while_it_ends_but_where_a_library_would_complain() -> None:
+    for imported, frozen in (("torch", "True\n"), ("triton", "False\n")):
+        done = subprocess.run(
+            [sys.executable, "-c", FROZEN, imported], capture_output=True, text=True, timeout=120, check=True
+        )
+        assert done.stdout == frozen
+
+
 def test_a_gpu_that_is_found_and_not_used_is_said_once_unless_a_device_was_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

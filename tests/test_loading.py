@@ -1,5 +1,6 @@
-"""Claims about what a terminal shows while Python imports packages that take seconds."""
+"""Claims about the import of packages that take seconds: what a terminal shows, and that no cycles are looked for."""
 
+import gc
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -23,8 +24,8 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     for name in (*names, "slow_one.part"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    loading.announce_imports()
-    loading.announce_imports()  # once is enough
+    loading.watch_imports(shown=True)
+    loading.watch_imports(shown=True)  # once is enough
 
 
 def erased(words: str) -> str:
@@ -48,3 +49,22 @@ def test_an_import_that_fails_leaves_no_line_behind(capsys: pytest.CaptureFixtur
     with pytest.raises(ModuleNotFoundError, match="absent_one"):
         import_module("absent_one")
     assert capsys.readouterr().err == erased("loading broken_one ...")
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_cycles_are_looked_for_during_an_import_and_afterwards_as_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], collects: bool
+) -> None:
+    loading.watch_imports(shown=False)
+    (tmp_path / "slow_two.py").write_text("import gc\nvalue = 10 * gc.isenabled()\n")
+    try:
+        if not collects:
+            gc.disable()
+        assert import_module("slow_one").value == 1, "10 more where cycles are looked for"
+        with pytest.raises(ImportError, match="no such library"):
+            import_module("broken_one")
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()
+    assert capsys.readouterr() == ("", "")

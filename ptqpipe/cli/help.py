@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from ptqpipe.cli.lines import click_errors_fitted
-from ptqpipe.cli.loading import announce_imports
+from ptqpipe.cli.loading import watch_imports
 from ptqpipe.cli.spelling import ALIASES, add_former, check_command, name_here
 
 T = TypeVar("T")
@@ -126,8 +126,8 @@ class Command(click.Command):
 
         From here on a terminal shows what is being imported: to see whether a name is that of a model takes torch.
         """
-        if sys.stderr.isatty() and not ctx.resilient_parsing and {"-q", "--quiet", "--json"}.isdisjoint(args):
-            announce_imports()
+        if not ctx.resilient_parsing:
+            watch_imports(shown=sys.stderr.isatty() and {"-q", "--quiet", "--json"}.isdisjoint(args))
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:

@@ -1,8 +1,9 @@
-"""Says in a terminal what Python is importing, while a package is imported that takes seconds.
+"""Packages whose import takes seconds: a terminal shows what is being imported, and Python looks for no cycles in it.
 
 Must not import anything itself: what is imported, and when, is the commands' business.
 """
 
+import gc
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -12,10 +13,14 @@ from typing import Any
 _SLOW = frozenset({"torch", "transformers", "datasets", "lm_eval", "scipy"})
 
 
-class _Announcer:
-    """A finder of modules that finds those of slow packages, and has their imports say what they are of."""
+class _Watcher:
+    """A finder of modules that finds those of slow packages, and has their imports say what they are of if ``shown``.
 
-    def __init__(self) -> None:
+    What an import makes stays: a tenth of torch's time goes into finding that there is no garbage in it.
+    """
+
+    def __init__(self, shown: bool) -> None:
+        self._shown = shown
         self._inside = False  # of such an import: what it imports in turn is its own affair
 
     def find_spec(
@@ -29,24 +34,31 @@ class _Announcer:
             return spec
         run = loader.exec_module
 
-        def say_and_run(module: ModuleType) -> None:
+        def watched_run(module: ModuleType) -> None:
             if self._inside:
                 run(module)
                 return
-            words = f"loading {package} ..."
-            self._inside = True
-            print(f"\r{words}", end="", file=sys.stderr, flush=True)
+            words = f"loading {package} ..." if self._shown else ""
+            self._inside, collects = True, gc.isenabled()
+            gc.disable()
+            self._show(words)
             try:
                 run(module)
             finally:
-                print(f"\r{' ' * len(words)}\r", end="", file=sys.stderr, flush=True)
+                self._show(" " * len(words), end="\r")
                 self._inside = False
+                if collects:
+                    gc.enable()
 
-        loader.exec_module = say_and_run
+        loader.exec_module = watched_run
         return spec
 
+    def _show(self, words: str, *, end: str = "") -> None:
+        if self._shown:
+            print(f"\r{words}", end=end, file=sys.stderr, flush=True)
 
-def announce_imports() -> None:
-    """From now on the import of a slow package shows a line, which goes when the package is there. For terminals."""
-    if not any(isinstance(finder, _Announcer) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Announcer())
+
+def watch_imports(*, shown: bool) -> None:
+    """From now on no cycles are looked for while a slow package is imported. ``shown``: for a terminal, there is a line
+    meanwhile, which goes when the package is there."""
+    sys.meta_path[:] = [_Watcher(shown), *(finder for finder in sys.meta_path if not isinstance(finder, _Watcher))]
