@@ -113,25 +113,25 @@ def pick(
     plain: torch.Tensor,
     fmt: Format,
     *,
-    total: Callable[[torch.Tensor], float],
+    totals: Callable[[Sequence[torch.Tensor]], Sequence[float]],
     points: int = POINTS,
     exact: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The candidate with the least ``total``, the first one at equality; ``plain`` where no other is below it.
+    """The candidate with the least total, the first one at equality; ``plain`` where no other is below it.
 
-    plain  float32 0-d, from :func:`absmax_global`
-    total  the squared error of the whole group (or of a fixed sample of it) at a global scale, blocks searched
-    exact  a candidate besides, from :func:`exact_global`; where its total is zero it is taken
+    plain   float32 0-d, from :func:`absmax_global`
+    totals  the squared errors of the whole group (or of a fixed sample of it) at global scales, blocks searched
+    exact   a candidate besides, from :func:`exact_global`; where its total is zero it is taken
 
     On a sample the choice is a ranking, not a proof: the caller compares the whole group at both before it keeps it.
     """
     best, least = plain, math.inf
     if exact is not None:
-        best, least = exact, total(exact)
+        best, least = exact, totals([exact])[0]
         if least == 0:
             return best
-    for candidate in candidates(plain, fmt, points=points):
-        error = total(candidate)
+    found = candidates(plain, fmt, points=points)
+    for candidate, error in zip(found, totals(found), strict=True):
         if error < least:
             best, least = candidate, error
     return best

@@ -10,7 +10,6 @@ number of weights and, for each number of candidates, the error of all weights t
 import argparse
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +31,8 @@ def gain(weights: list[torch.Tensor], fmt: Format, *, points: int, sampled: bool
     for w in weights:
         plain = absmax_global(float(w.abs().max()), fmt)
         rows = [w[a:b] for a, b in sample_rows((w.shape[0], w.shape[1]), fmt)] if sampled else [w]
-        best = pick(plain, fmt, total=partial(error_at, w=torch.cat(rows), fmt=fmt), points=points)
+        sample = torch.cat(rows)
+        best = pick(plain, fmt, totals=lambda scales, w=sample: [error_at(g, w, fmt) for g in scales], points=points)
         error = error_at(plain, w, fmt)
         before, after = before + error, after + min(error, error_at(best, w, fmt))
     return after / before if before else 1.0

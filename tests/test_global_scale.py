@@ -1,6 +1,7 @@
 """Claims about global scales: they read the same both ways, and candidates and samples are what they should be."""
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -124,14 +125,14 @@ def test_pick_takes_the_least_total_and_the_plain_scale_at_equality() -> None:
     plain = absmax_global(1.0, NVFP4)
     asked: list[float] = []
 
-    def total(g: torch.Tensor) -> float:
-        asked.append(float(g))
-        return abs(float(g / plain) - 2.0)
+    def totals(scales: Sequence[torch.Tensor]) -> list[float]:
+        asked.extend(map(float, scales))
+        return [abs(float(g / plain) - 2.0) for g in scales]
 
-    best = pick(plain, NVFP4, total=total, points=8)
+    best = pick(plain, NVFP4, totals=totals, points=8)
     assert float(best / plain) == pytest.approx(1.5 * 2 ** (3 / 8), rel=1e-3)  # 1.945
     assert asked == [float(g) for g in candidates(plain, NVFP4, points=8)]
-    assert torch.equal(pick(plain, NVFP4, total=lambda g: 1.0), plain)
+    assert torch.equal(pick(plain, NVFP4, totals=lambda scales: [1.0] * len(scales)), plain)
 
 
 @settings(max_examples=400, deadline=None)

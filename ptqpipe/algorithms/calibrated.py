@@ -36,6 +36,7 @@ from ptqpipe.algorithms.unit import (
     row_runs,
     search_scales,
     total_error,
+    total_errors,
 )
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Format
@@ -180,28 +181,31 @@ def _global_scale(task: Task, inputs: Sequence[Moments]) -> tuple[torch.Tensor |
     pairs = list(zip(task.weights, (_importance(moments, task) for moments in inputs), strict=True))
     samples = [(torch.cat([w.rows(*run) for run in sample_rows(w.shape, fmt)]).to(device), h) for w, h in pairs]
 
-    def sampled(c: torch.Tensor) -> float:
-        return sum(_scaled_error(s, fmt, search, c, h) for s, h in samples)
+    def sampled(scales: Sequence[torch.Tensor]) -> list[float]:
+        found = (_scaled_errors(s, fmt, search, scales, h) for s, h in samples)
+        return [sum(errors) for errors in zip(*found, strict=True)]
 
-    def whole(c: torch.Tensor) -> float:
-        return sum(
-            _scaled_error(w.rows(*run).to(device), fmt, search, c, h) for w, h in pairs for run in chunks(w.shape, fmt)
-        )
+    def whole(scales: Sequence[torch.Tensor]) -> list[float]:
+        parts = ((w.rows(*run).to(device), h) for w, h in pairs for run in chunks(w.shape, fmt))
+        found = (_scaled_errors(part, fmt, search, scales, h) for part, h in parts)
+        return [sum(errors) for errors in zip(*found, strict=True)]
 
-    g = pick(plain, fmt, total=sampled, exact=exact_global(amax, fmt, [s for s, _ in samples]))
+    g = pick(plain, fmt, totals=sampled, exact=exact_global(amax, fmt, [s for s, _ in samples]))
     if torch.equal(g, plain):
         return plain, plain, 1.0
-    at_plain, at_g = whole(plain), whole(g)
+    at_plain, at_g = whole([plain, g])
     return (plain, g, at_g / at_plain) if at_g < at_plain * (1 - ROUNDING_MARGIN) else (plain, plain, 1.0)
 
 
-def _scaled_error(w: torch.Tensor, fmt: Format, search: str, g: torch.Tensor, importance: torch.Tensor | None) -> float:
-    """``total_error``; with importance in its own unit, so that weights with different inputs add up."""
-    total = total_error(w, fmt, search=search, global_scale=g, importance=importance)
+def _scaled_errors(
+    w: torch.Tensor, fmt: Format, search: str, scales: Sequence[torch.Tensor], importance: torch.Tensor | None
+) -> list[float]:
+    """``total_errors``; with importance in its own unit, so that weights with different inputs add up."""
+    totals = total_errors(w, fmt, search=search, global_scales=scales, importance=importance)
     if importance is None:
-        return total
+        return totals
     top = float(importance.amax())
-    return total * (2.0 ** (math.frexp(top)[1] - 1) if top > 0 else 1.0)
+    return [total * (2.0 ** (math.frexp(top)[1] - 1) if top > 0 else 1.0) for total in totals]
 
 
 def _importance(moments: Moments, task: Task) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ are the exception: these are in memory together. The size of a run depends on th
 the sums of the statistics, and with them every byte and every reported number, are the same on every machine.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from ptqpipe.algorithms.unit import (
     row_runs,
     search_scales,
     total_error,
+    total_errors,
 )
 from ptqpipe.formats import Format, packed_columns
 from ptqpipe.global_scale import absmax_global, exact_global, pick, sample_rows
@@ -114,12 +116,16 @@ def _global_scales(
         return plain, plain, False
     enlarged = [enlarge(s, rule.factor) for s in samples]
 
-    def total(g: torch.Tensor) -> float:
-        return sum(total_error(s, fmt, search=rule.search, global_scale=g) for s in enlarged)
+    def totals(scales: Sequence[torch.Tensor]) -> list[float]:
+        found = (total_errors(s, fmt, search=rule.search, global_scales=scales) for s in enlarged)
+        return [sum(errors) for errors in zip(*found, strict=True)]
 
     exact = exact_global(amax * rule.factor, fmt, enlarged)
-    g = pick(plain, fmt, total=total, exact=exact)
-    return plain, g, rule.factor == 1 and g is exact and 0 == total(g) < total(plain)
+    g = pick(plain, fmt, totals=totals, exact=exact)
+    if rule.factor != 1 or g is not exact:
+        return plain, g, False
+    at_g, at_plain = totals([g, plain])
+    return plain, g, 0 == at_g < at_plain
 
 
 def _result(

@@ -141,6 +141,22 @@ def total_error(
     return total if global_scale is None else total * float(global_scale) ** 2
 
 
+def total_errors(
+    w: torch.Tensor,
+    fmt: Format,
+    *,
+    search: str,
+    global_scales: Sequence[torch.Tensor],
+    importance: torch.Tensor | None = None,
+) -> list[float]:
+    """`total_error` at each global scale: at all in one pass where the device has a kernel for that."""
+    kernel = kernel_for(w.device, "score_totals") if fmt.scale.enumerable else None
+    done = None if kernel is None else kernel(w, fmt, rule=search, global_scales=global_scales, importance=importance)
+    if done is not None:
+        return list(done)
+    return [total_error(w, fmt, search=search, global_scale=g, importance=importance) for g in global_scales]
+
+
 def checked_amax(w: torch.Tensor, name: str) -> float:
     """max |w|; NumericsError naming the weight and the first NaN or inf."""
     if w.numel() == 0:

@@ -16,7 +16,7 @@ from ptqpipe.kernels.cpu_columns import (
 )
 from ptqpipe.kernels.cpu_decode import decode_error, dequantize
 from ptqpipe.kernels.cpu_library import available, current_isa as isa, force_isa, known_isas as isas, why_missing
-from ptqpipe.kernels.cpu_search import amax, block_quantize, fp8_encode, score_total
+from ptqpipe.kernels.cpu_search import amax, block_quantize, fp8_encode, score_total, score_totals
 
 __all__ = [
     "amax",
@@ -34,6 +34,7 @@ __all__ = [
     "isa",
     "isas",
     "score_total",
+    "score_totals",
     "sweep_block_rows",
     "sweep_rows",
     "why_missing",

@@ -5,6 +5,7 @@ Mirrors ``search/brute_force.py`` (the exact search) and the baselines of ``sear
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -72,14 +73,35 @@ def score_total(
     Without weights this is the squared error that ``block_quantize`` leaves, up to the float32 rounding of each block's
     score. The sum is in float64, in the order of ``reference.sum_blocks``. None where ``block_quantize`` has no kernel.
     """
+    found = _totals(w, fmt, rule=rule, global_scale=global_scale, importance=importance)
+    return None if found is None else found[0]
+
+
+def score_totals(
+    w: torch.Tensor,
+    fmt: Format,
+    *,
+    rule: str = "exact",
+    global_scales: Sequence[torch.Tensor],
+    importance: torch.Tensor | None = None,
+) -> list[float] | None:
+    """``score_total`` at each of several global scales (float32 0-d): the weights are read and sorted once for all."""
+    return _totals(w, fmt, rule=rule, global_scale=torch.stack(list(global_scales)), importance=importance)
+
+
+def _totals(
+    w: torch.Tensor, fmt: Format, *, rule: str, global_scale: torch.Tensor | None, importance: torch.Tensor | None
+) -> list[float] | None:
+    """``score_total`` at a global scale (0-d), at several ``[n]``, or without one."""
     job = _job(w, fmt, rule=rule, global_scale=global_scale, importance=importance)
     if job is None:
         return None
-    total = torch.zeros(1, dtype=torch.float64)
-    job.totals = total.data_ptr()
+    totals = torch.zeros(job.n_global, dtype=torch.float64)
+    job.totals = totals.data_ptr()
     if not _run(job, w):
         return None
-    return float(total if global_scale is None else total * global_scale.double().square())
+    found: list[float] = (totals if global_scale is None else totals * global_scale.double().square()).tolist()
+    return found
 
 
 def _long_quantize(

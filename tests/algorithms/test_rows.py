@@ -43,10 +43,13 @@ def test_kernels_and_reference_give_the_same_bits(name: str, search: str, monkey
         w = w[:256]
     g = w.abs().amax().float() / fmt.max_product if fmt.has_global else None
 
-    def everything() -> tuple[torch.Tensor, torch.Tensor, tuple[float, float], float, float]:
+    def everything() -> tuple[torch.Tensor, torch.Tensor, tuple[float, float], list[float], float]:
         q = unit.quantize_rows(w, fmt, search=search, global_scale=g)
-        total = unit.total_error(w, fmt, search=search, global_scale=g)
-        return q.data, q.scales, unit.measure(q, w), total, unit.checked_amax(w, "w")
+        totals = [unit.total_error(w, fmt, search=search, global_scale=g)]
+        if g is not None:
+            totals += unit.total_errors(w, fmt, search=search, global_scales=[1.7 * g, g])
+            assert totals[-1] == totals[0]
+        return q.data, q.scales, unit.measure(q, w), totals, unit.checked_amax(w, "w")
 
     fast = everything()
     monkeypatch.setattr(cpu, "available", lambda: False)

@@ -135,6 +135,7 @@ def test_the_total_at_any_global_scale_is_that_of_its_search():
     for rule in ("exact", "absmax", "four_over_six"):
         totals = [cpu.score_total(w, fmt, rule=rule, global_scale=one) for one in scales]
         assert totals == [total(w, get_search(rule).search(w, fmt, global_scale=one), fmt, one) for one in scales]
+        assert cpu.score_totals(w, fmt, rule=rule, global_scales=list(scales)) == totals
 
 
 def test_the_total_is_the_squared_error():
