@@ -1,5 +1,8 @@
 // Drivers: a matrix of blocks, tile by tile.
 
+typedef double doubles __attribute__((vector_size(8 * W)));
+typedef int64_t longs __attribute__((vector_size(8 * W)));
+
 // Scale codes of U tiles, x[u * block + k], and their scores where `scores` is not null.
 template <class E, bool MX, bool H, int B, int U>
 INLINE void search_tiles(const vf *x, const vf *h, int any_block, const vf *largest, const Minifloat3Scale &s, vi *code,
@@ -26,10 +29,10 @@ INLINE void search_tiles(const vf *x, const vf *h, int any_block, const vf *larg
         if (scores) {
             alone[u] = mask_or(alone[u], mask_and(less_equal(splat(FLT_MAX), f.score[u]), mask_not(zero[u])));
             const vf score = select(zero[u], splat(0.0f), f.score[u]);
-            for (int lane = 0; lane < W; ++lane) {
-                const double value = MX ? ldexp(1.0, code[u][lane] - 127) : 1.0;
-                scores[u * W + lane] = (double)score[lane] * (value * value);
-            }
+            doubles total = __builtin_convertvector(score, doubles);
+            if (MX)  // times the square of 2^(code - 127)
+                total = total * (doubles)((__builtin_convertvector(code[u], longs) * 2 + (1023 - 2 * 127)) << 52);
+            memcpy(scores + u * W, &total, sizeof total);
         }
         if (!any(alone[u])) continue;
         const unsigned which = lane_bits(alone[u]);
@@ -121,11 +124,9 @@ static int32_t run_blocks(const ptq_blocks *j, const Minifloat3Scale *scales, co
             if (data) data_out = tail_data;
             if (codes) codes_out = tail_codes;
         }
-        // Tiles read lines out of order, which hides the stream from the hardware's prefetcher.
-        for (int ahead = 0; ahead < STEP * in_bytes; ahead += 64) __builtin_prefetch(p + 2 * STEP * in_bytes + ahead);
+        load_tiles<B, U>(j->dtype, p, block, 2 * STEP * in_bytes, x);
         vm bad = no_lanes();
         EACH(u) {
-            load_tile<B>(j->dtype, p + u * W * in_bytes, block, x + u * block);
             split_signs<E, B>(x + u * block, block, words + u * n_words, &largest[u]);
             bad = mask_or(bad, mask_not(less(bits(largest[u]), splat(0x7F800000))));
         }

@@ -114,7 +114,7 @@ typedef uint32x4_t words;
 
 #endif
 
-template <int DTYPE, int B> static void load_tile(const char *p, int any_block, vf *x) {
+template <int DTYPE, int B> INLINE void load_tile(const char *p, int any_block, vf *x) {
     const int block = B ? B : any_block;
     [[maybe_unused]] const int64_t stride = (int64_t)block * dtype_bytes(DTYPE);
     int k = 0;
@@ -143,8 +143,19 @@ template <int DTYPE, int B> static void load_tile(const char *p, int any_block, 
         for (int lane = 0; lane < W; ++lane) x[k][lane] = load_one<DTYPE>(p, (int64_t)lane * block + k);
 }
 
-template <int B> INLINE void load_tile(int dtype, const char *p, int block, vf *x) {
-    if (dtype == PTQ_BF16) load_tile<PTQ_BF16, B>(p, block, x);
-    else if (dtype == PTQ_F16) load_tile<PTQ_F16, B>(p, block, x);
-    else load_tile<PTQ_F32, B>(p, block, x);
+// U tiles that follow each other, and the lines `ahead` bytes further on into the cache, a few at a time: tiles read lines out
+// of order, which hides the stream from the hardware's prefetcher.
+template <int DTYPE, int B, int U> INLINE void load_tiles(const char *p, int any_block, int ahead, vf *x) {
+    const int block = B ? B : any_block, bytes = W * block * dtype_bytes(DTYPE);
+#pragma GCC unroll 1
+    for (int u = 0; u < U; ++u) {
+        for (int line = 0; line < bytes; line += 64) __builtin_prefetch(p + u * bytes + ahead + line);
+        load_tile<DTYPE, B>(p + u * bytes, block, x + u * block);
+    }
+}
+
+template <int B, int U> INLINE void load_tiles(int dtype, const char *p, int block, int ahead, vf *x) {
+    if (dtype == PTQ_BF16) load_tiles<PTQ_BF16, B, U>(p, block, ahead, x);
+    else if (dtype == PTQ_F16) load_tiles<PTQ_F16, B, U>(p, block, ahead, x);
+    else load_tiles<PTQ_F32, B, U>(p, block, ahead, x);
 }
