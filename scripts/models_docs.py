@@ -66,7 +66,8 @@ def _loaded() -> list[str]:
         "reader's parameters of that layer, and scales whose rows do not lie in the order of their codes. Pairs that",
         "are not listed were not tried, or stopped at what only a machine without a GPU lacks; widths of 64 to 128,",
         "which some of the refusals are about, are those of the tiny models. *Said before*: `convert --for` refuses",
-        "the pair, with the reason, before any work.",
+        "the pair, with the reason, before any work. `benchmarks/sglang_kept.jsonl` has SGLang's with a layer kept",
+        "(`--ignore`), and those of families that are not below.",
         "",
         "| model | reader | outcome: format, container |",
         "|---|---|---|",
@@ -134,10 +135,12 @@ def _number(result: str, reasons: dict[str, int]) -> int:
 
 def _facts(facts: Iterable[Fact]) -> list[str]:
     """A table of parts with their reasons and what readers do with them."""
-    lines = ["| modules | why | below, or in | readers that fail where it is quantized |", "|---|---|---|---|"]
+    lines = ["| modules | why | below, or in | readers that fail where it is quantized, or kept |", "|---|---|---|---|"]
     for fact in facts:
         below = ", ".join(fact.formats) or (f"{fact.keep.bits} bits" if fact.keep.bits else "")
-        lines.append(f"| {_patterns([fact])} | {fact.keep.reason} | {below} | {fact.fails} |")
+        lines.append(
+            f"| {_patterns([fact])} | {fact.keep.reason}{', kept' * bool(fact.beside)} | {below} | {fact.fails} |"
+        )
     return list(dict.fromkeys(lines))
 
 

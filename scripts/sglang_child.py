@@ -18,9 +18,13 @@ GPU_ONLY = ("sgl_kernel", "torchaudio", "torchvision")
 def prepare() -> None:
     """Imports SGLang, which then takes the CPU for a GPU."""
     import sys
+    from types import SimpleNamespace
+
+    import torch
 
     sys.meta_path.insert(0, Empty(GPU_ONLY))
     pretend_cuda(("sgl_kernel",))
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=148, major=10, minor=0)
     from sglang.srt import utils
 
     for module in (utils, utils.common):
@@ -47,6 +51,9 @@ def prepare() -> None:
         vars(mamba).setdefault(f"{kernel}_triton", None)
     # All model classes, here once: each copy of this process would import them again.
     import sglang.srt.models.registry  # noqa: F401
+    from sglang.srt.models import deepseek_v4
+
+    deepseek_v4.DeepseekV4ForCausalLM._prewarm_mhc_kernels = lambda *_: None  # what its loader runs at its end
 
 
 def load(ckpt: str) -> Any:

@@ -111,13 +111,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {},
     "zamba2": _TIED,
     "gemma": _TIED,
-    "gemma2": {**_TIED, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma2": {**_TIED, "head_dim": 64, "hidden_act": "gelu_pytorch_tanh"},
     "gemma3n_text": _TIED,
     "gemma4_text": _TIED,
     "lfm2": {**_TIED, "block_dim": 128, "conv_dim": 128, "conv_dim_out": 128},
     "lfm2_moe": _TIED,
-    "deepseek_v4": {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "compress_ratios": [4, 128]},
-    "qwen3_next": {"full_attention_interval": 2},
+    "deepseek_v4": {
+        "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "compress_ratios": [4, 128],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+        "q_lora_rank": 128, "o_lora_rank": 64, "topk_method": "noaux_tc", "num_hash_layers": 1,
+        "rope_theta": 10000, "compress_rope_theta": 160000,
+        "rope_scaling": {
+            "type": "yarn", "factor": 16, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1,
+        },
+    },
+    "qwen3_next": {"full_attention_interval": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
     "kimi_linear": {
         "first_k_dense_replace": 1, "mla_use_nope": True, "linear_attn_config": {
             "kda_layers": [1], "full_attn_layers": [2], "num_heads": 4, "head_dim": 32, "short_conv_kernel_size": 4,
@@ -126,9 +134,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "nemotron_h": {"hybrid_override_pattern": "ME*-", "mamba_n_groups": 1},
     "hunyuan_v1_moe": {
         "moe_intermediate_size": 128, "use_mixed_mlp_moe": True, "num_shared_expert": 1, "use_qk_norm": True,
+        "head_dim": 64,
     },
 }  # fmt: skip
-_OF_TRANSFORMERS = {"nemotron_h": "layers_block_type"}  # keys of its own config.json that vendors' have not
+# Keys of its own config.json that vendors' have not.
+_OF_TRANSFORMERS = {"nemotron_h": "layers_block_type", "deepseek_v4": "rope_parameters"}
 # What transformers calls otherwise than vendors when it saves: it renames the dense layer with the others.
 _RENAMED = {"kimi_linear": (".layers.0.block_sparse_moe.", ".layers.0.mlp.")}
 

@@ -26,7 +26,8 @@ from tests import families, family_rows, tiny
 # Held by models of their own elsewhere: tests/tiny.py, tests/families.py, tests/transforms/models.py,
 # tests/image_text.py.
 ELSEWHERE = {"deepseek_v3", "glm4_moe", "llama", "qwen3_vl", "gemma3_text", "internvl", "phi4_multimodal", "step3p7"}
-ELSEWHERE |= {"inkling2", "llama4", "llama4_text"}
+ELSEWHERE |= {"inkling2", "llama4", "llama4_text", "mixtral", "persimmon", "phi", "stablelm", "seed_oss", "mistral3"}
+ELSEWHERE |= {"qwen2_vl", "glm4v", "lfm2_vl", "aya_vision", "minimax_m3_vl"}
 KINDS = [*family_rows.MADE_BY_TRANSFORMERS, *family_rows.NAMES_AND_SHAPES]
 
 # model_type -> what of its first layers stays beside routers, heads and embeddings.
@@ -155,6 +156,31 @@ FAILING: list[tuple[str, str, str]] = [
     ("internvl", "language_model.model.layers.0.self_attn.o_proj", "modelopt"),
     ("lighton_ocr", "model.vision_projection.linear_1", "compressed_tensors"),
     ("phi4mm", "model.embed_tokens_extend.image_embed.img_projection.0", "compressed_tensors"),
+    ("deepseek_v4", "layers.0.attn.wkv", "modelopt"),
+    ("persimmon", "model.layers.0.self_attn.dense", "modelopt"),
+    ("phi", "model.layers.0.mlp.fc1", "modelopt"),
+    ("stablelm", "model.layers.0.self_attn.q_proj", "compressed_tensors"),
+]
+# A module for each fact about readers that take a kept one for quantized.
+FAILING_KEPT: list[tuple[str, str, str]] = [
+    ("gemma2", "model.layers.0.mlp.down_proj", "modelopt"),
+    ("qwen3_vl", "model.language_model.layers.0.self_attn.q_proj", "compressed_tensors"),
+    ("qwen3_vl_moe", "model.language_model.layers.0.mlp.experts.gate_up_proj", "compressed_tensors"),
+    ("qwen2_5_vl", "model.layers.0.self_attn.q_proj", "compressed_tensors"),
+    ("mistral3", "language_model.model.layers.0.mlp.up_proj", "modelopt"),
+    ("hunyuan_v1_moe", "model.layers.0.mlp.experts.3.down_proj", "compressed_tensors"),
+    ("mixtral", "model.layers.0.block_sparse_moe.experts.0.w1", "compressed_tensors"),
+    ("persimmon", "model.layers.0.self_attn.query_key_value", "compressed_tensors"),
+    ("phi", "model.layers.0.mlp.fc1", "compressed_tensors"),
+    ("glm4v", "model.visual.blocks.0.attn.qkv", "compressed_tensors"),
+    ("glm_ocr", "model.language_model.layers.0.mlp.gate_up_proj", "modelopt"),
+    ("gemma4", "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear", "modelopt"),
+    ("lfm2_vl", "model.multi_modal_projector.linear_1", "compressed_tensors"),
+    ("lfm2_moe", "model.layers.0.feed_forward.w1", "modelopt"),
+    ("lfm2_moe", "model.layers.0.feed_forward.experts.0.w1", "compressed_tensors"),
+    ("granitemoe", "model.layers.0.block_sparse_moe.input_linear", "modelopt"),
+    ("kimi_linear", "model.layers.0.block_sparse_moe.experts.0.w1", "compressed_tensors"),
+    ("deepseek_v3", "model.layers.0.self_attn.q_b_proj", "modelopt"),
 ]
 
 
@@ -163,7 +189,8 @@ def test_readers_that_fail_are_named_where_a_rule_quantizes_it_all_the_same(
     kind: str, module: str, container: str
 ) -> None:
     config = {"model_type": kind}
-    own = [fact for fact in family_of(config).facts if fact.fails and matches(fact.keep.pattern, module)]
+    facts = (fact for fact in family_of(config).facts if fact.fails and not fact.beside)
+    own = [fact for fact in facts if matches(fact.keep.pattern, module)]
     assert own
     for fact in own:
         if container not in (fact.containers or (container,)):
@@ -176,9 +203,40 @@ def test_readers_that_fail_are_named_where_a_rule_quantizes_it_all_the_same(
             assert (fact, [module]) not in list(failing_facts(config, others, container=container))
 
 
+@pytest.mark.parametrize(("kind", "module", "container"), FAILING_KEPT)
+def test_readers_that_take_a_kept_module_for_quantized_are_named_beside_quantized_ones_alone(
+    kind: str, module: str, container: str
+) -> None:
+    config, alike = {"model_type": kind}, {module.replace("0", "1"): get_scheme("nvfp4")}
+    found = [fact for fact, names in failing_facts(config, alike, container=container, kept=[module]) if fact.beside]
+    assert [fact.readers for fact in found] == [("sglang",)]
+    assert not [fact for fact, _ in failing_facts(config, alike, container=container) if fact.beside]
+    assert not list(failing_facts(config, {}, container=container, kept=[module]))
+    others = failing_facts({"model_type": "llama"}, alike, container=container, kept=[module])
+    assert not [fact for fact, _ in others if fact.beside]
+
+
+def test_a_kept_module_that_sglang_takes_for_quantized_is_refused_for_it_and_noted_by_verify(
+    model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    call: dict[str, Any] = {"format": "fp8_dynamic", "ignore": "*self_attn*", "out": tmp_path / "out", "workers": 1}
+    said = r"model\.layers\.0\.self_attn\.k_proj .*would be kept, and SGLang does not find it .*; quantize it"
+    with pytest.raises(UsageError, match=said):
+        ptqpipe.convert(model("gemma2"), reader="sglang", **call)
+    assert not (tmp_path / "out").exists()
+    done = ptqpipe.convert(model("gemma2"), **call)
+    report = verify(done.out, source=model("gemma2"), workers=1)
+    assert report.ok
+    assert any("is kept, like 7 more of its name: SGLang does not find" in note.message for note in report.notes)
+
+
 def test_every_fact_about_readers_of_a_family_is_tried() -> None:
-    tried = {fact.keep for kind, module, _ in FAILING for fact in family_of({"model_type": kind}).facts
-             if matches(fact.keep.pattern, module)}  # fmt: skip
+    tried = {
+        fact.keep
+        for kind, module, _ in [*FAILING, *FAILING_KEPT]
+        for fact in family_of({"model_type": kind}).facts
+        if matches(fact.keep.pattern, module)
+    }
     assert tried == {fact.keep for family in FAMILIES for fact in family.facts if fact.fails}
 
 
@@ -260,9 +318,9 @@ def test_formats_that_a_reader_runs_in_linear_layers_alone_are_refused_for_exper
 ) -> None:
     call: dict[str, Any] = {"format": fmt, "container": container, "out": tmp_path / "out", "search": "absmax"}
     with pytest.raises(UsageError, match=rf"{reader} runs no experts in {fmt} from \w+; {remedy}"):
-        ptqpipe.convert(model("hunyuan_v1_moe"), reader=reader, **call)
+        ptqpipe.convert(model("qwen3_5_moe_text"), reader=reader, **call)
     assert not (tmp_path / "out").exists()
-    ptqpipe.convert(model("hunyuan_v1_moe"), reader=reader, ignore="*.experts.*", **call)
+    ptqpipe.convert(model("qwen3_5_moe_text"), reader=reader, ignore="*.experts.*", **call)
 
 
 @pytest.mark.parametrize("kind", ["granitemoehybrid", "nemotron_h", "falcon_h1", "zamba2", "qwen3_5_text"])

@@ -202,6 +202,43 @@ _QWEN3_NEXT = (
         for container, formats in (("modelopt", ()), ("compressed_tensors", _ONE_SCALE))
     ),
 )
+
+
+def _kept(pattern: str, what: str, *containers: str, beside: str = "re:.*") -> Fact:
+    """A part that SGLang takes for quantized where it is kept. Its models build these layers without their names, or
+    under others than the lists of what is not quantized have: found by scripts/sglang_loads.py with --ignore."""
+    return Fact(
+        Keep(pattern, what),
+        fails=(
+            "SGLang does not find it by its name in the list of what is kept, takes it for quantized, and loses its "
+            "weights without a word or stops"
+        ),
+        beside=beside,
+        readers=("sglang",),
+        containers=containers,
+        by_default=False,
+    )
+
+
+_CT = "compressed_tensors"
+_LINEAR = r"(.*\.)?(.*_proj|w1|w2|w3|fc1|fc2|dense.*|query_key_value)$"
+_KEPT_LAYERS = _kept(rf"re:(.*\.)?layers\.\d+\.(self_attn|mlp)\.{_LINEAR}", "layer of the language model")
+_KEPT_LAYERS_CT = replace(_KEPT_LAYERS, containers=(_CT,))
+# Found by scripts/sglang_loads.py: SGLang's hunyuan.py, phi.py and persimmon.py give the head no name to look it up by.
+_HEAD_AS_CODES = Fact(
+    Keep(r"re:(.*\.)?layers\.", "a model whose head SGLang does not name, in ModelOpt's layout"),
+    fails=(
+        "SGLang takes the head of this family for codes wherever something is in ModelOpt's layout, and stops or, in "
+        "FP8, computes with it without a word; it reads --container compressed_tensors"
+    ),
+    readers=("sglang",),
+    containers=("modelopt",),
+    by_default=False,
+)
+_LATENT = r"re:(.*\.)?self_attn\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa)$"
+_MINIMAX_M3 = (("q_proj", "k_proj", "v_proj", "index_q_proj", "index_k_proj"),)
+# Towers and projectors that are kept by default, too: these models are read in no format until SGLang finds the names.
+_GLM4V = (_kept(r"re:(.*\.)?visual\.(blocks|merger)\.", "vision tower"), _KEPT_LAYERS)
 # vLLM makes one matrix of them with q, k and v, so these stay as they are with them.
 _DELTA_ATTENTION = (Fact(Keep(r"re:(.*\.)?self_attn\.(b|f_a|f_b|g_a|g_b)_proj$", _GATES)),)
 _MAMBA1 = (
@@ -273,17 +310,41 @@ FAMILIES: tuple[Family, ...] = (
                 formats=(*_PACKED, *_ONE_SCALE),
                 by_default=False,
             ),
+            # is_layer_excluded of SGLang's modelopt_quant.py asks for these by the end of their names.
+            Fact(
+                Keep(_LATENT, "latent projections of one layer"),
+                fails=(
+                    "SGLang takes these projections of every layer for kept where ModelOpt's list of what is kept has "
+                    "one of them, and stops"
+                ),
+                beside=_LATENT,
+                readers=("sglang",),
+                containers=("modelopt",),
+                by_default=False,
+            ),
         ),
         mtp=_NUMBERED,
         norms=Norms(),
     ),
     # Layers as Llama's: rows with norms alone say where transforms may move factors.
-    Family(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"), norms=Norms()),
-    Family(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text"), norms=Norms()),
-    Family(("qwen3_vl_moe", "qwen3_vl_moe_text", "glm4v_moe_text", "paddleocr_vl_text"), norms=Norms()),
+    Family(("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), norms=Norms()),
+    Family(
+        ("mixtral",),
+        facts=(
+            _kept(rf"re:(.*\.)?layers\.\d+\.(self_attn|block_sparse_moe\.experts)\.{_LINEAR}", "layer of Mixtral", _CT),
+        ),
+        norms=Norms(),
+    ),
+    Family(("mistral3",), facts=(_KEPT_LAYERS,)),
+    Family(("qwen2_vl", "qwen2_5_vl"), facts=(_KEPT_LAYERS_CT,), norms=Norms()),
+    Family(("qwen3_vl", "qwen3_vl_moe"), facts=(_KEPT_LAYERS,), norms=Norms()),
+    Family(("glm4v", "glm4v_moe", "glm_ocr"), facts=_GLM4V),
+    Family(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"), norms=Norms()),
+    Family(("glm4v_moe_text", "paddleocr_vl_text"), norms=Norms()),
     Family(("granite", "granite_swa", "granite_docling_text"), norms=Norms()),
     Family(("aria_text", "cosmos3_edge_text", "unlimited_ocr_text"), norms=Norms()),
-    Family(("persimmon",), norms=Norms(layer_norm=True, values=False)),  # q, k and v of each head lie side by side
+    # q, k and v of each head lie side by side.
+    Family(("persimmon",), facts=(_KEPT_LAYERS, _HEAD_AS_CODES), norms=Norms(layer_norm=True, values=False)),
     Family(
         ("inkling2", "inkling2_text"),
         fixed=(
@@ -291,23 +352,55 @@ FAMILIES: tuple[Family, ...] = (
             "what lies between projections"
         ),
     ),
-    Family(("ministral3", "olmoe", "phi3", "seed_oss", "smollm3", "helium", "cwm", "iquestcoder"), norms=Norms()),
+    Family(("ministral3", "olmoe", "phi3", "helium", "cwm", "iquestcoder"), norms=Norms()),
+    Family(("seed_oss", "smollm3"), norms=Norms(), missing=("sglang",)),
     Family(("ernie4_5", "ernie4_5_moe", "exaone_moe", "hy_v3", "mellum", "minimax_m2", "solar_open"), norms=Norms()),
     Family(("internlm3", "minicpm3", "youtu", "arcee"), norms=Norms()),
-    Family(("phimoe", "starcoder2", "stablelm", "jais2"), norms=Norms(layer_norm=True)),
+    Family(("phimoe", "starcoder2", "jais2"), norms=Norms(layer_norm=True)),
+    Family(
+        ("stablelm",),
+        facts=(
+            Fact(
+                Keep(r"re:(.*\.)?self_attn\.[qkv]_proj$", "attention that SGLang builds unquantized"),
+                fails="SGLang builds q, k and v of StableLM unquantized and stops",
+                readers=("sglang",),
+                by_default=False,
+            ),
+        ),
+        norms=Norms(layer_norm=True),
+    ),
     Family(("glm4", "glm4v_text", "glm_ocr_text"), norms=_GLM4),
     Family(("hyperclovax",), norms=Norms(outputs=("post_norm1", "post_norm2"))),
     Family(("exaone4", "olmo2", "olmo3", "flex_olmo"), norms=_BEHIND),
-    Family(("cohere", "cohere2", "cohere2_moe", "phi"), norms=_SIDE_BY_SIDE),
+    Family(("cohere", "cohere2", "cohere2_moe"), norms=_SIDE_BY_SIDE),
+    Family(("phi",), facts=(_KEPT_LAYERS, _HEAD_AS_CODES), norms=_SIDE_BY_SIDE),
     Family(("lfm2",), norms=Norms("operator_norm", "ffn_norm")),
+    Family(
+        ("lfm2_moe",),
+        facts=(
+            _kept(r"re:(.*\.)?feed_forward\.(w1|w2|w3)$", "dense layer of LFM2"),
+            _kept(r"re:(.*\.)?feed_forward\.experts\.", "experts of LFM2", _CT),
+        ),
+    ),
+    Family(
+        ("lfm2_vl",),
+        facts=(_kept(r"re:(.*\.)?(multi_modal_projector\.|language_model\.layers\.).*", "projector or layer"),),
+    ),
     Family(("apertus",), norms=Norms("attention_layernorm", "feedforward_layernorm")),
     Family(("gemma",), norms=Norms(offset=1.0)),
-    Family(("gemma2", "gemma3_text"), norms=_GEMMA2),
+    Family(("gemma2",), facts=(_KEPT_LAYERS,), norms=_GEMMA2),
+    Family(("gemma3_text",), norms=_GEMMA2),
     Family(("gpt2",), norms=Norms("ln_1", "ln_2", layer_norm=True)),
     Family(("gemma3n", "gemma3n_text"), facts=_GEMMA_SMALL),
     Family(
         ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
-        facts=_GEMMA_SMALL,
+        facts=(
+            *_GEMMA_SMALL,
+            _kept(
+                r"re:(.*\.)?vision_tower\.encoder\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|gate|up)_proj\.linear$",
+                "vision tower of Gemma 4",
+            ),
+        ),
         # Values pass a norm, and the last layers read those of earlier ones.
         norms=replace(_GEMMA2, offset=0.0, values=False),
     ),
@@ -327,6 +420,16 @@ FAMILIES: tuple[Family, ...] = (
                 ),
                 fails="SGLang decodes it from FP8 alone when it loads the model",
                 readers=("sglang",),
+            ),
+            # Found by scripts/sglang_loads.py: SGLang's deepseek_v4.py looks for no ``weight_scale`` of the two.
+            Fact(
+                Keep(r"re:(.*\.)?attn\.(wq_a|wkv)$", "latent projections in one"),
+                fails=(
+                    "SGLang makes one matrix of wq_a and wkv, and loses their scales of all but DeepSeek's own FP8 "
+                    "without a word"
+                ),
+                readers=("sglang",),
+                by_default=False,
             ),
             Fact(
                 Keep(r"re:head$", "language-model head"),
@@ -353,7 +456,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("kimi_linear", "kimi_k3", "glm5_next", "glm5_next_text"),
-        facts=_DELTA_ATTENTION,
+        facts=(*_DELTA_ATTENTION, _kept(r"re:(.*\.)?block_sparse_moe\.", "experts of Kimi-Linear")),
         fuse=(("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"),),
     ),
     # Of a pure Mamba-1 nothing else is there to quantize, and transformers reads it.
@@ -436,7 +539,12 @@ FAMILIES: tuple[Family, ...] = (
         experts=GATE_UP_DOWN,
     ),
     # vLLM 0.33 leaves experts of other names (Mixtral's) out without a word.
-    Family(("granitemoe", "granitemoeshared"), experts=GATE_UP_DOWN, norms=Norms()),
+    Family(
+        ("granitemoe", "granitemoeshared"),
+        facts=(_kept(r"re:(.*\.)?block_sparse_moe\.(in|out)put_linear$", "experts of Granite"),),
+        experts=GATE_UP_DOWN,
+        norms=Norms(),
+    ),
     # Found by scripts/sglang_loads.py: load_weights of SGLang's granitemoehybrid.py.
     Family(
         ("granitemoehybrid",),
@@ -488,10 +596,13 @@ FAMILIES: tuple[Family, ...] = (
         missing=("sglang",),
     ),
     Family(
-        ("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"),
+        ("minimax_m3_vl", "minimax_m3"),
         facts=(Fact(Keep(r"re:(.*\.)?patch_merge_mlp(\.|$)", "multimodal projector"), fails=_SOME),),
-        fuse=(("q_proj", "k_proj", "v_proj", "index_q_proj", "index_k_proj"),),
+        fuse=_MINIMAX_M3,
     ),
+    # The text model by itself, in transformers' layout.
+    Family(("minimax_m3_vl_text",), fuse=_MINIMAX_M3, missing=("sglang",)),
+    Family(("aya_vision", "exaone4_5"), missing=("sglang",)),
     Family(
         ("nemotron_h", "nemotron_h_omni"),
         facts=(Fact(Keep(r"re:(.*\.)?fc[12]_latent_proj$", "latent projection around the experts")),),
@@ -501,17 +612,8 @@ FAMILIES: tuple[Family, ...] = (
         ("hunyuan_v1_moe",),
         facts=(
             Fact(Keep(r"re:(.*\.)?mlp\.gate\.wg$", "router")),
-            # Found by scripts/sglang_loads.py: SGLang's hunyuan.py gives its head no name to be looked up by.
-            Fact(
-                Keep(r"re:(.*\.)?layers\.", "Hunyuan in ModelOpt's layout"),
-                fails=(
-                    "SGLang takes Hunyuan's head for codes wherever something is in ModelOpt's layout, and stops or, "
-                    "in FP8, computes with it without a word; it reads --container compressed_tensors, and vLLM both"
-                ),
-                readers=("sglang",),
-                containers=("modelopt",),
-                by_default=False,
-            ),
+            _KEPT_LAYERS_CT,
+            _HEAD_AS_CODES,
         ),
     ),
     Family(("internvl_chat",), facts=_INTERNVL),

@@ -24,6 +24,7 @@ class Fact:
     keep        its modules; ``{layers}`` in the pattern stands for the numbers that ``counted_by`` gives
     counted_by  the key of config.json with the number of layers behind the last of ``num_hidden_layers``
     fails       which readers fail where it is quantized (with fewer bits than ``keep.bits``), and how; empty: none does
+    beside      what fails is instead that it is kept while modules of this pattern are quantized
     readers     those that fail, by their names in ``readers.py``
     containers  the layouts in which they do; empty: all that other programs read
     formats     the formats in which they do, by their names in ``schemes.py``; empty: all
@@ -34,6 +35,7 @@ class Fact:
     keep: Keep
     counted_by: str = ""
     fails: str = ""
+    beside: str = ""
     readers: tuple[str, ...] = ()
     containers: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()

@@ -257,23 +257,24 @@ def matches(pattern: str, module: str) -> bool:
 
 
 def failing_facts(
-    config: Mapping[str, Any], quantized: Mapping[str, Scheme], *, container: str
+    config: Mapping[str, Any], quantized: Mapping[str, Scheme], *, container: str, kept: Iterable[str] = ()
 ) -> Iterator[tuple[Fact, list[str]]]:
-    """The facts about this model that quantized modules run into, each with these modules, in their order.
+    """The facts about this model that modules run into, each with these modules, in their order.
 
     quantized  module -> what it is quantized to
     container  the layout, one that other programs read
+    kept       modules whose matrices are not quantized
     """
     facts = list(facts_of(config))
-    kind = alike([fact.keep.pattern for fact in facts])
+    kind = alike([pattern for fact in facts for pattern in (fact.keep.pattern, fact.beside) if pattern])
     kinds: dict[str, list[str]] = {}
     for name in quantized:
         kinds.setdefault(kind(name), []).append(name)
     for fact in facts:
         if not fact.fails or (fact.containers and container not in fact.containers):
             continue
-        keep = fact.keep
-        meant = {name for like, names in kinds.items() if matches(keep.pattern, like) for name in names}
+        keep, pattern = fact.keep, fact.beside or fact.keep.pattern
+        meant = {name for like, names in kinds.items() if matches(pattern, like) for name in names}
         wrong = [
             name
             for name, scheme in (quantized.items() if meant else ())
@@ -281,6 +282,8 @@ def failing_facts(
             and scheme.fmt.element.bits < (keep.bits or 99)
             and (not fact.formats or scheme.name in fact.formats)
         ]
+        if wrong and fact.beside:
+            wrong = [name for name in kept if matches(keep.pattern, name)]
         if wrong:
             yield fact, wrong
 

@@ -145,7 +145,8 @@ class Outputs:
             return []
         schemes = {target.module: target.scheme for target in self.targets}
         unlike = self._unlike_experts()
-        found = failing_facts(config, schemes, container=self.container_name)
+        kept = self.plan.kept_modules
+        found = failing_facts(config, schemes, container=self.container_name, kept=kept)
         return [*found, *([(UNLIKE_EXPERTS, unlike)] if unlike else [])]
 
     def _unlike_experts(self) -> list[str]:
@@ -165,15 +166,20 @@ class Outputs:
 
     def check_reader(self, reader: str, config: Mapping[str, Any]) -> None:
         """UsageError, with module and remedy, where this program has no such model, or fails on a weight of it as it is
-        written."""
+        written or kept."""
         if reader in family_of(config).missing:
             kind = config.get("model_type")
             raise UsageError(f"--for {reader}: {reader} has no {kind!r} model; leave --for out, or name another reader")
         for fact, modules in self.failing(config):
             if reader in fact.readers:
+                done, remedy = (
+                    ("kept", "quantize it (without --ignore or a rule that keeps it, in a format that divides it)")
+                    if fact.beside
+                    else ("quantized", f"keep it (--ignore '{modules[0]}', or a rule with format: keep)")
+                )
                 raise UsageError(
-                    f"--for {reader}: {modules[0]} ({len(modules)} of this kind) would be quantized, and {fact.fails}; "
-                    f"keep it (--ignore '{modules[0]}', or a rule with format: keep), or leave --for out"
+                    f"--for {reader}: {modules[0]} ({len(modules)} of this kind) would be {done}, and {fact.fails}; "
+                    f"{remedy}, or leave --for out"
                 )
         experts = (target.scheme.name for target in self.targets if target.experts or experts_of(target.module))
         check_experts(reader, dict.fromkeys(experts), container=self.container_name)

@@ -194,9 +194,11 @@ def _check_structure(ckpt: Source, config: Mapping[str, Any], findings: Findings
         return
     stored = {one.weight.removesuffix(".weight"): one for one in ckpt.stored.values()}
     schemes = {module: one.scheme for module, one in stored.items()}
-    for fact, modules in failing_facts(config, schemes, container=ckpt.container_name):
-        first = stored[modules[0]]
+    for fact, modules in failing_facts(config, schemes, container=ckpt.container_name, kept=kept_modules(ckpt)):
+        first = stored.get(modules[0])
         more = f", like {len(modules) - 1} more of its name" if len(modules) > 1 else ""
         (findings.fault if fact.unread else findings.note)(
-            "readers", first.weight, f"is {first.scheme.name}{more}: {fact.fails}; convert its source again"
+            "readers",
+            modules[0] if first is None else first.weight,
+            f"is {'kept' if first is None else first.scheme.name}{more}: {fact.fails}; convert its source again",
         )
