@@ -180,6 +180,7 @@ FAILING_KEPT: list[tuple[str, str, str]] = [
     ("lfm2_moe", "model.layers.0.feed_forward.experts.0.w1", "compressed_tensors"),
     ("granitemoe", "model.layers.0.block_sparse_moe.input_linear", "modelopt"),
     ("kimi_linear", "model.layers.0.block_sparse_moe.experts.0.w1", "compressed_tensors"),
+    ("nemotron_h", "backbone.layers.0.mixer.experts.0.up_proj", "compressed_tensors"),
     ("deepseek_v3", "model.layers.0.self_attn.q_b_proj", "modelopt"),
 ]
 

@@ -605,7 +605,11 @@ FAMILIES: tuple[Family, ...] = (
     Family(("aya_vision", "exaone4_5"), missing=("sglang",)),
     Family(
         ("nemotron_h", "nemotron_h_omni"),
-        facts=(Fact(Keep(r"re:(.*\.)?fc[12]_latent_proj$", "latent projection around the experts")),),
+        facts=(
+            Fact(Keep(r"re:(.*\.)?fc[12]_latent_proj$", "latent projection around the experts")),
+            # SGLang looks for a gate, too, which these experts have not: in the list of what is kept it is not.
+            _kept(r"re:(.*\.)?mixer\.experts\.", "experts of Nemotron-H", _CT),
+        ),
         outputs=_mamba2(("mamba_num_heads", "mamba_head_dim"), ("n_groups", "ssm_state_size"), "mamba_num_heads"),
     ),
     Family(
