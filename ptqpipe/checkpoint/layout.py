@@ -65,7 +65,6 @@ class ShardLayout:
     """The files of a checkpoint, to the byte. ``group_shards[i]`` are the shards that hold group i."""
 
     shards: tuple[Shard, ...]
-    placements: Mapping[str, Placement]
     group_shards: tuple[tuple[int, ...], ...]
     total_bytes: int
 
@@ -108,18 +107,24 @@ class ShardLayout:
         for i, tensors in enumerate(contents):
             name = SINGLE_NAME if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
             shards.append(_make_shard(name, tensors, sizes))
-        placements: dict[str, Placement] = {}
-        for shard in shards:
+        return cls(tuple(shards), group_shards, sum(sizes.values()))
+
+    @cached_property
+    def placements(self) -> Mapping[str, Placement]:
+        """Where the bytes of each tensor go. Made when it is first asked for: a dry run writes none of 100,000."""
+        found: dict[str, Placement] = {}
+        for shard in self.shards:
             offset = len(shard.header)
             for spec in shard.tensors:
-                placements[spec.name] = Placement(shard.file, offset, sizes[spec.name])
-                offset += sizes[spec.name]
-        return cls(tuple(shards), MappingProxyType(placements), group_shards, sum(sizes.values()))
+                nbytes = tensor_bytes(spec.dtype, spec.shape)
+                found[spec.name] = Placement(shard.file, offset, nbytes)
+                offset += nbytes
+        return MappingProxyType(found)
 
     @cached_property
     def file_bytes(self) -> int:
         """Bytes of all weight files with their headers, and of the index."""
-        return sum(s.file_bytes for s in self.shards) + len((self.index_json() or "").encode())
+        return sum(s.file_bytes for s in self.shards) + len(self._index_text(self._index_lines().values()).encode())
 
     @cached_property
     def digest(self) -> str:
@@ -131,12 +136,20 @@ class ShardLayout:
 
     def index_json(self) -> str | None:
         """The text of ``model.safetensors.index.json``; None for a single file, which needs none."""
+        lines = self._index_lines()
+        return self._index_text(lines[name] for name in sorted(lines)) or None
+
+    def _index_lines(self) -> dict[str, str]:
+        """The line of each tensor in the index; none where there is no index."""
+        files = [(quoted(shard.file), shard.tensors) for shard in self.shards if len(self.shards) > 1]
+        return {spec.name: f"    {quoted(spec.name)}: {file}" for file, tensors in files for spec in tensors}
+
+    def _index_text(self, lines: Iterable[str]) -> str:
+        """The text of the index with these lines; empty where there is no index."""
         if len(self.shards) == 1:
-            return None
-        text = json.dumps({"metadata": {"total_size": self.total_bytes}, "weight_map": {}}, indent=2)
+            return ""
         # `json.dumps` with an indent takes a second for 90,000 names.
-        files = {shard.file: quoted(shard.file) for shard in self.shards}
-        lines = (f"    {quoted(name)}: {files[self.placements[name].file]}" for name in sorted(self.placements))
+        text = json.dumps({"metadata": {"total_size": self.total_bytes}, "weight_map": {}}, indent=2)
         return text.replace("{}", "{\n" + ",\n".join(lines) + "\n  }") + "\n"
 
     def headers(self, folder: Path) -> tuple[FileHeader, ...]:

@@ -127,7 +127,10 @@ def fmt_of_scale(fmt: Format, dtype: str) -> Format:
 
 def _suffix(module: str, suffixes: Sequence[str], names: Names) -> str | None:
     """The first of these that there is a tensor with of this module."""
-    return next((suffix for suffix in suffixes if module + suffix in names), None)
+    for suffix in suffixes:
+        if module + suffix in names:
+            return suffix
+    return None
 
 
 def _stored(

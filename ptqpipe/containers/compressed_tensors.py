@@ -109,11 +109,8 @@ _INPUTS: dict[Activation, dict[str, Any]] = {
 _BY_STRUCTURE = {structure(FORMATS[name]): name for name in _ROWS}
 _ONLY_INTEGERS, _UNREADABLE = "weight_zero_point", "weight_g_idx"
 _NOT_DECODED = ("weight_shape", "output_scale")
-_LEAVES = (
-    *("weight", "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale", "input_scale"),
-    *(_ONLY_INTEGERS, _UNREADABLE, *_NOT_DECODED),
-)
-"""Everything that a module of a quantized weight has tensors for."""
+_MARKS = frozenset({"weight_packed", "weight_scale"})
+"""A module with one of these tensors is a quantized weight."""
 
 
 def supports(scheme: Scheme) -> str | None:
@@ -302,16 +299,19 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
     scheme_of = resolver(_read_groups(described))
     ignored = resolver([(strings(described.get("ignore") or [], "ignore"), True)], classes=False)
     found, kinds = {}, dict[tuple[object, ...], StoredWeight]()  # a hundred thousand weights are of few kinds
-    for module in dict.fromkeys(
-        name.rpartition(".")[0] for name in names if name.endswith((".weight_packed", ".weight_scale"))
-    ):
+    modules: dict[str, list[tuple[str, object]]] = {}  # what tensors each has, in whatever order
+    for name, stored in names.items():
+        module, _, leaf = name.rpartition(".")
+        modules.setdefault(module, []).append((leaf, stored))
+    for module, tensors in modules.items():
+        if not _MARKS.intersection([leaf for leaf, _ in tensors]):
+            continue
         if ignored(module):
             raise CheckpointError(f"{module} is quantized, but config.json lists it under 'ignore'; readers drop it")
         scheme = scheme_of(module)
         if scheme is None:
             raise CheckpointError(f"{module} is quantized, but no config group targets it; readers drop it")
         weight, rotation = f"{module}.weight", rotation_of(module)
-        tensors = [names.get(f"{module}.{leaf}") for leaf in _LEAVES]
         kind = (id(scheme), rotation, rotation and experts_of(weight), *tensors)
         if kind in kinds:
             found[weight] = kinds[kind].renamed(weight)

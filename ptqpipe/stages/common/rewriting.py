@@ -296,7 +296,7 @@ def write_whole(name: str, numbers: torch.Tensor, writer: CheckpointWriter, reas
 
 
 def _tensor_bytes(layout: ShardLayout) -> int:
-    return sum(placed.nbytes for placed in layout.placements.values())
+    return layout.total_bytes
 
 
 def records_of(jobs: Iterable[Job], done: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
