@@ -235,6 +235,16 @@ _HEAD_AS_CODES = Fact(
     containers=("modelopt",),
     by_default=False,
 )
+_GEMMA4_TOWER = replace(
+    _kept(
+        r"re:(.*\.)?vision_tower\.encoder\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|gate|up)_proj\.linear$",
+        "vision tower of Gemma 4",
+    ),
+    fails=(
+        "SGLang does not find the vision tower of Gemma 4 by its names: without a word it loses the weights of one "
+        "that is kept and the scales of one that is quantized"
+    ),
+)
 _LATENT = r"re:(.*\.)?self_attn\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa)$"
 _MINIMAX_M3 = (("q_proj", "k_proj", "v_proj", "index_q_proj", "index_k_proj"),)
 # Towers and projectors that are kept by default, too: these models are read in no format until SGLang finds the names.
@@ -396,10 +406,7 @@ FAMILIES: tuple[Family, ...] = (
         ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
         facts=(
             *_GEMMA_SMALL,
-            _kept(
-                r"re:(.*\.)?vision_tower\.encoder\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|gate|up)_proj\.linear$",
-                "vision tower of Gemma 4",
-            ),
+            *(replace(_GEMMA4_TOWER, beside=beside) for beside in ("", "re:.*")),
         ),
         # Values pass a norm, and the last layers read those of earlier ones.
         norms=replace(_GEMMA2, offset=0.0, values=False),
