@@ -82,6 +82,31 @@ SHAPES = {
         },
         1_000_000_000,
     ),
+    # 4.2 and 27.3 M weights.
+    "4m": Shape(
+        "llama",
+        {
+            "vocab_size": 2048,
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "27m": Shape(
+        "llama",
+        {
+            "vocab_size": 2048,
+            "hidden_size": 512,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": False,
+        },
+    ),
     # 94.4 M weights, twelve layers: 0.19 GB.
     "94m": Shape(
         "llama",

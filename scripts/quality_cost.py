@@ -9,11 +9,12 @@ processor seconds and peak memory, and the ratios to the peer within each turn. 
 
 With ``--shape`` the model is a synthetic one of make_synthetic_model.py, the rows are 32 of 128 random tokens, and
 `convert --quality good` and `best` are measured in place of the single steps, one thread each; with ``--layers`` it has
-fewer decoder layers than its shape, and ``seconds`` and the like are of that.
+fewer decoder layers than its shape, and ``seconds`` and the like are of that. ``weights`` counts the source's.
 """
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -27,6 +28,7 @@ from typing import Any
 
 from bench_quality import HERE, MODELS, OWN, Runs, place
 from quality_entries import ENTRIES, Job, calibrate_command, own_steps, peer_command
+from safetensors import safe_open
 
 from ptqpipe.kernels.cpu import isa
 from ptqpipe.kernels.cpu_library import processor
@@ -78,9 +80,16 @@ def turn(jobs: dict[str, Job], runs: Runs, scratch: Path) -> dict[str, dict[str,
     return found
 
 
+def source_of(args: argparse.Namespace) -> Path:
+    """The folder of the model that is quantized."""
+    if args.shape:
+        return Path(args.scratch / f"{args.shape}-{args.layers or 'all'}")
+    return place(next(m for m in MODELS if m.name == args.model).folder, args.shared)
+
+
 def whole_commands(args: argparse.Namespace) -> dict[str, list[str]]:
     """`convert --quality` for a synthetic model, and the peer's process, without the interpreter; makes the model."""
-    source, out, file = (args.scratch / name for name in (f"{args.shape}-{args.layers or 'all'}", "out", "rows.jsonl"))
+    source, out, file = source_of(args), args.scratch / "out", args.scratch / "rows.jsonl"
     if not (source / "config.json").exists():
         fewer = ["--layers", str(args.layers)] if args.layers else []
         command = [sys.executable, HERE / "make_synthetic_model.py", source, "--shape", args.shape, *fewer]
@@ -155,6 +164,12 @@ def main() -> None:
             jobs = worker.submit(jobs_of, args).result()
         turns = [turn(jobs, runs, args.scratch) for _ in range(args.times)]
     line |= {"layers": args.layers} if args.layers else {}
+    line["weights"] = sum(
+        math.prod(part.get_slice(name).get_shape())
+        for file in source_of(args).glob("*.safetensors")
+        for part in [safe_open(file, "pt")]
+        for name in part.keys()  # noqa: SIM118 - no mapping
+    )
     line |= {"cpu": processor()[0], "isa": isa()} | summary(turns)
     print(json.dumps(line))
     with open(args.results, "a", encoding="utf-8") as file:

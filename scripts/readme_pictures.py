@@ -1,9 +1,14 @@
-"""The pictures of README.md: what the tool does, and KL divergence beside other tools. Writes SVG into docs/images/.
+"""The pictures of README.md and docs/calibration.md. Writes SVG into docs/images/.
 
-    python scripts/readme_pictures.py [--results benchmarks/quality.jsonl] [--out docs/images]
+    python scripts/readme_pictures.py [--results benchmarks/quality.jsonl] [--costs benchmarks/quality_cost.jsonl]
+        [--out docs/images]
 
-Every bar is the lowest mean KL divergence of one tool on bench-4m in NVFP4, over its methods, with and without
-calibration data. Each picture is written for light and for dark pages; its text stays text.
+pipeline  what the tool does
+kl        every bar is the lowest mean KL divergence of one tool on bench-4m in NVFP4, over its methods, with and
+          without calibration data
+cost      processor seconds by the number of weights: `--quality good`, `best`, llm-compressor's GPTQ
+
+Each picture is written for light and for dark pages; its text stays text.
 """
 
 import argparse
@@ -71,6 +76,33 @@ def kl_picture(lines: list[dict[str, Any]], theme: tuple[str, ...]) -> plt.Figur
     return figure
 
 
+def cost_picture(lines: list[dict[str, Any]], theme: tuple[str, ...]) -> plt.Figure:
+    """A curve each: processor seconds over weights, the last line of each synthetic model and instruction set."""
+    background, text, quiet, line, own, other = theme
+    last = {(one["weights"], one["isa"]): one for one in lines if "weights" in one and "best" in one}
+    figure, axes = plt.subplots(1, 2, figsize=(9, 2.8), facecolor=background, sharey=True)
+    curves = (("best", own, "-"), ("good", own, "--"), ("llm-compressor", other, "-"))
+    for ax, isa in zip(axes, ("avx512", "avx2"), strict=True):
+        measured = sorted((one for key, one in last.items() if key[1] == isa), key=lambda one: one["weights"])
+        weights = [one["weights"] / 1e6 for one in measured]
+        for name, color, style in curves:
+            label = f"--quality {name}" if name in {"best", "good"} else f"{name}'s GPTQ"
+            seconds = [one[name]["cpu_s"] for one in measured]
+            ax.loglog(weights, seconds, style, color=color, marker="o", markersize=4, label=label)
+        ax.set_facecolor(background)
+        ax.set_title(f"CPU-seconds, {'AVX-512' if isa == 'avx512' else 'AVX2'}", loc="left", fontsize=10, color=quiet)
+        ax.set_xlabel("million weights", fontsize=9, color=quiet)
+        ax.set_xticks(weights, [f"{count:.0f}" for count in weights])
+        ax.set_yticks([10, 30, 100, 300], ["10", "30", "100", "300"])
+        ax.minorticks_off()
+        ax.tick_params(colors=text, labelsize=9)
+        for side in ax.spines.values():
+            side.set_color(line)
+    axes[0].legend(frameon=False, fontsize=9, labelcolor=text)
+    figure.tight_layout(w_pad=2)
+    return figure
+
+
 def pipeline_picture(theme: tuple[str, ...]) -> plt.Figure:
     """The steps as boxes in a row."""
     background, text, quiet, line, own, _ = theme
@@ -92,17 +124,22 @@ def pipeline_picture(theme: tuple[str, ...]) -> plt.Figure:
 
 
 def main() -> None:
-    """Writes the four files."""
+    """Writes two files of each picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "quality.jsonl")
+    parser.add_argument("--costs", type=Path, default=ROOT / "benchmarks" / "quality_cost.jsonl")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
     args = parser.parse_args()
-    lines = [json.loads(line) for line in args.results.read_text(encoding="utf-8").splitlines()]
+    lines, costs = (
+        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        for file in (args.results, args.costs)
+    )
     mpl.use("svg")
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ptqpipe", "font.family": "sans-serif"})
     args.out.mkdir(parents=True, exist_ok=True)
     for name, theme in THEMES.items():
-        for picture, figure in (("pipeline", pipeline_picture(theme)), ("kl", kl_picture(lines, theme))):
+        drawn = (pipeline_picture(theme), kl_picture(lines, theme), cost_picture(costs, theme))
+        for picture, figure in zip(("pipeline", "kl", "cost"), drawn, strict=True):
             figure.savefig(args.out / f"{picture}-{name}.svg", facecolor=theme[0], metadata={"Date": None})
             plt.close(figure)
 

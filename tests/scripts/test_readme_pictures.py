@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+THEMES = ("light", "dark")
 pytest.importorskip("matplotlib")
 
 
@@ -22,7 +23,7 @@ def texts(picture: Path) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]+)</text>", picture.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", ["pipeline-light.svg", "pipeline-dark.svg", "kl-light.svg", "kl-dark.svg"])
+@pytest.mark.parametrize("name", [f"{of}-{theme}.svg" for of in ("pipeline", "kl", "cost") for theme in THEMES])
 def test_the_committed_pictures_say_what_the_script_draws(pictures: Path, name: str) -> None:
     drawn = texts(pictures / name)
     assert len(drawn) >= 10
