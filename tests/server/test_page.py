@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,9 @@ def test_stop_ends_the_answer_and_errors_are_shown() -> None:
     with serving(slow=0.1) as slow:
         asyncio.run(main(slow.url))
         assert slow.service.engine is not None
+        deadline = time.monotonic() + 30  # the engine drops it at its next step, which the browser does not wait for
+        while not slow.service.engine.counters.finished and time.monotonic() < deadline:
+            time.sleep(0.05)
         assert slow.service.engine.counters.finished == {"cancelled": 1}
 
 
