@@ -136,7 +136,7 @@ def column(found: dict[str, Cell], name: str) -> str:
     if name not in found:
         return ""
     cell = found[name]
-    text = f"{1000 * cell.kl:.2f}"
+    text = f"{1000 * cell.kl:.{2 if cell.kl >= 1e-4 else 3}f}"
     if len(cell.kls) > 1:
         text += f" ±{500 * (max(cell.kls) - min(cell.kls)):.2f}"
     same = comparable(found)
