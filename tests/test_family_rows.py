@@ -13,7 +13,15 @@ import torch
 
 import ptqpipe
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.families import FAMILIES, Family, facts_of, family_of, fuse_of
+from ptqpipe.families import (
+    FAMILIES,
+    Family,
+    facts_of,
+    fails_either_way,
+    family_of,
+    fuse_of,
+    outside_language_model,
+)
 from ptqpipe.options import RecipeOptions
 from ptqpipe.recipe import failing_facts, matches
 from ptqpipe.runtime import load, load_model
@@ -177,6 +185,7 @@ FAILING_KEPT: list[tuple[str, str, str]] = [
     ("glm_ocr", "model.language_model.layers.0.mlp.gate_up_proj", "modelopt"),
     ("gemma4", "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear", "modelopt"),
     ("lfm2_vl", "model.multi_modal_projector.linear_1", "compressed_tensors"),
+    ("lfm2_vl", "model.language_model.layers.0.feed_forward.w1", "modelopt"),
     ("lfm2_moe", "model.layers.0.feed_forward.w1", "modelopt"),
     ("lfm2_moe", "model.layers.0.feed_forward.experts.0.w1", "compressed_tensors"),
     ("granitemoe", "model.layers.0.block_sparse_moe.input_linear", "modelopt"),
@@ -230,6 +239,32 @@ def test_a_kept_module_that_sglang_takes_for_quantized_is_refused_for_it_and_not
     report = verify(done.out, source=model("gemma2"), workers=1)
     assert report.ok
     assert any("is kept, like 7 more of its name: SGLang does not find" in note.message for note in report.notes)
+
+
+def test_what_fails_both_quantized_and_kept_is_not_sent_from_one_to_the_other() -> None:
+    config = {"model_type": "gemma4"}
+    tower = "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear"
+    layer = "model.language_model.layers.0.mlp.up_proj"
+    nvfp4 = get_scheme("nvfp4")
+    for quantized, kept in (({layer: nvfp4}, [tower]), ({tower: nvfp4}, [])):
+        [fact] = [
+            fact
+            for fact, names in failing_facts(config, quantized, container="modelopt", kept=kept)
+            if names == [tower] and fact.readers == ("sglang",)
+        ]
+        assert fails_either_way(config, fact)
+    one_way = {"model_type": "gemma2"}
+    assert not any(fails_either_way(one_way, fact) for fact in facts_of(one_way))
+
+
+@pytest.mark.parametrize("kind", sorted({kind for family in FAMILIES for kind in family.types}))
+def test_no_fact_about_a_tower_or_a_projector_takes_layers_of_the_language_model(kind: str) -> None:
+    names = [
+        f"{prefix}layers.0.{leaf}.weight"
+        for prefix in ("model.", "model.language_model.", "language_model.model.")
+        for leaf in ("self_attn.q_proj", "feed_forward.w1", "mlp.up_proj")
+    ]
+    assert not outside_language_model({"model_type": kind}, names)
 
 
 def test_every_fact_about_readers_of_a_family_is_tried() -> None:

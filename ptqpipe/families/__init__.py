@@ -90,6 +90,15 @@ def facts_of(config: Mapping[str, Any]) -> Iterator[Fact]:
             yield replace(fact, keep=fact.keep._replace(pattern=pattern))
 
 
+def fails_either_way(config: Mapping[str, Any], fact: Fact) -> bool:
+    """Whether the readers that fail where these modules are quantized also fail where they are kept."""
+    return any(
+        other.keep == fact.keep and bool(other.beside) != bool(fact.beside) and set(fact.readers) <= set(other.readers)
+        for other in facts_of(config)
+        if other.fails
+    )
+
+
 def check_config(config: Mapping[str, Any], names: Iterable[str]) -> None:
     """CheckpointError, in one line, where a config.json contradicts the tensors beside it: too few or too many experts,
     a tower without a config, a multi-token prediction layer of which a part is missing.

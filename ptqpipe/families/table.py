@@ -394,7 +394,10 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("lfm2_vl",),
-        facts=(_kept(r"re:(.*\.)?(multi_modal_projector\.|language_model\.layers\.).*", "projector or layer"),),
+        facts=(
+            _kept(r"re:(.*\.)?multi_modal_projector\.", "multimodal projector"),
+            _kept(r"re:(.*\.)?language_model\.layers\.", "layer of the language model"),
+        ),
     ),
     Family(("apertus",), norms=Norms("attention_layernorm", "feedforward_layernorm")),
     Family(("gemma",), norms=Norms(offset=1.0)),

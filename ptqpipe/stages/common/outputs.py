@@ -31,7 +31,7 @@ from ptqpipe.containers import (
 )
 from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import CheckpointError, NumericsError, UnfitFormat, UsageError
-from ptqpipe.families import UNLIKE_EXPERTS, Fact, family_of
+from ptqpipe.families import UNLIKE_EXPERTS, Fact, fails_either_way, family_of
 from ptqpipe.machine import Job
 from ptqpipe.plan import Kept, Member, Plan, Unit, make_plan
 from ptqpipe.qtensor import QTensor
@@ -172,14 +172,15 @@ class Outputs:
             raise UsageError(f"--for {reader}: {reader} has no {kind!r} model; leave --for out, or name another reader")
         for fact, modules in self.failing(config):
             if reader in fact.readers:
-                done, remedy = (
-                    ("kept", "quantize it (without --ignore or a rule that keeps it, in a format that divides it)")
-                    if fact.beside
-                    else ("quantized", f"keep it (--ignore '{modules[0]}', or a rule with format: keep)")
-                )
+                if fails_either_way(config, fact):
+                    remedy = "name another reader"
+                elif fact.beside:
+                    remedy = "quantize it (without --ignore or a rule that keeps it, in a format that divides it)"
+                else:
+                    remedy = f"keep it (--ignore '{modules[0]}', or a rule with format: keep)"
                 raise UsageError(
-                    f"--for {reader}: {modules[0]} ({len(modules)} of this kind) would be {done}, and {fact.fails}; "
-                    f"{remedy}, or leave --for out"
+                    f"--for {reader}: {modules[0]} ({len(modules)} of this kind) would be "
+                    f"{'kept' if fact.beside else 'quantized'}, and {fact.fails}; {remedy}, or leave --for out"
                 )
         experts = (target.scheme.name for target in self.targets if target.experts or experts_of(target.module))
         check_experts(reader, dict.fromkeys(experts), container=self.container_name)

@@ -18,7 +18,7 @@ from ptqpipe.containers import (
     short_json,
 )
 from ptqpipe.errors import CheckpointError, PtqError
-from ptqpipe.families import check_config as check_names, doubts
+from ptqpipe.families import check_config as check_names, doubts, fails_either_way
 from ptqpipe.patterns import expression
 from ptqpipe.plan import conv1d_leaves, is_matrix
 from ptqpipe.recipe import failing_facts
@@ -197,8 +197,10 @@ def _check_structure(ckpt: Source, config: Mapping[str, Any], findings: Findings
     for fact, modules in failing_facts(config, schemes, container=ckpt.container_name, kept=kept_modules(ckpt)):
         first = stored.get(modules[0])
         more = f", like {len(modules) - 1} more of its name" if len(modules) > 1 else ""
+        again = "convert its source again" + (" without keeping it" if fact.beside else "")
+        remedy = "use another reader" if fails_either_way(config, fact) else again
         (findings.fault if fact.unread else findings.note)(
             "readers",
             modules[0] if first is None else first.weight,
-            f"is {'kept' if first is None else first.scheme.name}{more}: {fact.fails}; convert its source again",
+            f"is {'kept' if first is None else first.scheme.name}{more}: {fact.fails}; {remedy}",
         )
