@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from ptqpipe.errors import CheckpointError
+from ptqpipe.families.common import COMMON, DEFAULT_FUSE, UNLIKE_EXPERTS
 from ptqpipe.families.contradictions import another_width, check_experts, check_tower, too_few_layers
-from ptqpipe.families.table import COMMON, DEFAULT_FUSE, FAMILIES, UNLIKE_EXPERTS
+from ptqpipe.families.table import FAMILIES
 from ptqpipe.families.types import Fact, Family, Keep, Mtp, Norms
 
 # What a recipe keeps whatever the model is.

@@ -1,0 +1,167 @@
+"""What several rows of the table of families have in common."""
+
+from dataclasses import replace
+
+from ptqpipe.families.types import Fact, Keep, ModuleOutputs, Mtp, Norms
+
+# What compressed-tensors stores as ``weight_packed`` instead of ``weight``, and what has one scale of a whole matrix.
+PACKED = ("nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp4_w4a8", "int4_g128", "int4_g32", "int8")
+ONE_SCALE = ("fp8_static", "fp8_tensor")
+
+GATES = "gates of a linear-attention layer, a few rows each"
+LINEAR_ATTENTION = (
+    # Readers make one matrix of the two, of 32 to 64 rows; NVIDIA and llm-compressor leave them in bfloat16.
+    Fact(Keep(r"re:(.*\.)?linear_attn\.(in_proj_(a|b|ba)|[ab]_proj)$", GATES)),
+)
+QWEN = (
+    *LINEAR_ATTENTION,
+    # SGLang's qwen3_5_mtp.py and vLLM's qwen3_next_mtp.py, qwen3_5_mtp.py.
+    Fact(
+        Keep(r"re:(.*\.)?mtp\.fc$", "projection into the multi-token prediction layer"),
+        fails=(
+            "SGLang builds it as a plain linear layer, and so does vLLM beside ModelOpt's NVFP4: they find no place "
+            "for codes"
+        ),
+        readers=("sglang",),
+    ),
+    Fact(
+        Keep(r"re:(.*\.)?mtp\.layers\.", "multi-token prediction layer beside ModelOpt's NVFP4", bits=8),
+        fails="SGLang builds it unquantized beside ModelOpt's NVFP4 and cannot load it; vLLM reads it",
+        readers=("sglang",),
+        containers=("modelopt",),
+        by_default=False,
+    ),
+)
+QWEN3_NEXT = (
+    *QWEN,
+    Fact(
+        Keep(r"re:(.*\.)?layers\.\d+\.self_attn\.[qkv]_proj$", "attention beside ModelOpt's NVFP4", bits=8),
+        fails="SGLang builds q, k and v of Qwen3-Next unquantized beside ModelOpt's NVFP4; vLLM reads them",
+        readers=("sglang",),
+        containers=("modelopt",),
+        by_default=False,
+    ),
+    # _make_packed_weight_loader of SGLang's qwen3_next.py.
+    Fact(
+        Keep(r"re:(.*\.)?linear_attn\.in_proj_qkvz$", "linear attention in packed codes"),
+        fails=(
+            "SGLang asks for the plain weight, which compressed-tensors' packed codes have not, and stops with an "
+            "AttributeError; vLLM reads it"
+        ),
+        readers=("sglang",),
+        containers=("compressed_tensors",),
+        formats=PACKED,
+        by_default=False,
+    ),
+    *(
+        Fact(
+            Keep(r"re:(.*\.)?linear_attn\.in_proj_qkvz$", "linear attention with one scale of the whole matrix"),
+            fails="SGLang expects a scale of each part of it and stops with an error of its shape; vLLM reads it",
+            readers=("sglang",),
+            containers=(container,),
+            formats=formats,
+            by_default=False,
+        )
+        for container, formats in (("modelopt", ()), ("compressed_tensors", ONE_SCALE))
+    ),
+)
+
+
+def kept(pattern: str, what: str, *containers: str, beside: str = "re:.*") -> Fact:
+    """A part that SGLang takes for quantized where it is kept. Its models build these layers without their names, or
+    under others than the lists of what is not quantized have: found by scripts/sglang_loads.py with --ignore."""
+    return Fact(
+        Keep(pattern, what),
+        fails=(
+            "SGLang does not find it by its name in the list of what is kept, takes it for quantized, and loses its "
+            "weights without a word or stops"
+        ),
+        beside=beside,
+        readers=("sglang",),
+        containers=containers,
+        by_default=False,
+    )
+
+
+CT = "compressed_tensors"
+LINEAR = r"(.*\.)?(.*_proj|w1|w2|w3|fc1|fc2|dense.*|query_key_value)$"
+KEPT_LAYERS = kept(rf"re:(.*\.)?layers\.\d+\.(self_attn|mlp)\.{LINEAR}", "layer of the language model")
+KEPT_LAYERS_CT = replace(KEPT_LAYERS, containers=(CT,))
+# Found by scripts/sglang_loads.py: SGLang's hunyuan.py, phi.py and persimmon.py give the head no name to look it up by.
+HEAD_AS_CODES = Fact(
+    Keep(r"re:(.*\.)?layers\.", "a model whose head SGLang does not name, in ModelOpt's layout"),
+    fails=(
+        "SGLang takes the head of this family for codes wherever something is in ModelOpt's layout, and stops or, in "
+        "FP8, computes with it without a word; it reads --container compressed_tensors"
+    ),
+    readers=("sglang",),
+    containers=("modelopt",),
+    by_default=False,
+)
+GEMMA4_TOWER = replace(
+    kept(
+        r"re:(.*\.)?vision_tower\.encoder\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|gate|up)_proj\.linear$",
+        "vision tower of Gemma 4",
+    ),
+    fails=(
+        "SGLang does not find the vision tower of Gemma 4 by its names: without a word it loses the weights of one "
+        "that is kept and the scales of one that is quantized"
+    ),
+)
+LATENT = r"re:(.*\.)?self_attn\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa)$"
+MINIMAX_M3 = (("q_proj", "k_proj", "v_proj", "index_q_proj", "index_k_proj"),)
+# Towers and projectors that are kept by default, too: these models are read in no format until SGLang finds the names.
+GLM4V = (kept(r"re:(.*\.)?visual\.(blocks|merger)\.", "vision tower"), KEPT_LAYERS)
+# vLLM makes one matrix of them with q, k and v, so these stay as they are with them.
+DELTA_ATTENTION = (Fact(Keep(r"re:(.*\.)?self_attn\.(b|f_a|f_b|g_a|g_b)_proj$", GATES)),)
+MAMBA1 = (
+    Fact(
+        Keep(r"re:(.*\.)?(mamba|mixer)\.(in|x|dt|out)_proj$", "state-space layer that vLLM builds unquantized"),
+        fails="vLLM builds the projections of Mamba-1 unquantized and finds no place for their codes",
+        readers=("vllm",),
+    ),
+)
+
+
+def mamba2(inner: tuple[str, ...], states: tuple[str, ...], heads: str) -> tuple[ModuleOutputs, ...]:
+    """The gate, the input, B, C and the step sizes that vLLM's MambaMixer2 (mamba_mixer2.py) builds of ``in_proj``."""
+    return (ModuleOutputs(r"(.*\.)?(mamba|mixer)\.in_proj$", (inner, inner, states, states, (heads,))),)
+
+
+# create_qkvz_proj of vLLM's and SGLang's Qwen3.5: q, k and v, with z below them. Qwen3-Next's is one output.
+KEYS = ("linear_num_key_heads", "linear_key_head_dim")
+QWEN3_5_OUTPUTS = (
+    ModuleOutputs(
+        r"(.*\.)?linear_attn\.in_proj_qkv$", (KEYS, KEYS, ("linear_num_value_heads", "linear_value_head_dim"))
+    ),
+)
+GEMMA_SMALL = (
+    # Most have 4 to 256 columns, which blocks do not divide well; vendors and llm-compressor leave all of them.
+    Fact(Keep(r"re:(.*\.)?(altup|laurel)\.", "small projection")),
+    Fact(
+        Keep(
+            r"re:(.*\.)?(per_layer_(input_gate|projection|model_projection)|altup_(unembed_)?projections)(\.|$)",
+            "small projection",
+        )
+    ),
+)
+GEMMA2 = Norms(
+    mlp="pre_feedforward_layernorm",
+    offset=1.0,
+    outputs=("post_attention_layernorm", "post_feedforward_layernorm"),
+)
+GLM4 = Norms(outputs=("post_self_attn_layernorm", "post_mlp_layernorm"))
+SIDE_BY_SIDE = Norms("input_layernorm", "input_layernorm", layer_norm=True)
+BEHIND = Norms("", "", outputs=("post_attention_layernorm", "post_feedforward_layernorm"))
+
+INTERNVL = (
+    Fact(
+        Keep(r"re:(.*\.)?mlp1\.\d+$", "multimodal projector"),
+        fails="vLLM and SGLang build it as plain linear layers and find no place for codes",
+        readers=("vllm", "sglang"),
+    ),
+)
+
+# transformers' modeling_layers.py (MtpModel), vLLM's deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py.
+NUMBERED = Mtp(*(f"model.layers.{{at}}{leaf}" for leaf in ("", ".eh_proj", ".enorm", ".hnorm", ".shared_head.norm")))
+QWEN_MTP = Mtp("mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
