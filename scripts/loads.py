@@ -46,6 +46,17 @@ def tensors_of(folder: Path) -> Tensors:
     return found
 
 
+def tensors_of_drafts(folder: Path) -> Tensors:
+    """Those of the multi-token prediction layer alone, without its number, which readers' models for drafts do not
+    have. Its copies of the embedding and the head are left out: these models share the main one's."""
+    from ptqpipe.families import mtp_layer
+
+    layer = mtp_layer(json.loads((folder / "config.json").read_text()))
+    found = {name.replace(layer, "drafts.").replace(".experts.", ".experts_"): value
+             for name, value in tensors_of(folder).items() if name.startswith((layer, "mtp."))}  # fmt: skip
+    return {name: value for name, value in found.items() if not name.endswith(("embed_tokens.weight", "head.weight"))}
+
+
 def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -188,10 +199,12 @@ def _kinds(names: Iterable[str]) -> list[str]:
 class Reader:
     """A reader's process, which has imported it and loads one checkpoint after the other."""
 
-    def __init__(self, child: str, python: str) -> None:
+    def __init__(self, child: str, python: str, *, drafts: bool = False) -> None:
+        self._drafts = drafts
         command = [python, str(ROOT / "scripts" / child)]
         log = open(os.environ.get("LOADS_LOG", os.devnull), "a")  # noqa: SIM115
         environment = {**os.environ, "PYTHONPATH": os.environ.get("READER_PYTHONPATH", "")}
+        environment["LOADS_DRAFTS"] = "1" if drafts else ""
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
         )
@@ -210,7 +223,7 @@ class Reader:
             with safe_open(out, "pt") as file:
                 methods = json.loads(file.metadata()["methods"])
                 loaded = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        return {"methods": methods} | compare(tensors_of(packed), loaded)
+        return {"methods": methods} | compare(tensors_of_drafts(packed) if self._drafts else tensors_of(packed), loaded)
 
     def close(self) -> None:
         """Ends the process."""
@@ -219,11 +232,18 @@ class Reader:
         self._process.wait()
 
 
-def family_models(kinds: Iterable[str], scratch: Path) -> Iterator[Path]:
-    """Tiny models of families, in their vendors' layout; all of them for no ``kinds``."""
+def family_models(kinds: Iterable[str], scratch: Path, *, drafts: bool = False) -> Iterator[Path]:
+    """Tiny models of families, in their vendors' layout; all of them for no ``kinds``.
+
+    drafts  those with a multi-token prediction layer, with it
+    """
     sys.path.insert(0, str(ROOT))
     from tests import families, family_rows
 
+    if drafts:
+        for kind in kinds or families.DRAFTING:
+            yield families.make_model(scratch / kind, kind, mtp=True)
+        return
     for kind in kinds or [*family_rows.PUBLISHED, *families.LOADED]:
         if kind in families.LOADED:
             yield families.make_model(scratch / kind, kind)
@@ -245,9 +265,13 @@ def checks(
     child: Reader,
     *,
     ignore: list[str],
+    mtp: str | None = None,
     known: Container[tuple[str, ...]],
 ) -> Iterator[dict[str, Any]]:
-    """A line for each model and output that is not ``known``: (model, scheme, container, patterns of ``ignore``)."""
+    """A line for each model and output that is not ``known`` (`_known`).
+
+    mtp  what becomes of the multi-token prediction layer, where that is what is looked at: keep or a format
+    """
     import ptqpipe
     from ptqpipe.errors import PtqError
 
@@ -255,24 +279,27 @@ def checks(
         name = model.parent.name if model.name == "hf" else model.name
         for output in outputs:
             scheme, _, container = output.partition("@")
-            if (name, scheme, container, *ignore) in known:
+            if (name, scheme, container, mtp or "", *ignore) in known:
                 continue
-            line: dict[str, Any] = {"model": name, "output": scheme} | ({"ignore": ignore} if ignore else {})
+            line: dict[str, Any] = {"model": name, "output": scheme}
+            line |= ({"ignore": ignore} if ignore else {}) | ({"mtp": mtp} if mtp else {})
             with tempfile.TemporaryDirectory() as scratch:
                 try:
                     done = ptqpipe.convert(
                         model, format=scheme, container=container or None, out=Path(scratch, "out"), search="absmax",
-                        global_scale="absmax", workers=1, requantize=True, ignore=ignore,
+                        global_scale="absmax", workers=1, requantize=True, ignore=ignore, mtp=mtp or "keep",
                     )  # fmt: skip
                 except PtqError as error:
                     yield line | {"container": container, "not_written": str(error)}
                     continue
                 line["container"] = done.record["container"]
-                said = refusal(reader, model, scheme, line["container"], ignore)
+                said = refusal(reader, model, scheme, line["container"], ignore, mtp or "keep")
                 yield line | ({"refused": said} if said else {}) | child.load(done.out)
 
 
-def refusal(reader: str, model: Path, scheme: str, container: str, ignore: Iterable[str] = ()) -> str:
+def refusal(
+    reader: str, model: Path, scheme: str, container: str, ignore: Iterable[str] = (), mtp: str = "keep"
+) -> str:
     """What ``convert --for`` says instead of writing a model in a format for a reader; empty where it writes it."""
     from ptqpipe.errors import UsageError
     from ptqpipe.recipe import RecipeOptions
@@ -280,7 +307,8 @@ def refusal(reader: str, model: Path, scheme: str, container: str, ignore: Itera
     from ptqpipe.stages.pipeline.call import for_reader
 
     try:
-        options = for_reader(reader, RecipeOptions(scheme=scheme, container=container, ignore=tuple(ignore)), None)
+        asked = RecipeOptions(scheme=scheme, container=container, ignore=tuple(ignore), mtp=mtp)
+        options = for_reader(reader, asked, None)
         prepare(model, options=options, reader=reader, requantize=True).close()
     except UsageError as error:
         return str(error)
@@ -288,9 +316,12 @@ def refusal(reader: str, model: Path, scheme: str, container: str, ignore: Itera
 
 
 def _known(results: Path | None) -> set[tuple[str, ...]]:
-    """(model, scheme, container, patterns of what was ignored) of the lines of a file of results."""
+    """(model, scheme, container, its layer for drafts, patterns of what was ignored) of a file of results."""
     lines = results.read_text().splitlines() if results and results.exists() else []
-    return {(row["model"], row["output"], row["container"], *row.get("ignore", ())) for row in map(json.loads, lines)}
+    return {
+        (row["model"], row["output"], row["container"], row.get("mtp", ""), *row.get("ignore", ()))
+        for row in map(json.loads, lines)
+    }
 
 
 def main(reader: str, child: str, description: str, argv: list[str] | None = None) -> int:
@@ -301,18 +332,24 @@ def main(reader: str, child: str, description: str, argv: list[str] | None = Non
     parser.add_argument(f"--{reader}", dest="python", required=True, metavar="PYTHON", help="of its environment")
     parser.add_argument("--outputs", nargs="+", default=outputs_of(reader), metavar="SCHEME[@CONTAINER]")
     parser.add_argument("--ignore", nargs="+", default=[], metavar="PATTERN", help="modules that convert leaves out")
+    if reader == "sglang":
+        parser.add_argument(
+            "--drafts", choices=("keep", "fp8", "nvfp4"), metavar="MTP",
+            help="its model for drafts, of the multi-token prediction layer that convert --mtp MTP writes",
+        )  # fmt: skip
     parser.add_argument("--results", type=Path, help="file to which the lines are appended as well")
     options = parser.parse_args(argv)
     query = f"from importlib.metadata import version as v; print(v('{reader}'))"
     environment = {**os.environ, "PYTHONPATH": os.environ.get("READER_PYTHONPATH", "")}
     asked = subprocess.run([options.python, "-c", query], capture_output=True, text=True, check=True, env=environment)
-    bad, process = False, Reader(child, options.python)
+    mtp = getattr(options, "drafts", None)
+    bad, process = False, Reader(child, options.python, drafts=mtp is not None)
     with tempfile.TemporaryDirectory() as name:
         models = [*options.models]
         if options.families is not None:
-            models += family_models(options.families, Path(name))
+            models += family_models(options.families, Path(name), drafts=mtp is not None)
         for found in checks(
-            reader, models, options.outputs, process, ignore=options.ignore, known=_known(options.results)
+            reader, models, options.outputs, process, ignore=options.ignore, mtp=mtp, known=_known(options.results)
         ):
             bad |= bool(found.get("missing")) and "refused" not in found
             line = json.dumps({**found, reader: asked.stdout.strip()})

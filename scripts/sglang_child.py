@@ -72,7 +72,7 @@ def load(ckpt: str) -> Any:
     backend = "triton" if kind.startswith(("gemma4", "gpt_oss")) else "torch_native"  # what SGLang takes on a CPU
     options = ServerArgs(model_path=ckpt, device="cpu", attention_backend=backend, disable_cuda_graph=True)
     publish(options, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=0, gpu_id=0))
-    config = ModelConfig.from_server_args(options)
+    config = ModelConfig.from_server_args(options, is_draft_model=bool(os.environ.get("LOADS_DRAFTS")))
     for part in {id(one): one for one in (config.hf_config, config.hf_text_config)}.values():
         adjust_tp_num_heads_if_necessary(part, 1, True)  # what its models read on a CPU
     init_distributed_environment(1, 0, f"file://{ckpt}.store", 0, "gloo")

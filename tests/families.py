@@ -15,6 +15,8 @@ from tests import image_text, tiny
 
 # Those that the loaders of vLLM and SGLang are tried with.
 LOADED = ("deepseek_v3", "deepseek_v32", "glm4_moe", "llama4_text", "qwen3_5", "qwen3_vl", "mistral3", "internvl")
+# Those whose multi-token prediction layer SGLang's model for drafts is tried with.
+DRAFTING = ("deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next", "qwen3_5_text")
 
 HIDDEN, VOCABULARY, LAYERS = 128, 96, 2
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ KINDS = {*family_rows.PUBLISHED, *families.LOADED}
 
 
 def rows(reader: str) -> list[dict[str, Any]]:
-    """The lines of a reader's results; those of SGLang with a layer kept apart."""
-    file = {"vllm": "vllm_fills", "sglang": "sglang_families", "sglang with a layer kept": "sglang_kept"}[reader]
+    """The lines of a reader's results; those of SGLang with a layer kept, and of its models for drafts, apart."""
+    file = {
+        "vllm": "vllm_fills",
+        "sglang": "sglang_families",
+        "sglang with a layer kept": "sglang_kept",
+        "sglang for drafts": "sglang_drafts",
+    }[reader]
     return [json.loads(line) for line in (ROOT / "benchmarks" / f"{file}.jsonl").read_text().splitlines()]
 
 
@@ -30,22 +36,21 @@ def lost(row: dict[str, Any]) -> list[str]:
     return [name for name in row.get("missing", ()) if not name.endswith(unused)]
 
 
-LOST = [(reader.split()[0], row["model"], row["output"], row["container"], tuple(row.get("ignore", ())))
-        for reader in ("vllm", "sglang", "sglang with a layer kept") for row in rows(reader)
-        if row["model"] in KINDS and lost(row)]  # fmt: skip
+LOST = [(reader.split()[0], row["model"], row["output"], row["container"], tuple(row.get("ignore", ())), row.get("mtp"))
+        for reader in ("vllm", "sglang", "sglang with a layer kept", "sglang for drafts") for row in rows(reader)
+        if row["model"] in {*KINDS, *families.DRAFTING} and lost(row)]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Makes each model once."""
-    made: dict[str, Path] = {}
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes each model once; ``mtp``: with its multi-token prediction layer."""
 
-    def of(kind: str) -> Path:
-        if kind not in made:
-            folder = tmp_path_factory.mktemp("loaded") / kind
-            own = kind in families.LOADED
-            made[kind] = families.make_model(folder, kind) if own else family_rows.make(folder, kind, published=True)
-        return made[kind]
+    @cache
+    def of(kind: str, mtp: bool = False) -> Path:
+        folder = tmp_path_factory.mktemp("loaded") / kind
+        if mtp or kind in families.LOADED:
+            return families.make_model(folder, kind, mtp=mtp)
+        return family_rows.make(folder, kind, published=True)
 
     return of
 
@@ -70,17 +75,28 @@ def test_a_model_that_a_reader_does_not_have_stops_it_and_is_refused_for_it_in_e
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("reader", "kind", "scheme", "container", "ignore"), LOST)
+def test_every_model_for_drafts_was_tried_with_its_layer_kept_and_quantized() -> None:
+    wanted = {(scheme, container) for scheme, found in READERS["sglang"].items() for container in found}
+    tried: dict[tuple[str, str], set[tuple[str, str]]] = {}
+    for row in rows("sglang for drafts"):
+        tried.setdefault((row["model"], row["mtp"]), set()).add((row["output"], row["container"]))
+        assert row.get("refused") or (row["landed"] and not lost(row)), row
+    assert set(tried) == {(kind, mtp) for kind in families.DRAFTING for mtp in ("keep", "fp8")}
+    assert all(done >= wanted for done in tried.values())
+
+
+@pytest.mark.parametrize(("reader", "kind", "scheme", "container", "ignore", "mtp"), LOST)
 def test_what_a_reader_loses_without_a_word_is_refused_for_it(
     reader: str,
     kind: str,
     scheme: str,
     container: str,
     ignore: tuple[str, ...],
-    model: Callable[[str], Path],
+    mtp: str | None,
+    model: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
     call: dict[str, Any] = {"format": scheme, "container": container, "out": tmp_path / "out", "requantize": True}
-    call["ignore"] = ignore
+    call |= {"ignore": ignore, "mtp": mtp or "keep"}
     with pytest.raises(UsageError, match=f"reader {reader}|contradicts"):
-        ptqpipe.convert(model(kind), reader=reader, **call)
+        ptqpipe.convert(model(kind, mtp=mtp is not None), reader=reader, **call)

@@ -276,6 +276,8 @@ def kept_experts(kept: Iterable[str], targets: Sequence[Target]) -> list[str]:
 _WHOLES = (
     (r"^(?!.*\.experts\.)(.*\.)?[qkv]_proj$", r"\1qkv_proj"),
     (r"^(?!.*\.experts\.)(.*\.)?(gate|up)_proj$", r"\1gate_up_proj"),
+    (r"^(.*\.)?(q_a_proj|kv_a_proj_with_mqa)$", r"\1fused_qkv_a_proj"),  # vLLM
+    (r"^(.*\.)?(q_a_proj|kv_a_proj_with_mqa)$", r"\1fused_qkv_a_proj_with_mqa"),  # SGLang
 )
 _SELF_DECODER = (r"\b(?=(altup_projections\.\d+|per_layer_model_projection)$)", "self_decoder.")
 _READERS_NAMES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -310,6 +312,17 @@ def _readers_name(module: str, config: Mapping[str, Any]) -> str:
     return module
 
 
+def _drafting_name(module: str, config: Mapping[str, Any]) -> str:
+    """What SGLang 0.5.23 calls a module of the layer behind the last, or the head, in the model of its own with which
+    it drafts (deepseek_nextn.py, glm4_moe_nextn.py). Not found by this name the layer would be taken for codes."""
+    layers = config.get("num_hidden_layers")
+    if not config.get("num_nextn_predict_layers"):
+        return module
+    if module == "lm_head":
+        return "model.shared_head.head"
+    return re.sub(rf"^model\.layers\.{layers}\.(?=self_attn\.|mlp\.)", "model.decoder.", module)
+
+
 def module_list(
     kept_modules: Iterable[str], targets: Sequence[Target], config: Mapping[str, Any] = MappingProxyType({})
 ) -> list[str]:
@@ -323,4 +336,5 @@ def module_list(
     names += [re.sub(*whole, name) for whole in _WHOLES for name in names]
     if not any(name.split(".")[-1] == "lm_head" for name in (*names, *quantized)):
         names.append("lm_head")
+    names += [_drafting_name(name, config) for name in names]
     return [name for name in dict.fromkeys(names) if name not in quantized]

@@ -189,14 +189,19 @@ def _arguments(algorithm: str) -> dict[str, Any]:
     )
 
 
+# Of these SGLang's is_layer_excluded takes an entry for those of every layer.
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+
+
 def _exclusion(module: str, quantized: Sequence[str]) -> str:
     """A kept module as a pattern with the readers' wildcards.
 
     vLLM also takes an entry for a substring: "model.layers.0.mlp.gate" would leave model.layers.0.mlp.gate_up_proj
-    unquantized. Where that could happen the last letter goes into brackets: as a wildcard that is the same name, as a
-    substring it matches nothing.
+    unquantized, and SGLang goes by the last part of some names. Where that could happen the last letter goes into
+    brackets: as a wildcard that is the same name, as a substring or a last part it matches nothing.
     """
-    if any(module in name for name in quantized):
+    leaf = module.rpartition(".")[2]
+    if any(module in name or (leaf in _LATENT and name.endswith(leaf)) for name in quantized):
         return f"{module[:-1]}[{module[-1]}]"
     return module
 

@@ -41,6 +41,19 @@ QWEN3_NEXT = (
         containers=("modelopt",),
         by_default=False,
     ),
+    # SGLang's qwen3_next_mtp.py names its modules like those of the first decoder layer, so that no list can tell them
+    # apart. Found by scripts/sglang_loads.py --drafts.
+    Fact(
+        Keep(r"re:(.*\.)?mtp\.layers\.\d+\..*_proj$", "multi-token prediction layer beside FP8"),
+        fails=(
+            "SGLang, where it drafts with it, takes it for quantized and computes with weights without their scales, "
+            "without a word; the model without its speculative decoding loads"
+        ),
+        beside="re:.*",
+        readers=("sglang",),
+        formats=("fp8_dynamic", "fp8_static", "fp8_block"),
+        by_default=False,
+    ),
     # _make_packed_weight_loader of SGLang's qwen3_next.py.
     Fact(
         Keep(r"re:(.*\.)?linear_attn\.in_proj_qkvz$", "linear attention in packed codes"),
@@ -108,7 +121,6 @@ GEMMA4_TOWER = replace(
         "that is kept and the scales of one that is quantized"
     ),
 )
-LATENT = r"re:(.*\.)?self_attn\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa)$"
 MINIMAX_M3 = (("q_proj", "k_proj", "v_proj", "index_q_proj", "index_k_proj"),)
 # Towers and projectors that are kept by default, too: these models are read in no format until SGLang finds the names.
 GLM4V = (kept(r"re:(.*\.)?visual\.(blocks|merger)\.", "vision tower"), KEPT_LAYERS)

@@ -26,18 +26,6 @@ FAMILIES: tuple[Family, ...] = (
                 formats=(*shared.PACKED, *shared.ONE_SCALE),
                 by_default=False,
             ),
-            # is_layer_excluded of SGLang's modelopt_quant.py asks for these by the end of their names.
-            Fact(
-                Keep(shared.LATENT, "latent projections of one layer"),
-                fails=(
-                    "SGLang takes these projections of every layer for kept where ModelOpt's list of what is kept has "
-                    "one of them, and stops"
-                ),
-                beside=shared.LATENT,
-                readers=("sglang",),
-                containers=("modelopt",),
-                by_default=False,
-            ),
         ),
         mtp=shared.NUMBERED,
         norms=Norms(),

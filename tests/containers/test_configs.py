@@ -504,6 +504,39 @@ def test_what_readers_fuse_is_listed_by_the_name_of_the_whole_too(container: str
     assert not any("experts" in name and "gate_up_proj" in name for name in listed)
 
 
+@pytest.mark.parametrize("container", ["compressed_tensors", "modelopt", "deepseek_fp8"])
+def test_the_layer_that_sglang_drafts_with_is_listed_by_the_names_of_its_own_model(container: str) -> None:
+    # deepseek_nextn.py and glm4_moe_nextn.py: "decoder" for the layer behind the last, a head below "shared_head"
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    kept = [
+        "model.layers.1.self_attn.o_proj",
+        "model.layers.2.self_attn.o_proj",
+        "model.layers.2.mlp.experts.0.up_proj",
+    ]
+    target = Target("model.layers.0.self_attn.o_proj.weight", get_scheme("fp8_block"))
+    for count in (0, 1):
+        request = ConfigRequest({**config, "num_nextn_predict_layers": count}, [target], kept)
+        described = get_container(container).configs(request)["config.json"]["quantization_config"]
+        listed = {*described.get("ignore", described.get("modules_to_not_convert"))}
+        own = {"model.decoder.self_attn.o_proj", "model.decoder.mlp.experts.0.up_proj", "model.shared_head.head"}
+        assert listed & own == (own if count else set())
+        assert {*kept, "lm_head"} <= listed
+
+
+def test_a_latent_projection_that_is_kept_does_not_speak_for_those_of_other_layers() -> None:
+    # is_layer_excluded of SGLang's modelopt_quant.py goes by the last part of these names, vLLM's by the whole alone
+    kept = [f"model.layers.1.self_attn.{leaf}" for leaf in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj")]
+    names = [f"model.layers.0.self_attn.{leaf}.weight" for leaf in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj")]
+    targets = [Target(name, get_scheme("nvfp4")) for name in names]
+    files = get_container("modelopt").configs(ConfigRequest({"model_type": "deepseek_v3"}, targets, kept))
+    listed = files["config.json"]["quantization_config"]["ignore"]
+    assert not {name.rpartition(".")[2] for name in listed} & {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"}
+    assert all(any(fnmatchcase(name, entry) for entry in listed) for name in kept)
+    assert not any(fnmatchcase(name.removesuffix(".weight"), entry) for name in names for entry in listed)
+    whole = {f"model.layers.1.self_attn.fused_qkv_a_proj{end}" for end in ("", "_with_mqa")}
+    assert whole <= {*listed}
+
+
 @pytest.mark.parametrize("container", ["compressed_tensors", "modelopt"])
 def test_what_vllm_calls_otherwise_is_listed_by_both_names(container: str) -> None:
     kept = ["model.altup_projections.0", "model.altup_unembed_projections.0", "model.per_layer_model_projection"]

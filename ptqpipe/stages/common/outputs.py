@@ -175,7 +175,8 @@ class Outputs:
                 if fails_either_way(config, fact):
                     remedy = "name another reader"
                 elif fact.beside:
-                    remedy = "quantize it (without --ignore or a rule that keeps it, in a format that divides it)"
+                    without = "without --ignore or a rule that keeps it, in a format that divides it"
+                    remedy = "quantize it (--mtp fp8)" if "mtp" in modules[0].split(".") else f"quantize it ({without})"
                 else:
                     remedy = f"keep it (--ignore '{modules[0]}', or a rule with format: keep)"
                 raise UsageError(
