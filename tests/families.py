@@ -182,13 +182,13 @@ def make_v4(
     """
     grid = 128 // block
     e8m0 = torch.exp2(torch.arange(grid * grid).reshape(grid, grid) % 3 - 4.0).to(torch.float8_e8m0fnu)
-    base, generator = "layers.0", torch.Generator().manual_seed(4)
+    base, generator, floats = "layers.0", torch.Generator().manual_seed(4), torch.Generator().manual_seed(5)
     tensors = {
-        "embed.weight": torch.randn(96, 128).bfloat16(),
-        f"{base}.attn.wkv.weight": torch.randn(128, 128).to(torch.float8_e4m3fn),
+        "embed.weight": torch.randn(96, 128, generator=floats).bfloat16(),
+        f"{base}.attn.wkv.weight": torch.randn(128, 128, generator=floats).to(torch.float8_e4m3fn),
         f"{base}.attn.wkv.scale": e8m0,
-        f"{base}.ffn.gate.weight": torch.randn(4, 128).bfloat16(),
-        "head.weight": torch.randn(96, 128).bfloat16(),
+        f"{base}.ffn.gate.weight": torch.randn(4, 128, generator=floats).bfloat16(),
+        "head.weight": torch.randn(96, 128, generator=floats).bfloat16(),
     }
     for expert in ("0.w1", "0.w2", "0.w3"):
         scales = torch.tensor(exponents).repeat(128 * 4 // len(exponents)).reshape(128, 4)
