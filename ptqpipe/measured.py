@@ -16,7 +16,7 @@ import torch
 
 from ptqpipe.formats import Format, unpack
 from ptqpipe.global_scale import absmax_divisor, absmax_global
-from ptqpipe.kernels.decoding import decoded
+from ptqpipe.kernels.decoding import decoded, same_numbers
 from ptqpipe.qtensor import QTensor, check_finite, code_places, encode, magnitude_codes, scale_values, to_blocks
 from ptqpipe.search.enlarged import enlarge
 from ptqpipe.search.proof import Optimality, chosen_scale, cost, prove
@@ -67,8 +67,12 @@ def counting(
     def take(member: int, row: int, q: QTensor) -> None:
         sink(member, row, q)
         if weights[member].below_8_bits:
-            rows = weights[member].rows(row, row + q.shape[0])
-            changed[member, row] = Changes.of(decoded(q).cpu(), rows, q.fmt)
+            run = row, row + q.shape[0]
+            source = weights[member].quantized(*run)
+            same = source is not None and same_numbers(q, source)
+            changed[member, row] = (
+                Changes() if same else Changes.of(decoded(q).cpu(), weights[member].rows(*run), q.fmt)
+            )
 
     return take if any(weight.below_8_bits for weight in weights) else sink
 

@@ -1,15 +1,13 @@
 """A checkpoint as a set of named weights, whatever its container: what convert, verify and eval read from.
 
 A plain checkpoint's tensors are its weights. A quantized one's stored parts (codes, scales) stand for one logical
-weight each, which is decoded when it is read. `Origins` says of a source which rows of which tensor each weight of a
-checkpoint made from it stands for: decided from names and shapes of the source alone, for every weight that could be
-quantized, so that a stored weight with any other name or shape has no origin.
+weight each, which is decoded when it is read.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,17 +21,14 @@ from ptqpipe.containers import (
     decode,
     detect_container,
     get_container,
-    kv_scale,
     merged_config,
 )
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.folded import folded, open_folded
 from ptqpipe.formats import Format
-from ptqpipe.plan import Member, Plan, Slice, make_plan
+from ptqpipe.plan import Plan, Slice
 from ptqpipe.qtensor import QTensor
-from ptqpipe.recipe import Recipe, Rule
 from ptqpipe.rotation import rotated_weight
-from ptqpipe.schemes import Abilities, get_scheme
 
 RUN_ELEMENTS = 1 << 20
 _ALIGN = 128  # rows: a multiple of every block that a source or a format has, whole columns aside
@@ -113,9 +108,18 @@ class Source:
                     f"original{remedy}"
                 )
 
-    def quantized(self, weight: str, *, expert: int | None = None, rows: tuple[int, int] | None = None) -> QTensor:
-        """A stored weight (one expert of a stack), or some of its rows, as a QTensor."""
-        return decode(self.stored[weight], self.load, expert=expert, rows=rows)
+    def quantized(
+        self,
+        weight: str,
+        *,
+        expert: int | None = None,
+        rows: tuple[int, int] | None = None,
+        memory: Memory | None = None,
+    ) -> QTensor:
+        """A stored weight (one expert of a stack), or some of its rows, as a QTensor; in ``memory`` as
+        `CheckpointReader.read` takes it."""
+        load = self.load if memory is None else partial(self.load, memory=memory)
+        return decode(self.stored[weight], load, expert=expert, rows=rows)
 
     def runs(
         self,
@@ -164,9 +168,9 @@ class Source:
         values = torch.empty(0) if part is None else self.reader.read(part.name).float().flatten()
         return values if divisor is None else 1.0 / values
 
-    def load(self, name: str, start: int | None, stop: int | None) -> torch.Tensor:
+    def load(self, name: str, start: int | None, stop: int | None, memory: Memory | None = None) -> torch.Tensor:
         """Rows [start, stop) of a stored tensor's first axis, all of it for None: what containers read with."""
-        return self.reader.read(name, start=start or 0, stop=stop)
+        return self.reader.read(name, start=start or 0, stop=stop, memory=memory)
 
     def __enter__(self) -> "Source":
         return self
@@ -233,8 +237,9 @@ class Scratch:
 class SourceRows:
     """The rows of one weight of a source, [out, in] whatever its orientation on disk; reads them when asked.
 
-    cache   keeps what was read: for units whose passes fit the memory limit, and for transposed weights, which have
-            to be read whole; of other weights of that kind (AWQ, GPTQ) the codes are kept
+    cache   keeps what was read, codes below 8 bits beside the numbers: for units whose passes fit the memory limit, and
+            for transposed weights, which have to be read whole; of weights that have to be read whole for their order
+            (AWQ, GPTQ) the codes are kept in any case
     memory  where a cached weight is decoded to, or read to, past the page cache; fresh and through the cache without it
     """
 
@@ -253,16 +258,34 @@ class SourceRows:
         self._where = where
         self._cache = cache or where.transposed
         self._whole: torch.Tensor | None = None
-        self._codes: QTensor | None = None  # of a weight that has to be read whole, decoded by runs of rows
+        self._codes: tuple[int, QTensor] | None = None  # the first row, among those of the source's matrix, and codes
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) in the stored dtype; float32 where they are decoded or their columns rotated."""
         if self._whole is not None:
             return self._whole[start:stop]
-        if self._cache:
+        few = stop - start < min(self.shape[0], RUN_ELEMENTS // self.shape[1])
+        if self._cache and not (few and self._codes is not None):  # a few rows of codes at hand are decoded alone
             self._whole = self._read(0, self.shape[0])
             return self._whole[start:stop]
         return self._read(start, stop)
+
+    def quantized(self, start: int, stop: int) -> QTensor | None:
+        """Rows [start, stop) as the source stores them below 8 bits; None where their numbers are not those of its
+        codes one by one: of any other weight, of one that is rotated or has a low-rank part, and where rows share
+        blocks."""
+        where = self._where
+        stored = self._source.stored.get(where.tensor)
+        if stored is None or not self.below_8_bits or stored.scheme.fmt.block[0] != 1 or where.rotation:
+            return None
+        if stored.scheme.rotation or stored.scheme.low_rank is not None:
+            return None
+        q, _ = self._stored_rows(start, stop)
+        if where.step == 1:
+            return q
+        zeros = None if q.zeros is None else q.zeros[:: where.step]
+        shape = (stop - start, self.shape[1])
+        return replace(q, shape=shape, data=q.data[:: where.step], scales=q.scales[:: where.step], zeros=zeros)
 
     @property
     def below_8_bits(self) -> bool:
@@ -298,21 +321,37 @@ class SourceRows:
 
     def _decode(self, start: int, stop: int) -> torch.Tensor:
         """Rows of a stored weight, decoded. Its codes are [out, in] whatever the orientation of the float tensor."""
+        q, first = self._stored_rows(start, stop)
+        memory = self._memory if (start, stop) == (0, self.shape[0]) else None
+        room = None if memory is None else memory(4 * q.shape[0] * q.shape[1]).view(torch.float32)
+        rows = self._source.stored[self._where.tensor].plain(q, memory=room)
+        return rows[first : first + (stop - start - 1) * self._where.step + 1 : self._where.step].contiguous()
+
+    def _stored_rows(self, start: int, stop: int) -> tuple[QTensor, int]:
+        """Whole blocks of rows of the source's matrix with all of these rows, and the number of the first of these."""
         where = self._where
         stored = self._source.stored[where.tensor]
+        if self._codes is None and (stored.whole is not None or (self._cache and self.below_8_bits)):
+            wanted = (0, stored.shape[0]) if stored.whole is not None else self._span(0, self.shape[0])
+            self._codes = wanted[0], self._quantized(wanted)
+        begin, end = self._span(start, stop)
+        first = where.start + start * where.step - begin
+        if self._codes is None:
+            return self._quantized((begin, end)), first
+        at, q = self._codes
+        return (q if (begin, end) == (at, at + q.shape[0]) else q.narrow(0, begin - at, end - begin)), first
+
+    def _span(self, start: int, stop: int) -> tuple[int, int]:
+        """Rows [begin, end) of the source's matrix: whole blocks, with these rows in them."""
+        where, stored = self._where, self._source.stored[self._where.tensor]
         block_rows = stored.scheme.fmt.step(0)
-        first = where.start + start * where.step
+        begin = (where.start + start * where.step) // block_rows * block_rows
         last = where.start + (stop - 1) * where.step + 1
-        begin = first // block_rows * block_rows  # whole blocks only
-        end = min(-(-last // block_rows) * block_rows, stored.shape[0])
-        if stored.whole is None:
-            q = self._source.quantized(where.tensor, expert=where.expert, rows=(begin, end))
-        else:
-            if self._codes is None:
-                self._codes = self._source.quantized(where.tensor, expert=where.expert)
-            q = self._codes.narrow(0, begin, end - begin)
-        memory = None if self._memory is None else self._memory(4 * q.shape[0] * q.shape[1]).view(torch.float32)
-        return stored.plain(q, memory=memory)[first - begin : last - begin : where.step].contiguous()
+        return begin, min(-(-last // block_rows) * block_rows, stored.shape[0])
+
+    def _quantized(self, rows: tuple[int, int]) -> QTensor:
+        where, memory = self._where, self._memory
+        return self._source.quantized(where.tensor, expert=where.expert, rows=rows, memory=memory)
 
     def _read_plane_rows(self, name: str, first: int, count: int, columns: int, memory: Memory | None) -> torch.Tensor:
         """``count`` rows from row ``first`` of the stack seen as one tall matrix."""
@@ -321,72 +360,3 @@ class SourceRows:
         dtype = self._source.reader.read(name, start=0, stop=0).dtype
         raw = self._source.reader.read_raw(name, start=first * width, stop=(first + count) * width, memory=memory)
         return raw.view(dtype).reshape(count, columns)
-
-
-@dataclass(frozen=True, slots=True)
-class Origins:
-    """A source, and by weight name the members that could be made of it: ``experts`` one weight per expert, ``stacks``
-    one weight per stack (expert number -> member). ``divided`` counts the weights that one source tensor becomes,
-    ``kept`` has the source tensor by the name that it has in the checkpoint where it is kept."""
-
-    source: Source
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
-    weights: Mapping[str, Member]
-    stacks: Mapping[str, Mapping[int, Member]]
-    divided: Mapping[str, int]
-    kept: Mapping[str, str]
-
-    @classmethod
-    def of(cls, source: Source, *, container: Container | None = None) -> "Origins":
-        """All weights that a source could give to a checkpoint with this layout; None for a plain one."""
-        single = {member.weight: member for member in _members(source, stacks=False)}
-        stacks: dict[str, dict[int, Member]] = {}
-        for member in _members(source, stacks=True):
-            if member.stack is not None and member.source.expert is not None:
-                stacks.setdefault(member.weight, {})[member.source.expert] = member
-        divided = Counter(member.source.tensor for member in single.values())
-        kept = {name: name for name in source.tensors}
-        for name, (dtype, shape) in source.tensors.items():
-            spelled = kv_scale(name, dtype, shape, container=container)
-            if spelled is not None:
-                kept[spelled.name] = name
-        return cls(source, source.tensors, single, stacks, divided, kept)
-
-    def find(self, stored: StoredWeight) -> tuple[Slice, ...] | None:
-        """The origin of each expert of a stored weight (one entry where it is no stack), None if there is none."""
-        found = self._origins(stored)
-        if not found or any(shape != stored.shape for _, shape in found):
-            return None
-        return tuple(replace(part, rotation=stored.scheme.rotation) for part, _ in found)
-
-    def rows(self, part: Slice, shape: tuple[int, int], *, cache: bool = False) -> SourceRows:
-        """The rows of one origin."""
-        return SourceRows(self.source, part, shape=shape, cache=cache)
-
-    def _origins(self, stored: StoredWeight) -> list[tuple[Slice, tuple[int, int]]]:
-        """(origin, its shape as [out, in]) of every expert; empty where the source has none."""
-        shape = self.tensors.get(stored.weight, ("", ()))[1]
-        if stored.experts is not None:
-            stack = self.stacks.get(stored.weight, {})
-            members = [stack[e] for e in range(stored.experts) if e in stack]
-            whole = len(shape) == 3 and shape[0] == stored.experts == len(members)
-            oriented = all(member.source.transposed is stored.transposed for member in members)
-            return [(member.source, member.shape) for member in members] if whole and oriented else []
-        member = self.weights.get(stored.weight)
-        if len(shape) == 2:
-            if member is not None and member.source.transposed is not stored.transposed:
-                return []
-            rows, columns = (shape[1], shape[0]) if stored.transposed else (shape[0], shape[1])
-            return [(Slice(stored.weight, transposed=stored.transposed), (rows, columns))]
-        return [(member.source, member.shape)] if member is not None else []
-
-
-def _members(source: Source, *, stacks: bool) -> list[Member]:
-    """Every weight that a rule without exceptions would quantize."""
-    everything = Recipe((Rule("*", get_scheme("fp8_dynamic")),), keep=())
-    try:
-        abilities = Abilities(stacks=stacks, transposed=True)
-        plan = make_plan(source.tensors, source.reader.config, recipe=everything, abilities=abilities)
-    except UsageError:  # nothing in it could be quantized
-        return []
-    return [member for unit in plan.units for member in unit.members]

@@ -8,8 +8,8 @@ alternating, ``--repeat`` times in one run, every measurement in a process of it
 convert  ``python -m ptqpipe convert``, from the start of the interpreter to its exit, everything on disk
 copy     reading all bytes of the source and writing as many as the output has, through one loop of 8 MiB pieces, fsync
 direct   the same past the page cache, as convert reads and writes (ptqpipe/checkpoint/direct.py), in pieces of 32 MiB
-search   what convert computes for every unit (scales, codes, errors), weights in memory, on the same number of threads;
-         loading is not timed
+search   what convert computes for every unit (scales, codes, errors), weights in memory (as codes where the source has
+         fewer than 8 bits), on the same number of threads; loading is not timed
 
 PTQPIPE_ISA=avx2 measures as on a processor without AVX-512; the line says so.
 
@@ -218,9 +218,10 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
                 continue
             weights = [SourceRows(prepared.source, m.source, shape=m.shape, cache=True) for m in job.unit.members]
             held.append((job.unit, weights))
-            size += sum(
-                weight.rows(0, 1).element_size() * math.prod(weight.shape) for weight in weights
-            )  # reads it all
+            for weight in weights:  # reads it all: codes below 8 bits, or numbers
+                codes = weight.quantized(0, weight.shape[0])
+                numbers = 0 if codes is not None else weight.rows(0, 1).element_size() * math.prod(weight.shape)
+                size += numbers if codes is None else codes.nbytes
             elements += job.unit.elements
             if size >= HELD_BYTES:
                 wall, cpu = flush(held)

@@ -52,9 +52,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recipe":       {"errors", "families", "schemes", "patterns", "regular_file", "options"},
     "plan":         {"dtypes", "errors", "families", "formats", "schemes", "recipe"},
     "folded":       {"dtypes", "errors", "checkpoint", "transforms"},
-    "source":       {
-        "errors", "formats", "schemes", "qtensor", "checkpoint", "containers", "plan", "recipe", "folded", "rotation",
-    },
+    "source":       {"errors", "formats", "qtensor", "checkpoint", "containers", "plan", "folded", "rotation"},
+    "origins":      {"errors", "schemes", "containers", "plan", "recipe", "source"},
     "card":         {"errors", "quantities", "regular_file", "checkpoint", "evaluation", "record", "source"},
     "record":       {"errors", "checkpoint", "containers"},
     "scan":         {"algorithms", "formats", "global_scale", "qtensor", "report", "source"},
@@ -81,9 +80,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "stages":       {
         "_version", "dtypes", "errors", "formats", "schemes", "qtensor", "patterns", "regular_file", "global_scale",
         "families", "kernels", "search", "algorithms", "transforms", "containers", "checkpoint", "recipe", "plan",
-        "source", "record", "folded", "measured", "statistics", "rounding", "calibration", "runtime", "evaluation",
-        "report", "engine", "server", "collectives", "options", "inputs", "processes", "quantities", "readers",
-        "rotation", "rows", "scan", "card", "machine", "tensor_names",
+        "source", "origins", "record", "folded", "measured", "statistics", "rounding", "calibration", "runtime",
+        "evaluation", "report", "engine", "server", "collectives", "options", "inputs", "processes", "quantities",
+        "readers", "rotation", "rows", "scan", "card", "machine", "tensor_names",
     },
     "api":          {
         "errors", "formats", "schemes", "qtensor", "algorithms", "source", "options", "stages", "checkpoint",

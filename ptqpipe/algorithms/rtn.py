@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ptqpipe.algorithms import calibrated
+from ptqpipe.algorithms.carried import carry
 from ptqpipe.algorithms.unit import (
     CHUNK_ELEMENTS,
     ROUNDING_MARGIN,
@@ -54,6 +55,9 @@ def quantize(task: Task) -> UnitResult:
         return calibrated.quantize(task)
     if fmt.one_scale:
         return _quantize_as_one(task)
+    carried = carry(task)
+    if carried is not None:
+        return carried
     amax = largest(task)
     samples = [
         torch.cat([weight.rows(*run) for run in sample_rows(weight.shape, fmt)]).to(task.device)

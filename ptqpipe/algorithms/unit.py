@@ -176,11 +176,17 @@ CPU = torch.device("cpu")
 
 
 class Weight(Protocol):
-    """A matrix [N, K] that gives its rows when asked, as often as asked."""
+    """A matrix [N, K] that gives its rows when asked, as often as asked.
+
+    rows       their numbers
+    quantized  the codes that they are stored in below 8 bits; None where they are not
+    """
 
     shape: tuple[int, int]
 
     def rows(self, start: int, stop: int) -> torch.Tensor: ...
+
+    def quantized(self, start: int, stop: int) -> QTensor | None: ...
 
 
 class LoadedWeight:
@@ -193,6 +199,10 @@ class LoadedWeight:
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop)."""
         return self._w[start:stop]
+
+    def quantized(self, start: int, stop: int) -> QTensor | None:
+        """None: it is numbers."""
+        return None
 
 
 Sink = Callable[[int, int, QTensor], None]

@@ -11,7 +11,7 @@ from ptqpipe.errors import FormatError
 from ptqpipe.formats import Codec, Format, packed_columns
 from ptqpipe.kernels import cpu_library as lib
 from ptqpipe.kernels.cpu_tensors import DTYPES, check_global, checked_grid, readable
-from ptqpipe.qtensor import code_values
+from ptqpipe.qtensor import QTensor, code_values
 
 
 def dequantize(
@@ -63,6 +63,27 @@ def decode_error(
     sums = torch.zeros(2, dtype=torch.float64)
     job.w, job.w_dtype, job.w_stride, job.sums = w.data_ptr(), DTYPES[w.dtype], w.stride(0), sums.data_ptr()
     if lib.call("ptq_decode_rows", ctypes.byref(job)) != lib.OK:
+        return None
+    return float(sums[0]), float(sums[1])
+
+
+def code_difference(q: QTensor, other: QTensor, *, only_compare: bool = False) -> tuple[float, float] | None:
+    """(sum (decode of q - decode of other)^2, sum (decode of other)^2) in float64: `decode_error` for weights that are
+    codes themselves, of the same shape, without decoding them to memory.
+
+    ``only_compare``: of the first it is said whether it is 0, and of the second nothing. None for what has no kernel.
+    """
+    if any(part.low_rank is not None or part.zeros is not None for part in (q, other)) or q.shape != other.shape:
+        return None
+    jobs = [
+        _decode_job(part.data, part.scales, part.fmt, part.shape, part.global_scale, part.global_divides)
+        for part in (q, other)
+    ]
+    if jobs[0] is None or jobs[1] is None:
+        return None
+    sums = torch.zeros(2, dtype=torch.float64)
+    jobs[0].other, jobs[0].sums, jobs[0].only_compare = ctypes.addressof(jobs[1]), sums.data_ptr(), only_compare
+    if lib.call("ptq_decode_rows", ctypes.byref(jobs[0])) != lib.OK:
         return None
     return float(sums[0]), float(sums[1])
 

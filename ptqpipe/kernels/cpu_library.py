@@ -15,7 +15,7 @@ from pathlib import Path
 from ptqpipe.errors import FormatError, one_line
 
 LIBRARY = Path(__file__).with_name("_cpu.so")  # where setup.py puts it
-ABI = 18
+ABI = 19
 ISAS = ("avx512", "avx2", "neon", "baseline")  # best first
 OK, NOT_FINITE, UNSUPPORTED, NO_MEMORY = 0, 1, 2, 3  # what a call returns
 
@@ -42,7 +42,14 @@ Decode = struct(
     "ptq_decode",
     data=_POINTER, data_stride=_LONG, rows=_LONG, cols=_LONG, scales=_POINTER, scale_cols=_LONG, block_rows=_LONG,
     block_cols=_LONG, values=_POINTER, scale_values=_POINTER, code_bits=_INT, scale_codes=_INT, out_dtype=_INT,
-    w_dtype=_INT, out=_POINTER, w=_POINTER, w_stride=_LONG, sums=_POINTER,
+    w_dtype=_INT, out=_POINTER, w=_POINTER, w_stride=_LONG, sums=_POINTER, other=_POINTER,
+    only_compare=_LONG,
+)  # fmt: skip
+Carry = struct(
+    "ptq_carry",
+    data=_POINTER, scales=_POINTER, data_stride=_LONG, scale_stride=_LONG, rows=_LONG, cols=_LONG, step=_INT,
+    exponent=_INT, places=_POINTER, exponents=_POINTER, block_rows=_LONG, block_cols=_LONG, out=_POINTER,
+    out_scales=_POINTER, lost=_POINTER,
 )  # fmt: skip
 Encode = struct(
     "ptq_encode",

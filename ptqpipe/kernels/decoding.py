@@ -12,3 +12,12 @@ def decoded(q: QTensor, *, memory: torch.Tensor | None = None) -> torch.Tensor:
         return q.dequantize()
     found = cpu.dequantize(q.data, q.scales, q.fmt, q.global_scale, global_divides=q.global_divides, memory=memory)
     return q.dequantize() if found is None else found
+
+
+def same_numbers(q: QTensor, other: QTensor) -> bool:
+    """Whether the compiled kernel finds that both decode to the same finite numbers, zero and its negative being one;
+    False where it does not compare them."""
+    if not cpu.available():
+        return False
+    found = cpu.code_difference(q, other, only_compare=True)
+    return found is not None and found[0] == 0

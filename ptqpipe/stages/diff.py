@@ -17,9 +17,10 @@ import torch
 
 from ptqpipe.containers import HF_QUANT_CONFIG, Role, decode_input_global
 from ptqpipe.dtypes import DTYPES
+from ptqpipe.origins import Origins
 from ptqpipe.plan import Member, Slice
 from ptqpipe.quantities import number
-from ptqpipe.source import Origins, Source, SourceRows, row_runs
+from ptqpipe.source import Source, SourceRows, row_runs
 from ptqpipe.stages.common import CARD, finite, is_ours, json_differences, name_pattern, role_of, sqnr_db, table
 
 _ROUNDED = 1e-6  # a reciprocal's reciprocal may be the next float32

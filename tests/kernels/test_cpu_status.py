@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from ptqpipe.cli import main
 from ptqpipe.formats import get_format
 from ptqpipe.kernels import cpu, cpu_library
+from ptqpipe.qtensor import QTensor
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no compiled kernels here")
@@ -21,6 +22,9 @@ W = torch.ones(128, 128, dtype=torch.bfloat16)
 E2M1 = get_format("mxfp4").element
 FORMAT, ROWS = get_format("mxfp4"), get_format("fp8_channel")
 F = torch.ones(128, 128)
+CODES = QTensor(
+    FORMAT, (128, 128), torch.zeros(128, 64, dtype=torch.uint8), torch.full((128, 4), 127, dtype=torch.uint8)
+)
 OF_BLOCKS = (torch.ones(8, 16, 16), torch.ones(8, 16), torch.ones(8, 16, 16), torch.ones(8, dtype=torch.uint8))
 
 
@@ -53,6 +57,10 @@ CALLS: dict[str, Callable[[], Any]] = {
     "dequantize": lambda: cpu.dequantize(
         torch.zeros(128, 64, dtype=torch.uint8), torch.full((128, 4), 127, dtype=torch.uint8), FORMAT
     ),
+    "code_difference": lambda: cpu.code_difference(CODES, CODES),
+    "fp4_places": lambda: cpu.fp4_places(CODES),
+    "fp4_to_nvfp4": lambda: cpu.fp4_to_nvfp4(CODES, 0),
+    "fp4_to_e4m3": lambda: cpu.fp4_to_e4m3(CODES, torch.zeros(128, 1, dtype=torch.int16), ROWS),
     "feed_forward": lambda: cpu.feed_forward(F, F, F, F, E2M1),
     "descend": lambda: cpu.descend(F, F, torch.zeros(128, 128, dtype=torch.uint8), F, F, F, E2M1),
     "feed_rows": lambda: cpu.feed_rows(F, F, F.t(), E2M1),

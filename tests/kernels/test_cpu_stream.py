@@ -115,6 +115,34 @@ def test_decode_error_has_the_bits_of_its_reference(name, shape, dtype):
     assert cpu.decode_error(q.data, q.scales, q.fmt, strided, q.global_scale) == reference.decode_error(q, w)
 
 
+@built
+@pytest.mark.parametrize(("name", "shape"), QTENSORS)
+def test_the_difference_of_codes_is_that_of_their_numbers(name, shape):
+    """Of the same numbers, of those with one code changed, and of numbers in another format."""
+    q, changed = random_qtensor(name, shape, seed=54), random_qtensor(name, shape, seed=54)
+    changed.data[-1, -1] ^= 1
+    other = encode(q.dequantize(), torch.ones(shape[0], 1, dtype=torch.bfloat16), fmt=get_format("fp8_channel"))
+    for one in (q, changed, other):
+        expected = reference.decode_error(q, one.dequantize())
+        assert cpu.code_difference(q, one) == expected
+        compared = cpu.code_difference(q, one, only_compare=True)
+        assert compared is not None
+        assert (compared[0] == 0) is (expected[0] == 0) is (one is q)
+
+
+@built
+def test_no_number_is_the_same_as_itself_and_zero_is_as_its_negative():
+    q = random_qtensor("mxfp4", (2, 64), seed=55)
+    for nan in (0, 1):
+        q.scales[1, 1] = 255 if nan else 120
+        found = cpu.code_difference(q, q)
+        assert found is not None
+        assert math.isnan(found[0]) is bool(nan)
+    zeros = QTensor(q.fmt, q.shape, torch.zeros_like(q.data), torch.full_like(q.scales, 120))
+    negative = QTensor(q.fmt, q.shape, torch.full_like(q.data, 0x88), torch.full_like(q.scales, 120))
+    assert cpu.code_difference(zeros, negative) == (0.0, 0.0)
+
+
 def test_the_reference_sums_in_the_order_it_states():
     """16 lanes by column, rows in order, halves folded: in plain Python floats; and near the true sum."""
     q = random_qtensor("nvfp4", (9, 48), seed=46)

@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PTQ_ABI 18
+#define PTQ_ABI 19
 
 enum { PTQ_F32 = 0, PTQ_F16 = 1, PTQ_BF16 = 2 };                       // dtype
 enum { PTQ_E2M1 = 0, PTQ_E4M3 = 1, PTQ_E2M3 = 2, PTQ_E3M2 = 3,           // element
@@ -43,7 +43,7 @@ struct ptq_amax {
     int32_t dtype, unused;
 };
 
-// value(code) * scale in float32: written to `out`, compared with `w`, or both.
+// value(code) * scale in float32: written to `out`, compared with `w` (or with what `other` says), or both.
 struct ptq_decode {
     const uint8_t *data;          // packed codes, rows data_stride bytes apart
     int64_t data_stride, rows, cols;
@@ -57,6 +57,23 @@ struct ptq_decode {
     const void *w;                // rows w_stride elements apart, or null
     int64_t w_stride;
     double *sums;                 // [2] sum (decode - w)^2, sum w^2, or null
+    const struct ptq_decode *other;  // codes in the place of `w`, of as many rows and columns, or null
+    int64_t only_compare;         // with `other`: sum w^2 is not wanted
+};
+
+enum { PTQ_PLACES = 0, PTQ_TO_NVFP4 = 1, PTQ_TO_E4M3 = 2 };  // step of a ptq_carry
+enum { PTQ_NO_PLACE = -32768 };  // of a block of zeros
+
+// MXFP4 (E2M1 in blocks of 32, E8M0 scales) in other codes, without loss; csrc/carry.h has the places.
+struct ptq_carry {
+    const uint8_t *data, *scales;  // [rows, cols/2] and [rows, cols/32], rows so many bytes apart:
+    int64_t data_stride, scale_stride, rows, cols;
+    int32_t step, exponent;       // TO_NVFP4: of the global scale, a power of two
+    int16_t *places;              // PLACES: [rows, cols/32], of the largest number of each block
+    const int16_t *exponents;     // TO_E4M3: [rows/block_rows, cols/block_cols], of the scales, powers of two
+    int64_t block_rows, block_cols;
+    uint8_t *out, *out_scales;    // TO_NVFP4: [rows, cols/2] and [rows, cols/16]; TO_E4M3: [rows, cols] and null
+    int64_t *lost;                // blocks that cannot be written without loss, or null
 };
 
 // Codes of E4M3 or integers, one to a byte, for given float32 scales.
@@ -183,6 +200,7 @@ struct ptq_ops {
     int32_t (*quantize_blocks)(const struct ptq_blocks *job);
     int32_t (*amax)(const struct ptq_amax *job, float *out, int64_t *first_bad);
     int32_t (*decode)(const struct ptq_decode *job);
+    int32_t (*carry)(const struct ptq_carry *job);
     int32_t (*encode)(const struct ptq_encode *job);
     int32_t (*quantize_long)(const struct ptq_long *job);
     int32_t (*columns)(const struct ptq_columns *job);

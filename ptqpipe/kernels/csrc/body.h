@@ -14,6 +14,7 @@ namespace {
 #include "rules.h"
 #include "blocks.h"
 #include "stream.h"
+#include "carry.h"
 #include "long_floor.h"
 #include "integers.h"
 #include "long.h"
@@ -28,6 +29,6 @@ namespace {
 extern "C" int32_t PTQ_COLLECTIVE(const struct ptq_collective *job) { return collective(job); }
 #else
 extern "C" int32_t PTQ_COLLECTIVE(const struct ptq_collective *job);
-extern "C" const struct ptq_ops PTQ_OPS = {PTQ_NAME, quantize_blocks, amax, decode, encode, quantize_long, columns,
-                                        pass,   &linear_ops, PTQ_COLLECTIVE, rms_norm};
+extern "C" const struct ptq_ops PTQ_OPS = {PTQ_NAME, quantize_blocks, amax, decode, carry, encode, quantize_long,
+                                        columns,  pass, &linear_ops, PTQ_COLLECTIVE, rms_norm};
 #endif

@@ -51,6 +51,11 @@ EXPORT int32_t ptq_decode_rows(const char *name, const struct ptq_decode *job) {
     return ops ? ops->decode(job) : PTQ_UNSUPPORTED;
 }
 
+EXPORT int32_t ptq_carry_codes(const char *name, const struct ptq_carry *job) {
+    const struct ptq_ops *ops = ops_called(name);
+    return ops ? ops->carry(job) : PTQ_UNSUPPORTED;
+}
+
 EXPORT int32_t ptq_encode_rows(const char *name, const struct ptq_encode *job) {
     const struct ptq_ops *ops = ops_called(name);
     return ops ? ops->encode(job) : PTQ_UNSUPPORTED;

@@ -86,7 +86,17 @@ static int32_t amax(const ptq_amax *j, float *out, int64_t *first_bad) {
 struct Decoder {
     const ptq_decode *j;
     float pairs[256][2];  // 4-bit codes: the values of a byte's two nibbles
+
+    explicit Decoder(const ptq_decode *job) : j(job) {
+        if (j && j->code_bits == 4)
+            for (int i = 0; i < 256; ++i) pairs[i][0] = j->values[i & 15], pairs[i][1] = j->values[i >> 4];
+    }
 };
+
+INLINE bool decodes(const ptq_decode *j) {
+    if ((j->code_bits == 4 && j->block_cols % 2) || (j->code_bits == 6 && j->block_cols % 4)) return false;
+    return j->code_bits == 4 || j->code_bits == 6 || j->code_bits == 8;
+}
 
 // n values of the codes at p (on a byte edge), times s, each product rounded to float32.
 INLINE void decode_run(const Decoder *d, const uint8_t *p, int n, float s, float *out) {
@@ -109,6 +119,18 @@ INLINE void decode_run(const Decoder *d, const uint8_t *p, int n, float s, float
         __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)(p + k / 2)));
         __m512i nibbles = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));  // only the low 4 bits of a lane count
         _mm512_storeu_ps(out + k, (__m512)((vf)_mm512_permutexvar_ps(nibbles, table) * (vf)scale));
+    }
+#elif defined(PTQ_AVX2)
+    const __m256 low = _mm256_loadu_ps(values), high = _mm256_loadu_ps(values + 8), scale = _mm256_set1_ps(s);
+    const __m256i places = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    for (; k + 8 <= n; k += 8) {
+        int32_t word;
+        memcpy(&word, p + k / 2, sizeof word);
+        const __m256i code = _mm256_srlv_epi32(_mm256_set1_epi32(word), places);  // three bits of a lane count
+        const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(code, 28));    // and the fourth, as a sign
+        const __m256 value =
+            _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, code), _mm256_permutevar8x32_ps(high, code), upper);
+        _mm256_storeu_ps(out + k, (__m256)((vf)value * (vf)scale));
     }
 #endif
     for (; k < n; k += 2) {
@@ -165,13 +187,36 @@ INLINE void add_squares(const float *x, const float *w, int n, Sums *sums) {
     memcpy(sums->error, error, sizeof error), memcpy(sums->energy, energy, sizeof energy);
 }
 
+// Whether x and w are the same numbers, zero and its negative being one; n a multiple of SUM_LANES.
+INLINE bool same_numbers(const float *x, const float *w, int n) {
+    vi differ = splat(0);
+    for (int k = 0; k < n; k += W) {
+        vf a, b;
+        memcpy(&a, x + k, sizeof a), memcpy(&b, w + k, sizeof b);
+        differ = differ | select(less_equal(a, b), splat(0), splat(1)) | select(less_equal(b, a), splat(0), splat(1));
+    }
+    int32_t any_lane = 0;
+    for (int i = 0; i < W; ++i) any_lane |= differ[i];
+    return !any_lane;
+}
+
+// The energy of add_squares alone: what it does where x and w are the same numbers, whose differences add +0.
+INLINE void add_energy(const float *w, int n, Sums *sums) {
+    vd energy[SUM_VECTORS];
+    memcpy(energy, sums->energy, sizeof energy);
+    for (int k = 0; k < n; k += SUM_LANES)
+        for (int i = 0; i < SUM_VECTORS; ++i) {
+            vhalf a;
+            memcpy(&a, w + k + i * (W / 2), sizeof a);
+            const vd v = __builtin_convertvector(a, vd);
+            energy[i] = energy[i] + v * v;
+        }
+    memcpy(sums->energy, energy, sizeof energy);
+}
+
 static int32_t decode(const ptq_decode *j) {
-    if ((j->code_bits == 4 && j->block_cols % 2) || (j->code_bits == 6 && j->block_cols % 4)) return PTQ_UNSUPPORTED;
-    if (j->code_bits != 4 && j->code_bits != 6 && j->code_bits != 8) return PTQ_UNSUPPORTED;
-    Decoder d;
-    d.j = j;
-    if (j->code_bits == 4)
-        for (int i = 0; i < 256; ++i) d.pairs[i][0] = j->values[i & 15], d.pairs[i][1] = j->values[i >> 4];
+    if (!decodes(j) || (j->other && !decodes(j->other))) return PTQ_UNSUPPORTED;
+    const Decoder d(j), other(j->other);
     Sums sums;
     memset(&sums, 0, sizeof sums);
     alignas(64) float x[CHUNK], w[CHUNK];
@@ -180,10 +225,12 @@ static int32_t decode(const ptq_decode *j) {
             const int n = j->cols - first < CHUNK ? (int)(j->cols - first) : CHUNK;
             decode_chunk(&d, row, first, n, x);
             if (j->out) store_decoded(x, n, j->out_dtype, j->out, row * j->cols + first);
-            if (!j->w) continue;
-            to_floats(j->w_dtype, j->w, row * j->w_stride + first, n, w);
+            if (!j->w && !j->other) continue;
+            if (j->other) decode_chunk(&other, row, first, n, w);
+            else to_floats(j->w_dtype, j->w, row * j->w_stride + first, n, w);
             for (int k = n; k % SUM_LANES; ++k) x[k] = w[k] = 0.0f;
-            add_squares(x, w, n, &sums);
+            if (!j->other || !same_numbers(x, w, (n + SUM_LANES - 1) / SUM_LANES * SUM_LANES)) add_squares(x, w, n, &sums);
+            else if (!j->only_compare) add_energy(w, n, &sums);
         }
     if (j->sums) {
         double lanes[2][SUM_LANES];

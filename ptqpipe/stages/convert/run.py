@@ -5,6 +5,7 @@ its place. Memory is a few chunks for each worker, whatever the size of the mode
 alone.
 """
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,8 @@ from ptqpipe.statistics import Statistics
 # A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.
 LOST = 0.5
 
+_PARTS = 4  # that a weight is read in at most: codes, scales, a global scale, and its numbers
+
 _of_worker = threading.local()
 
 
@@ -102,7 +105,7 @@ class Conversion(Rewrite[OutputJob]):
         """As `Rewrite`: a unit's weights as they are in memory, which most searches read more than once."""
         if not isinstance(job, QuantizeUnit):
             return 0
-        return sum(member.elements * _element_bytes(self.source, member) for member in job.unit.members)
+        return math.ceil(sum(member.elements * _element_bytes(self.source, member) for member in job.unit.members))
 
     def extra_bytes(self, job: OutputJob) -> int:
         """As `Rewrite`: what choosing the codes of a unit takes, by the algorithms' own estimates."""
@@ -254,10 +257,12 @@ def _check_memory(conversion: Conversion, machine: Machine) -> None:
     )
 
 
-def _element_bytes(source: Source, member: Member) -> int:
-    """Of a weight in memory: as it is stored, float32 where it is decoded or rotated."""
+def _element_bytes(source: Source, member: Member) -> float:
+    """Of a weight in memory: as it is stored, float32 where it is decoded or rotated, with its codes below 8 bits."""
     name = member.source.tensor
-    return 4 if member.source.rotation or name in source.stored else DTYPES[source.tensors[name][0]][1]
+    low = source.below_8_bits(name)
+    codes = 0 if low is None else low.bits_per_weight(source.stored[name].shape) / 8
+    return codes + (4 if member.source.rotation or name in source.stored else DTYPES[source.tensors[name][0]][1])
 
 
 def _weights(job: QuantizeUnit, source: Source, nbytes: int | None) -> list[SourceRows]:
@@ -268,7 +273,7 @@ def _weights(job: QuantizeUnit, source: Source, nbytes: int | None) -> list[Sour
         scratch = _of_worker.scratch = Scratch()
     members = job.unit.members
     if nbytes is not None:
-        scratch.begin(nbytes + (64 + margin()) * len(members))
+        scratch.begin(nbytes + _PARTS * (64 + margin()) * len(members))
     cache = nbytes is not None
     return [SourceRows(source, m.source, shape=m.shape, cache=cache, memory=scratch.take) for m in members]
 

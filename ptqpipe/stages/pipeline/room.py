@@ -20,10 +20,11 @@ from ptqpipe.evaluation.log_probabilities import MOST
 from ptqpipe.evaluation.scores import scoring_bytes
 from ptqpipe.inputs import OUT_ROWS
 from ptqpipe.options import PipelineOptions
+from ptqpipe.origins import Origins
 from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.rows import files_of
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
-from ptqpipe.source import Origins, Source
+from ptqpipe.source import Source
 from ptqpipe.stages.common import layer_of
 from ptqpipe.stages.pipeline.table import Way
 

@@ -14,10 +14,11 @@ import torch
 from ptqpipe.containers import StoredWeight
 from ptqpipe.errors import UsageError
 from ptqpipe.measured import prove_weight
+from ptqpipe.origins import Origins
 from ptqpipe.record import Record
 from ptqpipe.report import Histogram, Proof, ReportedWeight, ScaleChoice, WorstBlock
 from ptqpipe.scan import STORED, Scan, codes_of, compare_choices, scale_axis
-from ptqpipe.source import Origins, Source, SourceRows
+from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common import Machine, counting_bar, expert_of, layer_of, role_of
 from ptqpipe.stages.verify.groups import fused_groups
 

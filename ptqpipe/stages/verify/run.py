@@ -17,12 +17,13 @@ from typing import Any
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import StoredWeight, is_kv_scale
 from ptqpipe.errors import UsageError
+from ptqpipe.origins import Origins
 from ptqpipe.plan import Unit
 from ptqpipe.record import Record, claims_ownership, read_record
 from ptqpipe.report import tuned_judgement
 from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.search.proof import Optimality
-from ptqpipe.source import Origins, Source, SourceRows
+from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common import (
     BIAS_REASON as CORRECTED,
     Outputs,

@@ -16,8 +16,9 @@ import torch
 
 from ptqpipe.checkpoint import OWN_FILES, NotFinite
 from ptqpipe.containers import StoredWeight, is_kv_scale
+from ptqpipe.origins import Origins
 from ptqpipe.regular_file import read_json
-from ptqpipe.source import Origins, Source
+from ptqpipe.source import Source
 from ptqpipe.stages.common import CARD, ORIGINAL, is_ours, same_json
 from ptqpipe.stages.verify.findings import Findings
 
