@@ -580,23 +580,36 @@ def test_a_thread_that_waits_for_a_dead_rank_does_not_spoil_the_exit_code() -> N
     assert (done.returncode, done.stdout) == (7, "said\n"), done.stderr
 
 
-FROZEN = """
-import atexit, gc, sys
+ENDING = """
+import atexit, sys, threading, time
 import ptqpipe.__main__, ptqpipe.cli
 
-atexit.register(lambda: print(gc.get_freeze_count() > 1000))
-sys.modules.update(dict.fromkeys(sys.argv[1:]))
-ptqpipe.cli.main = sys.exit
+class Kept:
+    def __del__(self, say=print):
+        say("taken apart")
+
+def work():
+    time.sleep(0.3)
+    print("worked")
+
+kept = Kept()
+atexit.register(print, "asked")
+if sys.argv[1:]:
+    threading.Thread(target=work).start()
+ptqpipe.cli.main = lambda: sys.exit(3)
 ptqpipe.__main__.run()
 """
 
 
-def test_python_looks_for_no_cycles_while_it_ends_but_where_a_library_would_complain() -> None:
-    for imported, frozen in (("torch", "True\n"), ("triton", "False\n")):
-        done = subprocess.run(
-            [sys.executable, "-c", FROZEN, imported], capture_output=True, text=True, timeout=120, check=True
-        )
-        assert done.stdout == frozen
+@pytest.mark.parametrize(
+    ("options", "said"), [((), "asked\n"), (("works on",), "worked\nasked\ntaken apart\n")], ids=["idle", "working"]
+)
+def test_what_a_command_leaves_in_memory_is_not_taken_apart_unless_a_thread_still_works(
+    options: tuple[str, ...], said: str
+) -> None:
+    command = [sys.executable, "-c", ENDING, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (3, said), done.stderr
 
 
 def test_a_gpu_that_is_found_and_not_used_is_said_once_unless_a_device_was_chosen(
