@@ -19,8 +19,10 @@ from ptqpipe.errors import NumericsError
 from ptqpipe.formats import FORMATS, pack
 from ptqpipe.kernels import cpu
 from ptqpipe.kernels.cpu_carry import NO_PLACE, fp4_places, fp4_to_nvfp4, value_of
+from ptqpipe.plan import Slice
 from ptqpipe.qtensor import QTensor, encode
 from ptqpipe.search import brute_force
+from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.verify.run import verify
 from tests import families, tiny
 
@@ -232,6 +234,24 @@ def gptoss(folder: Path) -> Path:
     return tiny.save(folder, tensors, config=config)
 
 
+@pytest.mark.parametrize("cache", [False, True])
+def test_rows_of_codes_are_those_of_the_numbers(tmp_path: Path, cache: bool) -> None:
+    """Of every second row of an expert, too, where codes are kept and where they are read each time; then of all."""
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    with Source.open(gptoss(tmp_path / "source")) as source:
+        for where, rows in ((Slice(name, expert=1), 256), (Slice(name, start=1, step=2, expert=1), 128)):
+            whole = SourceRows(source, where, shape=(rows, 128)).rows(0, rows)
+            weight = SourceRows(source, where, shape=(rows, 128), cache=cache)
+            for start, stop in ((10, 30), (0, rows), (rows - 1, rows)):
+                q = weight.quantized(start, stop)
+                assert q is not None
+                assert torch.equal(q.dequantize(), whole[start:stop])
+                assert torch.equal(weight.rows(start, stop), whole[start:stop])
+        assert SourceRows(source, Slice("model.embed_tokens.weight"), shape=(32, 128)).quantized(0, 32) is None
+        turned = Slice(name, expert=1, rotation=32)
+        assert SourceRows(source, turned, shape=(256, 128)).quantized(0, 32) is None
+
+
 def packed(folder: Path, **options: Any) -> Path:
     """What `convert` makes of a float model."""
     made = ptqpipe.convert(tiny.save(folder / "float", tiny.llama()), out=folder / "low", workers=1, **options).out
@@ -239,8 +259,20 @@ def packed(folder: Path, **options: Any) -> Path:
     return Path(made)
 
 
+def modelopt(folder: Path) -> Path:
+    up, g = "model.layers.0.mlp.up_proj", generator(1)
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(32, 128).bfloat16(),
+        f"{up}.weight": torch.randint(0, 256, (128, 64), generator=g).to(torch.uint8),
+        f"{up}.weight_scale": torch.randint(115, 121, (128, 4), generator=g).to(torch.uint8),
+    }
+    quantization = {"quant_method": "modelopt", "quant_algo": "W4A16_MXFP4", "ignore": []}
+    return tiny.save(folder, tensors, config={"model_type": "llama", "quantization_config": quantization})
+
+
 LAYOUTS = {
     "gpt-oss": gptoss,
+    "ModelOpt": modelopt,
     "DeepSeek-V4": families.make_v4,
     "compressed-tensors": lambda folder: packed(folder, format="mxfp4", container="compressed_tensors"),
     "ptqpipe": lambda folder: packed(folder, format="mxfp4a16", container="ptqpipe"),

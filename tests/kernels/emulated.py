@@ -135,11 +135,16 @@ def _number(argument: Any, kept: list[Any]) -> int:
 
 
 def _move_pointers(job: Any, kept: list[Any]) -> None:
-    """Every address in a struct as the other process knows it, and those of the one list of addresses there is."""
+    """Every address in a struct as the other process knows it, and those in what it points to: the one list of
+    addresses there is, and codes to compare with."""
     if type(job).__name__ == "ptq_collective" and job.messages:
         messages = (ctypes.c_void_p * job.ranks).from_address(job.messages)
         kept.append((ctypes.c_void_p * job.ranks)(*(at and at ^ _MOVED for at in messages)))
         job.messages = ctypes.addressof(kept[-1])
+    if type(job).__name__ == "ptq_decode" and job.other:
+        kept.append(type(job).from_buffer_copy(type(job).from_address(job.other)))
+        _move_pointers(kept[-1], kept)
+        job.other = ctypes.addressof(kept[-1])
     for name, kind in job._fields_:
         at = getattr(job, name)
         if kind is ctypes.c_void_p and at:
