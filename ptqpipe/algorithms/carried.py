@@ -67,13 +67,15 @@ def carry(task: Task) -> UnitResult | None:
         g, way = None, _to_fp8(task, places)
     if way is None:
         return None
-    errors = [_written(task, index, way, amax) for index in range(len(task.weights))]
-    if any(error is None for error in errors):
-        return None
-    promises = (Promise(scales=True, codes=True),) * len(errors)
-    found = tuple(error for error in errors if error is not None)
-    versus = 1.0 if g is None else 0.0
-    return UnitResult(None if g is None else float(g), versus, found, True, promises, ({},) * len(found))
+    errors: list[WeightError] = []
+    for member in range(len(task.weights)):
+        error = _written(task, member, way, amax)
+        if error is None:
+            return None
+        errors.append(error)
+    versus, promise = 1.0 if g is None else 0.0, Promise(scales=True, codes=True)
+    own = None if g is None else float(g)
+    return UnitResult(own, versus, tuple(errors), True, (promise,) * len(errors), ({},) * len(errors))
 
 
 def _is_nvfp4(fmt: Format) -> bool:
@@ -116,7 +118,8 @@ def _sampled(weight: Weight, fmt: Format) -> Iterator[torch.Tensor]:
     """The sampled rows, run by run, decoded when they are asked for."""
     for run in sample_rows(weight.shape, fmt):
         q = weight.quantized(*run)
-        yield weight.rows(*run) if q is None else decoded(q)
+        assert q is not None  # `_places_of` has seen all of them
+        yield decoded(q)
 
 
 def _to_nvfp4(g: torch.Tensor) -> Carry:
@@ -163,7 +166,7 @@ def _of_blocks(places: torch.Tensor, fmt: Format, shape: tuple[int, int]) -> tor
 def _written(task: Task, member: int, way: Carry, amax: float) -> WeightError | None:
     """Sends every row of one weight; None where a number is lost."""
     weight, fmt = task.weights[member], task.fmt
-    squared = energy = 0.0
+    energy = 0.0
     for start, stop in row_runs(weight.shape, block_rows=fmt.block_extent(weight.shape)[0]):
         source = weight.quantized(start, stop)
         q = None if source is None else way(source, member, start)
@@ -171,7 +174,7 @@ def _written(task: Task, member: int, way: Carry, amax: float) -> WeightError | 
         if q is None or measured is None or measured[0] != 0:
             return None
         task.sink(member, start, q)
-        squared, energy = squared + measured[0], energy + measured[1]
+        energy += measured[1]
     plain = absmax_global(amax, fmt) if fmt.has_global else None
     loses = any(total_error(w, fmt, search="absmax", global_scale=plain) > 0 for w in _sampled(weight, fmt))
-    return WeightError(squared, energy, 0.0 if loses else 1.0)
+    return WeightError(0.0, energy, 0.0 if loses else 1.0)
