@@ -11,7 +11,7 @@ import itertools
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class Samples:
 
     windows     [samples, seqlen] int64
     held_out    [held out, seqlen] int64: other windows, for judging what the first ones led to
-    sha256      of ``windows`` as little-endian int64; and then of what all images are known by, if there are any
+    sha256      of the chosen windows as little-endian int64; and then of what all images are known by, if there are any
     files       of every --data
     candidates  how many windows there were to choose from
     images      of each window and then of each held out: what the model takes beside tokens; empty without images.
@@ -67,6 +67,13 @@ class Samples:
     candidates: int
     images: tuple[Mapping[str, Any] | None, ...] = ()
     origin: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+
+    def judged(self) -> "Samples":
+        """These, with one of every HELD_SHARE windows held out, the last ones, where the data had no others left: whole
+        batches, which would judge instead, may be half of all windows."""
+        count = 0 if len(self.held_out) else len(self.windows) // HELD_SHARE
+        windows, held_out = self.windows[: len(self.windows) - count], self.windows[len(self.windows) - count :]
+        return replace(self, windows=windows, held_out=held_out) if count else self
 
     @property
     def shown(self) -> int:

@@ -439,6 +439,31 @@ def test_a_layer_that_gptq_in_order_does_not_improve_has_the_codes_of_gptq_by_it
         assert torch.equal(found.view(torch.uint8), codes["layerwise"][name].view(torch.uint8)), name
 
 
+def test_one_window_of_eight_judges_gptq_in_order_where_the_data_have_no_more_than_the_samples(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two batches of eight windows not one, but two windows, which lead to no code: others in their place change
+    what is judged alone."""
+    for module in (runner, tune):
+        monkeypatch.setattr(module, "BATCH_TOKENS", 8 * 32)
+    lines = rows.read_text().splitlines()
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join([*lines[:14], *lines[:2]]))
+    codes, judged = [], []
+    for name, data in (("one", rows), ("two", other)):
+        done = tune.tune(DEMO, [str(data)], tmp_path / name, options=of_method("gptq"), machine=ONE)
+        assert (done.content["data"]["samples"], done.content["data"]["held_out"]) == (14, 2)
+        entries = done.content["blocks"].values()
+        assert all(entry["kept"] and entry["held_out"] for entry in entries)
+        judged.append([entry["start_loss"] for entry in entries])
+        codes.append(
+            {name: t for file in (tmp_path / name).glob("*.safetensors") for name, t in load_file(file).items()}
+        )
+    assert judged[0] != judged[1]
+    assert codes[0].keys() == codes[1].keys()
+    assert all(torch.equal(t.view(torch.uint8), codes[1][name].view(torch.uint8)) for name, t in codes[0].items())
+
+
 def test_stacked_experts_which_no_order_reaches_have_the_codes_of_gptq_by_themselves(tmp_path: Path) -> None:
     model, windows = make_model(tmp_path / "moe", "qwen3_moe"), make_windows(samples=4)
     tokens, codes = write_windows(tmp_path / "tokens.jsonl", windows), {}

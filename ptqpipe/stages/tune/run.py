@@ -31,7 +31,7 @@ from ptqpipe.calibration.likeness import Likeness, left_out, likeness_of, lines_
 from ptqpipe.calibration.paired import Known, kept_streams
 from ptqpipe.calibration.reverse import Gradients
 from ptqpipe.calibration.rounding import Learned, Settings, learn, with_codes
-from ptqpipe.calibration.runner import Block, MtpBlock, Runner
+from ptqpipe.calibration.runner import BATCH_TOKENS, Block, MtpBlock, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_place
 from ptqpipe.errors import UsageError
@@ -123,7 +123,7 @@ def _samples(
     )
     if samples.images and options.metric == "kl":
         raise UsageError("--metric kl takes no rows with images; use --metric output, or data without images")
-    return samples
+    return samples.judged() if options.follows and samples.windows.numel() > BATCH_TOKENS else samples
 
 
 def _identity(prepared: Conversion, samples: Samples, options: TuneOptions, *, collects: bool) -> dict[str, str]:
