@@ -1,14 +1,17 @@
 """What calibration and GPTQ cost: ptqpipe beside llm-compressor, whole processes, one after the other, several times.
 
     python scripts/quality_cost.py --scratch DIR --results FILE --python llm-compressor=PYTHON [--times 3]
-        [--model bench-4m | --shape 94m [--layers N]] [--format nvfp4]
+        [--model bench-4m | --trained NAME FOLDER TEXT | --shape 94m [--layers N]] [--format nvfp4]
 
 One JSON line: for each of "calibrate", "convert", both together ("gptq"), "gptq in order" (`tune --method gptq` and
 `convert`) and the peer's GPTQ (its whole process, which loads, calibrates, quantizes and saves) the medians of seconds,
 processor seconds and peak memory, and the ratios to the peer within each turn. Both get the same rows of tokens.
 
-With ``--shape`` the model is a synthetic one of make_synthetic_model.py, the rows are 32 of 128 random tokens, and
-`convert --quality good` and `best` are measured in place of the single steps, one thread each; with ``--layers`` it has
+With ``--trained`` (a model and text for it) and ``--shape`` (a synthetic model of make_synthetic_model.py, random
+tokens) `convert --quality good` and `best` are measured in place of the single steps, one thread each, with `--samples
+32` of 128 tokens. The file has four rows more, as a text usually has: ptqpipe holds them out, llm-compressor takes all
+36. Random weights cost `best` most: GPTQ in order improves few of their layers, and the others are also done by
+themselves; the line says how many it improved (``improved``, of ``layers``). With ``--layers`` a synthetic model has
 fewer decoder layers than its shape, and ``seconds`` and the like are of that. ``weights`` counts the source's.
 """
 
@@ -35,6 +38,7 @@ from ptqpipe.kernels.cpu_library import processor
 
 PEER = "llm-compressor"
 COSTS = ("seconds", "cpu_s", "peak_rss_mib")
+SAMPLES, HELD_OUT, LENGTH = 32, 4, 128  # rows of a whole command, those more in its file, tokens of each
 
 
 def jobs_of(args: argparse.Namespace) -> dict[str, Job]:
@@ -82,14 +86,15 @@ def turn(jobs: dict[str, Job], runs: Runs, scratch: Path) -> dict[str, dict[str,
 
 def source_of(args: argparse.Namespace) -> Path:
     """The folder of the model that is quantized."""
+    if args.trained:
+        return Path(args.trained[1])
     if args.shape:
         return Path(args.scratch / f"{args.shape}-{args.layers or 'all'}")
     return place(next(m for m in MODELS if m.name == args.model).folder, args.shared)
 
 
-def whole_commands(args: argparse.Namespace) -> dict[str, list[str]]:
-    """`convert --quality` for a synthetic model, and the peer's process, without the interpreter; makes the model."""
-    source, out, file = source_of(args), args.scratch / "out", args.scratch / "rows.jsonl"
+def make_synthetic(args: argparse.Namespace, source: Path) -> None:
+    """The synthetic model, unless it is there."""
     if not (source / "config.json").exists():
         fewer = ["--layers", str(args.layers)] if args.layers else []
         command = [sys.executable, HERE / "make_synthetic_model.py", source, "--shape", args.shape, *fewer]
@@ -97,22 +102,46 @@ def whole_commands(args: argparse.Namespace) -> dict[str, list[str]]:
         tokenizer = place(next(m for m in MODELS if m.name == args.model).folder, args.shared)
         for part in tokenizer.glob("tokenizer*"):  # the peer asks for one, though the rows are tokens
             shutil.copy(part, source)
-    words = json.loads((source / "config.json").read_text())["vocab_size"]
-    seeded = random.Random(0)
-    rows = [[seeded.randrange(words) for _ in range(128)] for _ in range(32)]
+
+
+def rows_of(source: Path, text: Path | None) -> list[list[int]]:
+    """Rows of tokens for a whole command: of a text, spread over it, or random ones."""
+    if text is None:
+        words = json.loads((source / "config.json").read_text())["vocab_size"]
+        seeded = random.Random(0)
+        return [[seeded.randrange(words) for _ in range(LENGTH)] for _ in range(SAMPLES + HELD_OUT)]
+    from ptqpipe.evaluation.text import read_text
+    from ptqpipe.runtime.loading import load_tokenizer
+
+    tokens = read_text(text, lambda: load_tokenizer(source)).tokens.tolist()
+    step = len(tokens) // (SAMPLES + HELD_OUT)
+    if step < LENGTH:
+        raise SystemExit(f"{text} has {len(tokens)} tokens, expected {(SAMPLES + HELD_OUT) * LENGTH} or more")
+    return [tokens[at * step :][:LENGTH] for at in range(SAMPLES + HELD_OUT)]
+
+
+def whole_commands(args: argparse.Namespace, rows: list[list[int]]) -> dict[str, list[str]]:
+    """`convert --quality` and the peer's process, without the interpreter."""
+    source, out, file = source_of(args), args.scratch / "out", args.scratch / "rows.jsonl"
     file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
-    data = ["--data", str(file), "--samples", "32", "--seqlen", "128", "--workers", "1", "-q"]
+    data = ["--data", str(file), "--samples", str(SAMPLES), "--seqlen", str(LENGTH), "--workers", "1", "-q"]
     own = ["-m", "ptqpipe", "convert", str(source), "-o", str(out), "--format", args.format, *data, "--quality"]
     entry = next(e for e in ENTRIES if (e.tool, e.name) == (PEER, "gptq"))
-    peer = peer_command(Job(entry, args.format, source, out, file, 0, 32, 128, ()))
-    return {"good": [*own, "good"], "best": [*own, "best"], PEER: peer}
+    peer = peer_command(Job(entry, args.format, source, out, file, 0, len(rows), LENGTH, ()))
+    return {"good": [*own, "good"], "best": [*own, "best", "--keep-stages", str(args.scratch / "stages")], PEER: peer}
+
+
+def improved(scratch: Path) -> dict[str, int]:
+    """How many decoder layers GPTQ in order improved in the last `--quality best`, of how many."""
+    blocks = json.loads((scratch / "stages" / "codes" / "rounding.json").read_text())["blocks"].values()
+    return {"improved": sum(block["kept"] for block in blocks), "layers": len(blocks)}
 
 
 def whole_turn(commands: dict[str, list[str]], runs: Runs, scratch: Path) -> dict[str, dict[str, Any]]:
     """Every command once."""
     found = {}
     for name, command in commands.items():
-        for left in scratch.glob("out*"):
+        for left in (*scratch.glob("out*"), *(scratch.glob("stages") if name == "best" else ())):
             shutil.rmtree(left)
         found[name] = runs.cost(PEER if name == PEER else OWN, [command])
     return found
@@ -138,6 +167,9 @@ def main() -> None:
     """Measures, and appends the line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bench-4m", choices=[m.name for m in MODELS])
+    parser.add_argument(
+        "--trained", nargs=3, metavar=("NAME", "FOLDER", "TEXT"), help="a model of your own, and text for it"
+    )
     parser.add_argument("--shape", help="of a synthetic model, in place of a trained one")
     parser.add_argument("--layers", type=int, help="of the synthetic model [the shape's]")
     parser.add_argument("--format", default="nvfp4")
@@ -154,16 +186,23 @@ def main() -> None:
     # Without byte code every process would compile torch and transformers again, for longer than it works.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     runs = Runs(dict([args.python.split("=", 1)]), warm=False)
-    line: dict[str, Any] = {"model": args.shape or args.model, "format": args.format, "times": args.times}
+    name = args.trained[0] if args.trained else args.shape or args.model
+    line: dict[str, Any] = {"model": name, "format": args.format, "times": args.times}
+    line |= {"trained": False} if args.shape else {}
     if args.shape:
-        commands = whole_commands(args)
-        turns = [whole_turn(commands, runs, args.scratch) for _ in range(args.times)]
-    else:
-        # In a process of its own: a child counts as its peak memory what its parent held when it was made.
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as worker:
+        make_synthetic(args, source_of(args))
+    # In a process of its own: a child counts as its peak memory what its parent held when it was made.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as worker:
+        if args.shape or args.trained:
+            text = Path(args.trained[2]) if args.trained else None
+            commands = whole_commands(args, worker.submit(rows_of, source_of(args), text).result())
+        else:
             jobs = worker.submit(jobs_of, args).result()
+    if args.shape or args.trained:
+        turns = [whole_turn(commands, runs, args.scratch) for _ in range(args.times)]
+        line |= improved(args.scratch)
+    else:
         turns = [turn(jobs, runs, args.scratch) for _ in range(args.times)]
-    line |= {"layers": args.layers} if args.layers else {}
     line["weights"] = sum(
         math.prod(part.get_slice(name).get_shape())
         for file in source_of(args).glob("*.safetensors")
