@@ -43,6 +43,8 @@ BLOCKS: dict[str, tuple[str, list[float], int]] = {
     "a tie with a clipped scale": (
         "e2m1/16/e4m3", [float.fromhex("0x1.186aaap+4"), 5.5, 1.375, 5.5, 5.5, 2.75], 67,
     ),
+    # At 1 only the seven is off, by 1; it is as near to what would follow the largest value, 8, as to that, 6.
+    "half way between the largest value and none": ("e2m1/16/e4m3", [7.0, *[6.0] * 15], 56),
     # Exact at 1 but for the dust, and at 1.5 as well, where float32 makes the dust's score a rounding smaller.
     "dust just above 2^-32 counts": ("e2m1/16/e4m3", [6.0, float.fromhex("0x1.f6d6acp-30")], 60),
     "dust just below 2^-32 does not count": ("e2m1/16/e4m3", [6.0, float.fromhex("0x1.682142p-30")], 56),

@@ -87,10 +87,14 @@ template <int U> INLINE const vf *flush_tiles(const vf *x, int block, const vf *
 
 // The codes of a tile for its scale codes, added to its words.
 template <class E, bool MX, int B>
-INLINE void encode_tile(const vf *x, int block, vi code, const Minifloat3Scale &s, vi *words) {
+INLINE void encode_tile(const vf *x, int block, [[maybe_unused]] vf largest, vi code, const Minifloat3Scale &s, vi *words) {
     vf r, square;
     if (!MX) {
         scale_factors(s, code, &r, &square);
+#if defined(PTQ_AVX2)
+        if (E::code_bits == 4 && !any(less_equal(splat(E::clamp_from * E::unit), largest * r)))
+            return add_codes<E, B, false>(x, block, r, 1.0f, words);
+#endif
         return add_codes<E, B>(x, block, r, 1.0f, words);
     }
     r = select(less(splat(253), code), splat(0x1p-127f), from_bits((254 - code) << 23));
@@ -146,7 +150,7 @@ static int32_t run_blocks(const ptq_blocks *j, const Minifloat3Scale *scales, co
         EACH(u) {
             if (j->rule == PTQ_GIVEN) chosen[u] = load_scales(codes_out + u * W);
             else store_bytes(chosen[u], codes_out + u * W);
-            encode_tile<E, MX, B>(x + u * block, block, chosen[u], scales[0], words + u * n_words);
+            encode_tile<E, MX, B>(x + u * block, block, largest[u], chosen[u], scales[0], words + u * n_words);
             store_words<E, B>(words + u * n_words, block, data_out + u * W * out_bytes);
         }
         if (count < STEP) {

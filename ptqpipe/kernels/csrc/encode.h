@@ -21,12 +21,13 @@ INLINE vi word_of_signs(const vf *x) {
 // Eight codes of E2M1. A sum of round_minifloat has steps in its lower half and its exponent, times 128, in its upper one;
 // a code is the steps and twice the exponent. So one multiplication of both halves, by 2^k and 2^k / 64, makes a code k
 // bits up, high by twice what the exponents are high by. k is 6 to 14, for which three codes have room.
-INLINE vi word_of_codes(const vf *x, vf r, float unit) {
+// CLAMP: whether a number may be E::clamp_from or more.
+template <bool CLAMP> INLINE vi word_of_codes(const vf *x, vf r, float unit) {
     vu thirds[3] = {};
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
         const vf y = unit == 1.0f ? x[j] * r : x[j] * r * unit;
-        const vf sum = round_minifloat(min_of(y, splat(E2M1::max)), E2M1::mantissa, E2M1::emin).sum;
+        const vf sum = round_minifloat(CLAMP ? min_of(y, splat(E2M1::max)) : y, E2M1::mantissa, E2M1::emin).sum;
         const int by = 64 << (j % 3 * 4);
         thirds[j / 3] += (vu)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi32(by | by / 64 << 16));
     }
@@ -60,15 +61,15 @@ template <class E, int B> INLINE void split_signs(vf *x, int any_block, vi *word
     *largest = from_bits(top);
 }
 
-// x: magnitudes; r * unit: unit / scale. Adds the magnitude codes to the words.
-template <class E, int B> INLINE void add_codes(const vf *x, int any_block, vf r, float unit, vi *words) {
+// x: magnitudes; r * unit: unit / scale. Adds the magnitude codes to the words. CLAMP: see word_of_codes.
+template <class E, int B, bool CLAMP = true> INLINE void add_codes(const vf *x, int any_block, vf r, float unit, vi *words) {
     enum { PER = codes_per_word<E>() };
     const int block = B ? B : any_block;
     for (int first = 0; first < block; first += PER) {
         vi word = words[first / PER];
 #if defined(PTQ_AVX2)
         if (PER == 8 && first + PER <= block) {
-            words[first / PER] = word | word_of_codes(x + first, r, unit);
+            words[first / PER] = word | word_of_codes<CLAMP>(x + first, r, unit);
             continue;
         }
 #endif

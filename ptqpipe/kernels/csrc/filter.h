@@ -89,7 +89,7 @@ INLINE void filter_tiles(const vf *x, const vf *largest, const Minifloat3Scale &
     vi pairs[U][B / 2], factors[U][FILTERED], start[U];
     vm usual[U];
     vf top[U];
-    EACH(u) {  // of every tile first: this takes long to come, and the scores of one tile hide that of the other
+    EACH(u) {  // of every tile first, and then score by score: what one tile waits for, the scores of the other hide
         start[u] = max_of(start_code<E>(largest[u], s), splat(FIRST_FILTERED));
         vf r, square;
         scale_factors(s, start[u], &r, &square);
@@ -104,27 +104,30 @@ INLINE void filter_tiles(const vf *x, const vf *largest, const Minifloat3Scale &
             factors[u][i] = factor | factor << 16;
         }
     }
+    vf first[U], best[U], second[U];
+    vi down[U];
+    const auto rank = [&](int u, int i, vf error) {
+        const vf score = error * ratio(ratios.square[i], start[u]);
+        second[u] = min_of(second[u], max_of(score, best[u]));
+        down[u] = select(less(score, best[u]), splat(i), down[u]);
+        best[u] = min_of(score, best[u]);
+    };
     EACH(u) {
-        const vf first = integer_score<B, false>(pairs[u], factors[u][0]);
-        vf best = first, second = splat(FLT_MAX);
-        vi down = splat(0);
-        const auto rank = [&](int i, vf error) {
-            const vf score = error * ratio(ratios.square[i], start[u]);
-            second = min_of(second, max_of(score, best));
-            down = select(less(score, best), splat(i), down);
-            best = min_of(score, best);
-        };
-        int i = 1;
+        first[u] = best[u] = integer_score<B, false>(pairs[u], factors[u][0]);
+        second[u] = splat(FLT_MAX), down[u] = splat(0);
+    }
+    int i = 1;
 #pragma GCC unroll 2
-        for (; i < NEAR; ++i) rank(i, integer_score<B, false>(pairs[u], factors[u][i]));
-#pragma GCC unroll 2
-        for (; i < FILTERED; ++i) rank(i, integer_score<B, true>(pairs[u], factors[u][i]));
+    for (; i < NEAR; ++i) EACH(u) rank(u, i, integer_score<B, false>(pairs[u], factors[u][i]));
+#pragma GCC unroll 1
+    for (; i < FILTERED; ++i) EACH(u) rank(u, i, integer_score<B, true>(pairs[u], factors[u][i]));
+    EACH(u) {
         const vf clipped = (top[u] * ratio(ratios.r[FILTERED], start[u]) - E::max) * UNIT;
-        second = min_of(second, clipped * clipped * ratio(ratios.square[FILTERED], start[u]));
-        const vf apart = root(best) + APART, far = apart * apart * SLACK;  // no number where a sum left 31 bits
-        open[u] = mask_not(mask_and(usual[u], less_equal(far, second)));
-        const vi undecided = select(mask_and(usual[u], less_equal(far, first)), splat(1), splat(0));
-        code[u] = start[u] - select(open[u], undecided, down);
+        second[u] = min_of(second[u], clipped * clipped * ratio(ratios.square[FILTERED], start[u]));
+        const vf apart = root(best[u]) + APART, far = apart * apart * SLACK;  // no number where a sum left 31 bits
+        open[u] = mask_not(mask_and(usual[u], less_equal(far, second[u])));
+        const vi undecided = select(mask_and(usual[u], less_equal(far, first[u])), splat(1), splat(0));
+        code[u] = start[u] - select(open[u], undecided, down[u]);
     }
 }
 #undef UNIT
