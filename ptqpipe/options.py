@@ -229,7 +229,8 @@ class PipelineOptions:
     data: tuple[str, ...] = option(
         (),
         "Text like what the model will serve, by which codes are chosen: .txt, .jsonl, .parquet, a folder of them, a "
-        "data set NAME:CONFIG:SPLIT, or self for text that the model writes. Repeatable; FILE=2 gives it the weight 2.",
+        "data set NAME:CONFIG:SPLIT, or self for text that the model writes. Repeatable; FILE=2 gives it the weight 2, "
+        "and self beside files has as many windows as they.",
         metavar="FILE|DIR|NAME|self",
     )
     field: str | None = option(

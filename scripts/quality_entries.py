@@ -67,7 +67,8 @@ class Entry:
     tune        ptqpipe: options of `tune`, whose codes are converted; None: no tuning
     quality     ptqpipe: `convert --data TEXT --quality` of this name, one command; None: the stages one by one. Under
                 a budget, one of its options, the format does not count
-    own_text    ptqpipe: whether it is calibrated or tuned on text that `generate` lets the model write: needs no data
+    own_text    ptqpipe: whether it is calibrated or tuned on text that `generate` lets the model write: needs no data,
+                or where it is calibrated, too, as many rows beside the others
     rotate      ptqpipe: inputs that are rotated while the model runs, as `convert --rotate` takes them; it is kept out
                 of benchmarks/quality.jsonl, since of the readers vLLM alone runs it
     """
@@ -115,6 +116,7 @@ ENTRIES = (
     _ours("aqas + gptq", "--algorithm", "gptq", transform="aqas", formats=("nvfp4_w4a4", "mxfp4", "fp8")),
     *(_ours(f"convert --quality {quality}", quality=quality) for quality in ("fast", "good", "best")),
     _ours("convert --data self", calibrated=False, own_text=True, quality="best"),
+    _ours("convert --data FILE --data self", own_text=True, quality="best"),
     _ours("convert --budget 4.75bits", "--budget", "4.75bits", "--for", "vllm", quality="best", formats=("nvfp4",)),
     _ours("tune", tune=("--method", "learned")),
     _ours("gptq in order", tune=ONE_SIDED),
@@ -210,8 +212,9 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
     quiet = [*(["--rotate", entry.rotate] if entry.rotate else []), "--workers", "1", "-q"]
     steps: list[list[str]] = []
     if entry.quality is not None:
-        rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
-        ask = [*tool, "convert", str(source), "--data", "self" if entry.own_text else str(job.calibration), *rows]
+        texts = [*([str(job.calibration)] if entry.calibrated else []), *(["self"] if entry.own_text else [])]
+        rows = ["--samples", str(job.rows * len(texts)), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
+        ask = [*tool, "convert", str(source), *(word for text in texts for word in ("--data", text)), *rows]
         what = list(entry.options) if "--budget" in entry.options else ["--format", job.fmt]
         return [[*ask, *what, "--quality", entry.quality, *job.convert, "-o", str(job.out), *quiet]]
     if entry.own_text:

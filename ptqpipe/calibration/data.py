@@ -129,32 +129,35 @@ def load_samples(
 
 
 def _together(picked: "Sequence[tuple[int, _Chosen]]", pools: "Sequence[_Pool]") -> Samples:
-    """The samples: of each pool so many windows, and those behind them held out."""
-    windows, held_out = (torch.cat([one.windows[part(n)] for n, one in picked]) for part in (_before, _behind))
-    given = [row for part in (_before, _behind) for n, one in picked for row in one.shown[part(n)]]
+    """The samples: of each pool so many windows, and those behind them held out; those of several pools mixed."""
+    ends = list(itertools.accumulate(len(one.windows) for _, one in picked))
+    first = _spread([torch.arange(end - len(one.windows), end)[:n] for end, (n, one) in zip(ends, picked, strict=True)])
+    then = _spread([torch.arange(end - len(one.windows), end)[n:] for end, (n, one) in zip(ends, picked, strict=True)])
+    windows, order = torch.cat([one.windows for _, one in picked]), torch.cat([first, then])
+    rows = [row for _, one in picked for row in one.shown]
+    given = [rows[at] for at in order.tolist()]
     before = itertools.accumulate((len(pool.files) for pool in pools), initial=0)
-    origin = [(n, one.origin + start) for (n, one), start in zip(picked, before, strict=False)]
-    digest = tokens_digest(windows)
+    origin = torch.cat([one.origin + start for (_, one), start in zip(picked, before, strict=False)])
+    digest = tokens_digest(windows[first])
     if any(pool.shown for pool in pools):
         known = b"".join(row.digest for row in given if row is not None)
         digest = hashlib.sha256(bytes.fromhex(digest) + known).hexdigest()
     return Samples(
-        windows,
-        held_out,
+        windows[first],
+        windows[then],
         digest,
         tuple(file for pool in pools for file in pool.files),
         sum(pool.candidates for pool in pools),
         tuple(None if row is None else row.inputs for row in given) if any(pool.shown for pool in pools) else (),
-        torch.cat([of[part(n)] for part in (_before, _behind) for n, of in origin]),
+        origin[order],
     )
 
 
-def _before(count: int) -> slice:
-    return slice(None, count)
-
-
-def _behind(count: int) -> slice:
-    return slice(count, None)
+def _spread(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All numbers int64 [n] of several pools, in an order in which every run of them has about each pool's share: the
+    last ones often judge what the others led to. Those of one pool stay as they are."""
+    places = [(torch.arange(len(own), dtype=torch.float64) + 0.5) / len(own) for own in numbers]
+    return torch.cat(list(numbers))[torch.argsort(torch.cat(places), stable=True)]
 
 
 def _sources(names: Sequence[str]) -> list[tuple[list[str], float | None]]:

@@ -194,12 +194,25 @@ def test_weights_decide_how_many_windows_each_source_gives(tokenizer: Path, tmp_
         assert int((windows[:, 0] == 5).sum()) == share
         assert bool((windows == windows[:, :1]).all()), "a window of two sources"
     assert [file.weight for file in made.files] == [3.0, 1.0]
-    assert [made.files[n].name for n in made.origin.tolist()] == (
-        ["5.jsonl"] * 60 + ["6.jsonl"] * 20 + ["5.jsonl"] * 8 + ["6.jsonl"] * 2
-    )
+    every = torch.cat([made.windows, made.held_out])[:, 0].tolist()
+    assert [made.files[n].name for n in made.origin.tolist()] == [f"{token}.jsonl" for token in every]
     assert made.files[0].to_json()["weight"] == 3.0
     again = load_samples([f"{first}=3", f"{second}"], tokenizer, samples=80, seqlen=4, holdout=None)
     assert again.sha256 == made.sha256
+
+
+def test_windows_of_several_sources_are_mixed_evenly(tokenizer: Path, tmp_path: Path) -> None:
+    """Who judges by the last windows judges by all sources."""
+    names = [str(lines(tmp_path / f"{n}.jsonl", {"input_ids": list(range(n, n + 400))})) for n in (1000, 2000)]
+    made = load_samples([f"{names[0]}=3", names[1]], tokenizer, samples=80, seqlen=4, holdout=10)
+    firsts = made.windows[:, 0]
+    assert (firsts // 1000).view(20, 4).eq(2).sum(1).tolist() == [1] * 20
+    assert (made.held_out[:, 0] // 1000).view(2, 5).eq(2).sum(1).tolist() == [1, 1]
+    for of in (1, 2):  # each source in its own order
+        own = firsts[firsts // 1000 == of].tolist()
+        assert own == sorted(own)
+    alone = load_samples([names[0]], tokenizer, samples=80, seqlen=4, holdout=10)
+    assert alone.windows[:, 0].tolist() == sorted(alone.windows[:, 0].tolist())
 
 
 def test_without_weights_all_text_is_one_stream_and_the_record_has_no_weight(tokenizer: Path, tmp_path: Path) -> None:

@@ -480,6 +480,21 @@ def test_the_model_writes_its_own_text(model: Path, tmp_path: Path) -> None:
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")
 
 
+@pytest.mark.parametrize(("own", "lines"), [("self", 4), ("self=3", 6)])
+def test_a_text_is_mixed_with_the_models_own_by_weights(
+    own: str, lines: int, model: Path, text: Path, tmp_path: Path
+) -> None:
+    kept, weight = tmp_path / "kept", own.removeprefix("self").removeprefix("=") or "1"
+    words = ("--samples", 8, "--seqlen", LENGTH, "--quality", "good", "--workers", 1)
+    ran("convert", model, "--data", text, "--data", own, *words, "--keep-stages", kept, "-o", tmp_path / "out")
+    written = kept / "text.jsonl"
+    assert len(written.read_text().splitlines()) == lines
+    ran("convert", model, "--data", f"{text}=1", "--data", f"{written}={weight}", *words, "-o", tmp_path / "two")
+    assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")
+    ran("convert", model, "--data", text, *words, "-o", tmp_path / "plain")
+    assert weights_of(tmp_path / "out") != weights_of(tmp_path / "plain")
+
+
 def test_a_folder_stands_for_the_texts_in_it_and_python_takes_the_same_options(
     model: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -533,7 +548,9 @@ def test_the_memory_of_a_comparison_counts_what_the_model_predicts(
         ("--budget 1bits", "--budget 1bits is too small; the smallest possible is"),
         ("--data none.txt", "none.txt does not exist"),
         ("--data EMPTY", "is a folder without .txt, .jsonl, .parquet files"),
-        ("--data self --data TEXT", "--data self is the model's own text; give it alone"),
+        ("--data self --data TEXT --data self=2", "--data has self twice; give it once, self=2 for twice its share"),
+        ("--data self --data TEXT --field text", "--field text is in no row of the model's own text"),
+        ("--data self --data none.txt", "none.txt does not exist"),
         ("--data TEXT --damping 0.1", "--damping is decided by --quality"),
         ("--data TEXT --stats s", "--stats is for a conversion alone"),
         ("--eval none.txt", "none.txt does not exist; give --eval a .txt"),

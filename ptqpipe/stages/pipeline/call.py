@@ -4,13 +4,14 @@ Knows options and names of files; must not know what stages do.
 """
 
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 
 from ptqpipe.errors import UsageError
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.readers import container_for, formats_of
 from ptqpipe.recipe import Recipe, build_recipe
-from ptqpipe.rows import files_of
+from ptqpipe.rows import files_of, weighted
 from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.plan.units import DEFAULT_FORMATS, KEEP
 
@@ -40,6 +41,8 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
         raise UsageError(f"--{chosen} {windows[chosen]} says how --data is read; add --data FILE, or leave it out")
     if work.field is not None and not (work.data or work.eval):
         raise UsageError(f"--field {work.field} says how --data is read; add --data FILE, or leave it out")
+    if work.field is not None and own_weight(work.data) is not None and len(work.data) > 1:
+        raise UsageError(f"--field {work.field} is in no row of the model's own text; leave it or --data self out")
     if work.formats is not None and work.budget is None:
         raise UsageError("--formats names what --budget chooses from; add --budget, or give one --format")
     given = "--recipe" if recipe_path is not None else "--format" if recipe.scheme is not None else ""
@@ -66,13 +69,29 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
 
 
 def texts_of(data: Sequence[str]) -> list[str]:
-    """The files and data sets of --data: a folder stands for the texts in it. UsageError where it has none, and for a
-    file that does not exist."""
-    if SELF in data and not Path(SELF).exists():
-        if len(data) > 1:
-            raise UsageError("--data self is the model's own text; give it alone, or files")
-        return []
-    return files_of(data)
+    """The files and data sets of --data, each with a weight where they are mixed with the model's own text: a folder
+    stands for the texts in it. UsageError where it has none, and for a file that does not exist."""
+    texts = [name for name in data if not _is_own(name)]
+    if len(data) - len(texts) > 1:
+        raise UsageError("--data has self twice; give it once, self=2 for twice its share of the windows")
+    if not texts or len(texts) == len(data):
+        return files_of(texts)
+    return files_of([name if weighted(name)[1] is not None else f"{name}=1" for name in texts])
+
+
+def own_weight(data: Sequence[str]) -> float | None:
+    """The weight of the text that the model writes itself; None where --data has none of it."""
+    return next((weighted(name)[1] or 1.0 for name in data if _is_own(name)), None)
+
+
+def own_share(data: Sequence[str], samples: int) -> tuple[int, int]:
+    """(how many of the windows the model writes itself, how many files give): both rounded up."""
+    own, others = own_weight(data) or 0.0, sum(weighted(name)[1] or 1.0 for name in data if not _is_own(name))
+    return ceil(samples * own / (own + others)), ceil(samples * others / (own + others))
+
+
+def _is_own(name: str) -> bool:
+    return weighted(name)[0] == SELF and not Path(SELF).exists()
 
 
 def formats_for(work: PipelineOptions) -> tuple[str, ...]:

@@ -77,7 +77,8 @@ def _check_windows(path: Path, work: PipelineOptions, texts: Sequence[str]) -> N
         check_windows(config, samples=work.samples, seqlen=seqlen)
         check_seed(work.seed)
         if texts:
-            check_samples(texts, path, samples=work.samples, seqlen=seqlen, field=work.field)
+            _, samples = call.own_share(work.data, work.samples)
+            check_samples(texts, path, samples=samples, seqlen=seqlen, field=work.field)
 
 
 def _foldable(way: Way | None, source: Source) -> tuple[Way | None, list[str]]:

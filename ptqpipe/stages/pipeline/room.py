@@ -26,6 +26,7 @@ from ptqpipe.rows import files_of
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
 from ptqpipe.source import Source
 from ptqpipe.stages.common import layer_of
+from ptqpipe.stages.pipeline.call import own_weight
 from ptqpipe.stages.pipeline.table import Way
 
 # Bytes for each channel of a matrix, in float32: maximum, mean, second moment and that of the held-out samples, and the
@@ -89,7 +90,7 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
     longest = _config_number(config, *_POSITIONS) or DEFAULT_LENGTH
     seqlen = work.seqlen or min(DEFAULT_LENGTH, longest)
     tokens = -(-work.samples * 9 // 8) * seqlen  # with the held-out ones
-    own_text = _TOKEN * tokens if "self" in work.data else 0
+    own_text = _TOKEN * tokens if own_weight(work.data) is not None else 0
     return Disk(
         ((weights_bytes or source.reader.nbytes) if way.method else 0) + _gradients(source) * gptq,
         channels * each + _MATRIX * sum(count for _, count in planes) + own_text,
@@ -107,7 +108,7 @@ def memory_of(
     """
     found: dict[str, tuple[int, str]] = {}
     whole = _PROCESS + 4 * sum(prod(shape) for _, shape in source.tensors.values())
-    if "self" in work.data:
+    if own_weight(work.data) is not None:
         found["generate"] = whole, "the whole model in float32, without its keys and values"
     if way is not None:
         name = "tune" if way.method else "calibrate"

@@ -53,7 +53,7 @@ class Pipeline:
 
     path      of the model; ``floats`` what is quantized: the model, or the folder of the factors to fold into it
     folder    where the stages' outputs lie; ``begun`` the hidden folder that says that a run is unfinished
-    texts     files of --data, empty where the model writes its own
+    texts     files of --data, and behind them the model's own text once it is written
     disk      what it takes beside the output; ``memory`` about what each stage holds
     identity  what decides the bytes, by its name in a message
     replaces  whether the run, or the one that it continues, was begun with --overwrite
@@ -109,8 +109,9 @@ class Pipeline:
         """What decides the bytes, by its name in a message; no folder's name is in it."""
         work, recipe = self.work, build_recipe(self.recipe, path=self.recipe_path)
         field = [] if work.field is None else [f"--field {work.field}"]  # which part of the texts is read
+        own = [f"{call.SELF}={self._own_weight!r}"] if self.texts and self._own_weight is not None else []
         given = {
-            "--data": [*([_content(name) for name in self.texts] or work.data), *field],
+            "--data": [*([_content(name) for name in self.texts] or work.data), *own, *field],
             "--quality": work.quality,
             "--budget": work.budget,
             "--formats": work.formats,
@@ -133,7 +134,7 @@ class Pipeline:
             if wanted:
                 found.append(Step(name, words, run))
 
-        add(work.data and not self.texts, "generate", "the model writes its own text", self._generate)
+        add(self._own_weight is not None, "generate", "the model writes its own text", self._generate)
         known = self.needs_statistics and way is not None
         add(known, "calibrate", "statistics of the inputs of every layer, a few kB each", self._calibrate)
         folded = f"{way and way.transform}: factors that are folded in while the model is read"
@@ -153,6 +154,10 @@ class Pipeline:
     def windows(self) -> dict[str, Any]:
         """--samples, --seqlen and --seed as all stages take them."""
         return {name: getattr(self.work, name) for name in ("samples", "seqlen", "seed")}
+
+    @property
+    def _own_weight(self) -> float | None:
+        return call.own_weight(self.work.data)
 
     @property
     def _field(self) -> str | None:
@@ -177,8 +182,9 @@ class Pipeline:
 
     def _generate(self) -> None:
         if not self._own_text.exists():
-            generate(self.path, self._own_text, **self.windows(), machine=self.computing)
-        self.texts = [str(self._own_text)]
+            count, _ = call.own_share(self.work.data, self.work.samples)
+            generate(self.path, self._own_text, **self.windows() | {"samples": count}, machine=self.computing)
+        self.texts.append(f"{self._own_text}={self._own_weight!r}" if self.texts else str(self._own_text))
 
     def _calibrate(self) -> None:
         assert self.way is not None
