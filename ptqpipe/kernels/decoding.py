@@ -16,8 +16,8 @@ def decoded(q: QTensor, *, memory: torch.Tensor | None = None) -> torch.Tensor:
 
 def same_numbers(q: QTensor, other: QTensor) -> bool:
     """Whether the compiled kernel finds that both decode to the same finite numbers, zero and its negative being one;
-    False where it does not compare them."""
-    if not cpu.available():
+    False where it does not compare them: on a GPU, or of formats without a kernel."""
+    if not cpu.available() or any(part.data.device.type != "cpu" for part in (q, other)):
         return False
     found = cpu.code_difference(q, other, only_compare=True)
     return found is not None and found[0] == 0

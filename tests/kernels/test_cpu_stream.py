@@ -14,6 +14,7 @@ import torch
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import CODECS, get_format, packed_columns
 from ptqpipe.kernels import cpu, reference
+from ptqpipe.kernels.decoding import same_numbers
 from ptqpipe.qtensor import QTensor, encode
 from tests.kernels.cpu_cases import BFLOAT16, FLOAT16, FLOAT32, generator
 
@@ -141,6 +142,10 @@ def test_no_number_is_the_same_as_itself_and_zero_is_as_its_negative():
     zeros = QTensor(q.fmt, q.shape, torch.zeros_like(q.data), torch.full_like(q.scales, 120))
     negative = QTensor(q.fmt, q.shape, torch.full_like(q.data, 0x88), torch.full_like(q.scales, 120))
     assert cpu.code_difference(zeros, negative) == (0.0, 0.0)
+    assert same_numbers(zeros, negative)
+    elsewhere = QTensor(q.fmt, q.shape, zeros.data.to("meta"), zeros.scales.to("meta"))
+    assert not same_numbers(elsewhere, zeros)
+    assert not same_numbers(zeros, elsewhere)
 
 
 def test_the_reference_sums_in_the_order_it_states():
