@@ -44,6 +44,11 @@ ALGORITHMS: dict[str, Algorithm] = {
 SEARCHES = {"mxfp4": "enlarged"}
 AUTO = "auto"
 
+# The largest activation that must not clip where neither statistics nor the call or recipe say it, by what happens to
+# activations (docs/quality.md, "Static input scales without text"). NVFP4 rounds the largest value of each block to
+# E4M3, FP8 every value: what is far below the largest activation costs FP8 more, so NVFP4 has more room above.
+INPUT_AMAX = {"nvfp4": 2928.0, "fp8_static": 336.0}
+
 # Codes that `ptqpipe tune` has chosen: the algorithm where a call gives them.
 LEARNED = Algorithm("ptqpipe.algorithms.learned")
 
@@ -174,10 +179,11 @@ class CheckpointOptions:
         metavar="NAME",
         shown="the one that readers of the format expect",
     )
-    input_amax: float = option(
-        336.0,
+    input_amax: float | None = option(
+        None,
         "Largest activation that must not clip, for formats with static activation scales and no --stats.",
         metavar="A",
+        shown=f"{INPUT_AMAX['nvfp4']:g} for NVFP4, {INPUT_AMAX['fp8_static']:g} for FP8",
     )
     input_scale: str = option(
         "absmax",

@@ -266,12 +266,16 @@ def test_a_record_says_every_field_in_this_spelling_and_order() -> None:
         keep=(Keep("lm_head", "why"),),
         fuse=(("a", "b"),),
         container="Compressed-Tensors",
+        input_amax=336.0,
         shard_bytes=7,
         description="text",
     )
     assert json.dumps(recipe.to_json()) == RECORDED
     before = {name: value for name, value in recipe.to_json().items() if name != "mtp"}
     assert Recipe.from_json(before).mtp == "keep"  # of a version that did not know the field
+    by_format = replace(recipe, input_amax=None)
+    assert by_format.to_json() == recipe.to_json() | {"input_amax": None}
+    assert Recipe.from_json(by_format.to_json()).input_amax is None
     turned = replace(recipe, rotate="down_proj:64")
     assert turned.to_json() == recipe.to_json() | {"rotate": "down_proj:64"}
     assert Recipe.from_json(turned.to_json()).rotations == {"down_proj": 64}

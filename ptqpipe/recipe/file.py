@@ -179,6 +179,7 @@ _READERS: dict[Any, Callable[[Any, str], Any]] = {
     bool: _flag,
     str | None: lambda raw, where: _optional(raw, where, str),
     int | None: lambda raw, where: _optional(raw, where, int),
+    float | None: lambda raw, where: None if raw is None else _number(raw, where),
 }
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from ptqpipe.errors import PtqError, RecipeError, UsageError, one_line
 from ptqpipe.families import DEFAULT_FUSE, DEFAULT_KEEP, Fact, Keep, facts_of, fuse_of
-from ptqpipe.options import CheckpointOptions, CodeOptions, check_options
+from ptqpipe.options import INPUT_AMAX, CheckpointOptions, CodeOptions, check_options
 from ptqpipe.patterns import alike, expression
-from ptqpipe.schemes import MIXED, ROTATION_BLOCKS, LowRank, Scheme, get_scheme
+from ptqpipe.schemes import MIXED, ROTATION_BLOCKS, Activation, LowRank, Scheme, get_scheme
 
 # The reason of a pattern that the caller gave beside the recipe: it overrides the recipe's word, exact names included.
 IGNORED = "ignored on request"
@@ -90,7 +90,7 @@ class Recipe(CheckpointOptions):
             raise RecipeError(f"fuse names {twice!r} in two groups; a weight can share one global scale only")
         if self.rotations and any(rule.low_rank for rule in self.rules):
             raise RecipeError("rotate and low_rank are not offered together; leave one of them out")
-        if not 0.0 < self.input_amax < 1e30:
+        if self.input_amax is not None and not 0.0 < self.input_amax < 1e30:
             raise RecipeError(f"input_amax {self.input_amax} must be a positive number")
         check_options(self)
 
@@ -107,6 +107,10 @@ class Recipe(CheckpointOptions):
                 )
             found[role] = int(block)
         return found
+
+    def largest_input(self, activation: Activation) -> float:
+        """The activation that must not clip where no statistics say what one layer has; ``activation`` is static."""
+        return INPUT_AMAX[activation] if self.input_amax is None else self.input_amax
 
     def for_model(self, config: Mapping[str, Any]) -> "Recipe":
         """The recipe with what is known of the family of this config.json: what it keeps, layers by number, and what

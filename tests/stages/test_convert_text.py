@@ -46,10 +46,19 @@ def test_static_input_scales_are_said_to_come_from_the_statistics_where_they_do(
         told = header_text(prepared, Machine())
         assert "no calibration" not in told
         assert "from the statistics, percentile x 1.5 of its activations" in told
-    with prepare(model, options=RecipeOptions(scheme="nvfp4_w4a4"), out=Path("nowhere")) as prepared:
-        assert "no calibration, so one constant for every layer: activations up to 336" in header_text(
-            prepared, Machine()
-        )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "said"),
+    [
+        ("nvfp4_w4a4", "activations up to 2928 do not clip, blocks below 0.1 lose precision (--input-amax)"),
+        ("fp8_static", "activations up to 336 do not clip, values below 0.012 lose precision (--input-amax)"),
+    ],
+)
+def test_without_text_static_input_scales_are_said_to_be_one_constant(model: Path, scheme: str, said: str) -> None:
+    with prepare(model, options=RecipeOptions(scheme=scheme), out=Path("nowhere")) as prepared:
+        told = header_text(prepared, Machine())
+        assert f"input_global_scale: no calibration, so one constant for every layer: {said}" in told
 
 
 def test_where_memory_has_no_room_for_the_workers_that_were_asked_for_it_says_what_has(plain: Conversion) -> None:

@@ -9,7 +9,9 @@ import torch
 
 from ptqpipe.inputs import InputStatistics
 from ptqpipe.plan import Unit, make_plan
-from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
+from ptqpipe.recipe import Recipe, RecipeOptions, Rule, build_recipe
+from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.schemes import Activation, get_scheme
 from ptqpipe.stages.common.moments import InputScales
 from ptqpipe.statistics import Statistics
 
@@ -76,3 +78,39 @@ def test_every_input_is_read_once_and_the_names_are_looked_through_once(recipe: 
         scales.of(unit)
     assert sorted(statistics.asked) == sorted({m for m in statistics.content["modules"] if "up_proj" not in m})
     assert statistics.listed == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "nvfp4", "fp8"), [(None, 2928 / (6 * 448), 336 / 448), (448.0, 448 / (6 * 448), 448 / 448)]
+)
+def test_without_statistics_each_format_has_its_constant_unless_one_is_given(
+    given: float | None, nvfp4: float, fp8: float
+) -> None:
+    rules = (Rule("*.down_proj", get_scheme("fp8_static")), Rule("*", get_scheme("nvfp4_w4a4")))
+    recipe = Recipe(rules, container="compressed_tensors", input_amax=given)
+    scales = InputScales(recipe, None)
+    for unit in units(recipe):
+        down = all(member.weight.endswith("down_proj.weight") for member in unit.members)
+        wanted = torch.tensor(fp8 if down else nvfp4, dtype=torch.float32)
+        for scale in scales.of(unit):
+            assert scale is not None
+            assert torch.equal(scale, wanted)
+
+
+def error_of(scale: float, size: float) -> float:
+    """Relative squared error of normal inputs of this standard deviation at an NVFP4 global scale."""
+    x = size * torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))
+    found = InputQuantizer(Activation.NVFP4_STATIC_GLOBAL, scale)(x)
+    return float((found - x).double().square().sum() / x.double().square().sum())
+
+
+def test_the_constant_of_nvfp4_clips_nothing_below_it_and_costs_small_inputs_nothing(recipe: Recipe) -> None:
+    constant = InputScales(recipe, None).of(units(recipe)[0])[0]
+    assert constant is not None
+    scale, outlier = float(constant), torch.zeros(1, 16)
+    for size, seen in ((2928.0, 2928.0), (6000.0, 2928.0)):
+        outlier[0, 3] = size
+        found = InputQuantizer(Activation.NVFP4_STATIC_GLOBAL, scale)(outlier)
+        assert math.isclose(float(found.max()), seen, rel_tol=1e-6)
+    for size in (100.0, 1.0, 0.1):  # the least error is that at a scale made for inputs of this size
+        assert error_of(scale, size) < 1.005 * error_of(size * 6 / (6 * 448), size)

@@ -73,7 +73,7 @@ class InputScales:
             return [None] * len(unit.members)
         statistics = self._statistics
         if statistics is None:
-            constant = torch.tensor(self._recipe.input_amax, dtype=torch.float32) / largest
+            constant = torch.tensor(self._recipe.largest_input(unit.scheme.activation), dtype=torch.float32) / largest
             return [constant] * len(unit.members)
         amax = 0.0
         alone = []

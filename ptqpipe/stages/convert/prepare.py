@@ -306,7 +306,9 @@ def _check_input_scales(codes: Rounding, recipe: Recipe, statistics: Statistics 
     for name in ("input_amax",) if given is None else ("input_scale", "headroom"):
         was, now = getattr(own, name), getattr(recipe, name)
         if was != now:
+            said = "the format's own" if was is None else was
+            what = f"no {name} in the recipe" if now is None else f"--{name.replace('_', '-')} {now}"
             raise UsageError(
-                f"--{name.replace('_', '-')} {now} contradicts {codes.path}, which was tuned with {was}; leave it out, "
-                "or tune again with a recipe that says so"
+                f"{what} contradicts {codes.path}, which was tuned with {said}; leave it out, or tune again with a "
+                "recipe that says so"
             )

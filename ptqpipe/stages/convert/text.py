@@ -11,6 +11,7 @@ from ptqpipe.plan import pattern_hint, unmatched_patterns
 from ptqpipe.quantities import disk_size, memory_size, number, option_size, option_size_above
 from ptqpipe.report import can_be_proven, judged_by, judgement, mean_known, tuned_blocks
 from ptqpipe.rounding import TRAINED_REASON
+from ptqpipe.schemes import Activation
 from ptqpipe.stages.common import (
     WORKER_BYTES,
     Done,
@@ -51,7 +52,8 @@ def _what(work: Conversion) -> list[str]:
 def _input_scale(work: Conversion) -> list[str]:
     """Where the static scales of activations come from, for schemes that have one."""
     recipe = work.outputs.recipe
-    if not any(scheme.needs_input_global_scale for scheme in recipe.schemes()):
+    static = [scheme.activation for scheme in recipe.schemes() if scheme.needs_input_global_scale]
+    if not static:
         return []
     if work.statistics is not None:
         times = "" if recipe.headroom == 1 else f" x {recipe.headroom:g}"
@@ -59,11 +61,15 @@ def _input_scale(work: Conversion) -> list[str]:
             f"  input_global_scale: each layer's own from the statistics, {recipe.input_scale}{times} of its "
             "activations (--input-scale, --headroom)"
         ]
-    amax = recipe.input_amax
-    return [
-        f"  input_global_scale: no calibration, so one constant for every layer: activations up to {amax:g} do not "
-        f"clip, blocks below {number(amax / 28672, 2)} lose precision (--input-amax)"
-    ]
+    lines = []
+    for activation in dict.fromkeys(static):
+        amax = recipe.largest_input(activation)
+        small = "blocks" if activation is Activation.NVFP4_STATIC_GLOBAL else "values"
+        lines.append(
+            f"  input_global_scale: no calibration, so one constant for every layer: activations up to {amax:g} do "
+            f"not clip, {small} below {number(amax / 28672, 2)} lose precision (--input-amax)"
+        )
+    return lines
 
 
 def _how(work: Conversion, machine: Machine) -> list[str]:

@@ -160,7 +160,8 @@ def check_input_scales(ckpt: Source, planned: Outputs, record: Record, findings:
         largest = stored.scheme.activation.static_max
         if largest is None:
             continue
-        constant = torch.tensor(planned.recipe.input_amax, dtype=torch.float32) / largest
+        amax = planned.recipe.largest_input(stored.scheme.activation)
+        constant = torch.tensor(amax, dtype=torch.float32) / largest
         for part in stored.parts:
             if part.role not in roles:
                 continue
