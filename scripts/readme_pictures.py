@@ -77,9 +77,10 @@ def kl_picture(lines: list[dict[str, Any]], theme: tuple[str, ...]) -> plt.Figur
 
 
 def cost_picture(lines: list[dict[str, Any]], theme: tuple[str, ...]) -> plt.Figure:
-    """A curve each: processor seconds over weights, the last line of each synthetic model and instruction set."""
+    """A curve each: processor seconds over weights, the last line of each trained model and instruction set."""
     background, text, quiet, line, own, other = theme
-    last = {(one["weights"], one["isa"]): one for one in lines if "weights" in one and "best" in one}
+    trained = [one for one in lines if "improved" in one and one.get("trained", True)]
+    last = {(one["weights"], one["isa"]): one for one in trained}
     figure, axes = plt.subplots(1, 2, figsize=(9, 2.8), facecolor=background, sharey=True)
     curves = (("best", own, "-"), ("good", own, "--"), ("llm-compressor", other, "-"))
     for ax, isa in zip(axes, ("avx512", "avx2"), strict=True):
