@@ -60,7 +60,8 @@ def main() -> None:
             found = score(model, tokens, window=WINDOW, reference=references[name])
             assert found.kl is not None
             line = {"model": args.model.parent.name, "format": ",".join(formats), "of": what, "text": name}
-            line |= {"kl": float(found.kl.double().mean()), "tokens": len(found.kl), "cpu": processor()[0]}
+            line |= {"checkpoint": args.out.name, "kl": float(found.kl.double().mean())}
+            line |= {"tokens": len(found.kl), "cpu": processor()[0]}
             print(json.dumps(line), flush=True)
             if args.results is not None:
                 with args.results.open("a", encoding="utf-8") as file:
