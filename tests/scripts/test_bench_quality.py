@@ -64,7 +64,7 @@ def decoded(checkpoint: Path, out: Path) -> None:
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_w4a4", "mxfp4", "fp8"])
 def test_decoded_weights_measure_what_their_checkpoint_measures(baseline: Any, tmp_path: Path, fmt: str) -> None:
-    exact = {"input_amax": 336.0} if fmt == "nvfp4_w4a4" else {}  # a scale of 1/8, whose reciprocal is exact
+    exact: dict[str, Any] = {"input_amax": 336.0} if fmt == "nvfp4_w4a4" else {}  # 1/8 has an exact reciprocal
     ptqpipe.convert(DEMO, format=fmt, out=tmp_path / "ckpt", **exact)
     decoded(tmp_path / "ckpt", tmp_path / "dump")
     stored_one, dump = (baseline.measure(tmp_path / name, fmt) for name in ("ckpt", "dump"))
