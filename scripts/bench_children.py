@@ -72,7 +72,6 @@ class Child:
     """A system in a process of its own.
 
     sizes         threads, tokens of a sequence, sequences at once
-    isa           instruction set of ptqpipe and torch; None: the best
     llama_python  interpreter of llama.cpp's environment
     cpu_clock     whether seconds are those of its CPU time
     facts         what it says of itself in its first line
@@ -84,7 +83,6 @@ class Child:
         model: Path,
         sizes: tuple[int, int, int],
         *,
-        isa: str | None,
         llama_python: str | None,
         cpu_clock: bool,
     ) -> None:
@@ -92,8 +90,6 @@ class Child:
         ours = [sys.executable, str(here / "engine_child.py")]
         theirs = [llama_python or sys.executable, str(here / "llama_child.py"), "run"]
         environment = {**os.environ, "OMP_NUM_THREADS": str(sizes[0]), "HF_HUB_OFFLINE": "1"}
-        if isa:
-            environment |= {"PTQPIPE_ISA": isa, **(TORCH_AVX2 if isa == "avx2" else {})}
         command = [*(theirs if system == "llama" else ours), str(model), *map(str, sizes)]
         command += ["--cpu-clock"] if cpu_clock else []
         pipe = subprocess.PIPE

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from bench_children import Child, Load, Result, Timing, prompts_of, pss_mb, result_of
+from bench_children import TORCH_AVX2, Child, Load, Result, Timing, prompts_of, pss_mb, result_of
 
 START_S = 300
 SYSTEMS = ("ptqpipe", "ptqpipe-bf16", "generate", "transformers-serve", "vllm")
@@ -220,7 +220,6 @@ def measure_in_process(arguments: argparse.Namespace, models: dict[str, Path], l
             system,
             model,
             (arguments.threads, longest, most),
-            isa=arguments.isa,
             llama_python=arguments.llama_python,
             cpu_clock=arguments.cpu_clock,
         )
@@ -263,7 +262,7 @@ def report(
     for name in ("ttft_ms", "itl_ms"):
         for at, quantity in enumerate(("p50", "p99")):
             line[f"{name}_{quantity}"] = round(statistics.median(getattr(result, name)[at] for result in results), 2)
-    line |= {"pss_mb": round(memory), **known}
+    line |= {"pss_mb": round(memory), **({"isa": arguments.isa} if arguments.isa else {}), **known}
     MEASURED[system, load.batch] = line
     print(json.dumps(line), flush=True)
 
@@ -308,6 +307,8 @@ def main() -> None:
     if arguments.child:
         generate(arguments.model, Load(*json.loads(arguments.child)), arguments.threads, arguments.repeats)
         return
+    if arguments.isa:  # of every process that is started
+        os.environ |= {"PTQPIPE_ISA": arguments.isa, **(TORCH_AVX2 if arguments.isa == "avx2" else {})}
     systems = arguments.systems.split(",")
     if "vllm" in systems and not arguments.vllm_python:
         raise SystemExit("--systems vllm needs --vllm-python, the interpreter of its environment")
