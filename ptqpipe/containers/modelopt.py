@@ -117,7 +117,7 @@ def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
     algorithms = {target.module: _algorithm(target.scheme) for target in request.targets}
     distinct = list(dict.fromkeys(algorithms.values()))
     kept += kept_experts(kept, request.targets)  # vLLM asks for the module of the experts, not for single ones
-    exclude = [_exclusion(name, list(algorithms)) for name in kept]
+    exclude = _exclusions(kept, list(algorithms))
     nested: dict[str, Any] = {
         "quant_algo": distinct[0] if len(distinct) == 1 else _MIXED,
         "kv_cache_quant_algo": None if kv_cache_scheme(request.base) is None else "FP8",
@@ -193,17 +193,19 @@ def _arguments(algorithm: str) -> dict[str, Any]:
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
-def _exclusion(module: str, quantized: Sequence[str]) -> str:
-    """A kept module as a pattern with the readers' wildcards.
+def _exclusions(kept: Sequence[str], quantized: Sequence[str]) -> list[str]:
+    """Kept modules as patterns with the readers' wildcards.
 
     vLLM also takes an entry for a substring: "model.layers.0.mlp.gate" would leave model.layers.0.mlp.gate_up_proj
     unquantized, and SGLang goes by the last part of some names. Where that could happen the last letter goes into
     brackets: as a wildcard that is the same name, as a substring or a last part it matches nothing.
     """
-    leaf = module.rpartition(".")[2]
-    if any(module in name or (leaf in _LATENT and name.endswith(leaf)) for name in quantized):
-        return f"{module[:-1]}[{module[-1]}]"
-    return module
+    every = "\n".join(quantized)  # searched as a whole, since there may be tens of thousands of each
+    latent = {name.rpartition(".")[2] for name in quantized}.intersection(_LATENT)
+    return [
+        f"{module[:-1]}[{module[-1]}]" if module in every or module.rpartition(".")[2] in latent else module
+        for module in kept
+    ]
 
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
