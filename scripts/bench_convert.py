@@ -190,8 +190,8 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
     from ptqpipe.algorithms import rtn
     from ptqpipe.algorithms.unit import Task
     from ptqpipe.recipe import RecipeOptions
+    from ptqpipe.rewriting import QuantizeUnit
     from ptqpipe.source import SourceRows
-    from ptqpipe.stages.common.outputs import QuantizeUnit
     from ptqpipe.stages.convert.prepare import prepare
 
     torch.set_num_threads(1)

@@ -37,9 +37,9 @@ from ptqpipe.runtime.loading import load_tokenizer, read_config, read_generation
 from ptqpipe.source import Source
 from ptqpipe.stages.evaluate.text import check_target
 from ptqpipe.stages.inspect import inspect, render as render_inspected, to_json as inspected_json
-from ptqpipe.stages.verify.config import check_config
-from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.statistics import Statistics
+from ptqpipe.verification.config import check_config
+from ptqpipe.verification.findings import Findings
 from tests import tiny
 from tests.checkpoint.test_fuzz import HOSTILE, VALUES, mutate_bytes, mutate_json
 

@@ -34,9 +34,9 @@ from ptqpipe.api.result import Result
 from ptqpipe.checkpoint import Finished
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.quantities import disk_size, number
+from ptqpipe.rewriting import Done
 from ptqpipe.stages import generate as generate_stage
 from ptqpipe.stages.calibrate import run as calibrate_stage, text as calibrate_text
-from ptqpipe.stages.common import Done
 from ptqpipe.stages.convert import run as convert_stage
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.text import converted_text, missing_config
@@ -48,7 +48,8 @@ from ptqpipe.stages.plan.measure import sensitivity
 from ptqpipe.stages.push import also_complete, check_push, push
 from ptqpipe.stages.transform import run as transform_stage
 from ptqpipe.stages.transform.plan import TransformOptions
-from ptqpipe.stages.tune import options as tune_options, run as tune_stage, text as tune_text
+from ptqpipe.stages.tune import run as tune_stage, text as tune_text
+from ptqpipe.tuning import options as tune_options
 
 COMPUTING = "8GiB"  # the limit of memory of what runs a model
 

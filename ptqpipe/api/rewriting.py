@@ -6,8 +6,8 @@ from typing import Any
 from ptqpipe.api.calls import RESTART, command, folder_of, machine_of, mode_of, run_keywords
 from ptqpipe.api.commands import checkpoint
 from ptqpipe.api.result import Result
+from ptqpipe.checkpoint import name_of
 from ptqpipe.stages import dequantize as dequantize_stage
-from ptqpipe.stages.common import name_of
 from ptqpipe.stages.relayout import run as relayout_stage
 
 

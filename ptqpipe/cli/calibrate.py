@@ -197,7 +197,8 @@ def tune(given: Given) -> None:
     MODEL is tuned one decoder layer at a time, from the codes that convert would write with these options.
     `ptqpipe convert MODEL --rounding OUT` then writes the learned ones.
     """
-    from ptqpipe.stages.tune import options as of_tune, run as stage, text
+    from ptqpipe.stages.tune import run as stage, text
+    from ptqpipe.tuning import options as of_tune
 
     if given.share is not None and "gptq" not in given.method and given.method != "kl":
         raise UsageError("--share belongs to --method gptq, kl and gptq+learned; add it, or leave --share out")

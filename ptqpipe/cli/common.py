@@ -29,7 +29,7 @@ from ptqpipe.options import PipelineOptions, RecipeOptions, pipeline_fields, rec
 
 if TYPE_CHECKING:
     from ptqpipe.machine import Machine, Ranks
-    from ptqpipe.stages.common import Run
+    from ptqpipe.rewriting import Run
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
 
     A line on stderr tells when ``--resume`` finds nothing, neither unfinished nor complete, and the run starts anew.
     """
-    from ptqpipe.stages.common.rewriting import is_unfinished
+    from ptqpipe.rewriting import is_unfinished
 
     if mode == "resume" and not is_unfinished(out) and not out.exists() and ranks_of().rank == 0:
         say(f"{out} has no unfinished run: starting from the beginning.")

@@ -31,7 +31,7 @@ from ptqpipe.options import PipelineOptions
 
 if TYPE_CHECKING:
     from ptqpipe.machine import Machine
-    from ptqpipe.stages.convert.run import Conversion
+    from ptqpipe.rewriting.conversion import Conversion
 
 
 @command(

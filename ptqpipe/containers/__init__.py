@@ -28,7 +28,6 @@ from ptqpipe.containers._config import (
     quantization_config,
     remembered,
     same_value,
-    short_json,
     without_quantization,
 )
 from ptqpipe.containers._integers import has_integers

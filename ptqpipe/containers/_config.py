@@ -1,7 +1,6 @@
 """What containers share about config files and schemes: where a quantization is described, which scheme it means,
 and which modules are not quantized."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -182,12 +181,6 @@ def remembered(parts: PartsOf) -> PartsOf:
 def same_value(a: Any, b: Any) -> bool:
     """Whether two values of configs mean the same: readers ignore the case of names."""
     return (a.lower() if isinstance(a, str) else a) == (b.lower() if isinstance(b, str) else b)
-
-
-def short_json(value: Any, limit: int = 80) -> str:
-    """A value as JSON, cut to ``limit`` characters."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def strings(value: Any, key: str) -> list[str]:

@@ -6,8 +6,8 @@ Knows the keys of a group and how readers match targets; must not know formats, 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ptqpipe.containers._config import short_json
 from ptqpipe.errors import CheckpointError, one_line
+from ptqpipe.json_values import short_json
 from ptqpipe.patterns import expression
 
 T = TypeVar("T")

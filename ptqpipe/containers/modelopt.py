@@ -21,7 +21,6 @@ from ptqpipe.containers._config import (
     same_value,
     scheme_for,
     sglang_scale_warnings,
-    short_json,
     strings,
     structure,
     without_quantization,
@@ -29,6 +28,7 @@ from ptqpipe.containers._config import (
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import FORMATS, Format, get_format
+from ptqpipe.json_values import short_json
 from ptqpipe.schemes import Abilities, Activation, KvCache, Scheme
 from ptqpipe.tensor_names import experts_of
 

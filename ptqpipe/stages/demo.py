@@ -14,14 +14,16 @@ import torch
 from ptqpipe.checkpoint import RECORD_FILE, check_place
 from ptqpipe.errors import CheckpointError, OutputExists
 from ptqpipe.evaluation import perplexity, score
+from ptqpipe.machine import Machine, one_thread_each
 from ptqpipe.qtensor import QTensor
 from ptqpipe.quantities import disk_size
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.regular_file import read_json
+from ptqpipe.rewriting import Done
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common import Done, Machine, one_thread_each, sqnr_db
+from ptqpipe.stages.common import sqnr_db
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.convert.text import by_role

@@ -18,19 +18,9 @@ from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, Tenso
 from ptqpipe.containers import DECODED_ROLES, Role, StoredWeight, kv_scale, without_quantization
 from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.machine import Job, Share
+from ptqpipe.rewriting import CopyTensor, Done, Rewrite, Run, merged, named_source, parts_of_stage, rewrite
 from ptqpipe.source import Source
-from ptqpipe.stages.common import (
-    CopyTensor,
-    Done,
-    Job,
-    Rewrite,
-    Run,
-    Share,
-    merged,
-    named_source,
-    parts_of_stage,
-    rewrite,
-)
 
 RUN_ELEMENTS = 1 << 20  # weights that are decoded at a time: their float32 and its temporaries take some 20 bytes each
 

@@ -15,13 +15,16 @@ from typing import Any
 
 import torch
 
+from ptqpipe.card import CARD, is_ours
 from ptqpipe.containers import HF_QUANT_CONFIG, Role, decode_input_global
 from ptqpipe.dtypes import DTYPES
+from ptqpipe.json_values import finite, json_differences
 from ptqpipe.origins import Origins
 from ptqpipe.plan import Member, Slice
-from ptqpipe.quantities import number
+from ptqpipe.quantities import number, table
 from ptqpipe.source import Source, SourceRows, row_runs
-from ptqpipe.stages.common import CARD, finite, is_ours, json_differences, name_pattern, role_of, sqnr_db, table
+from ptqpipe.stages.common import sqnr_db
+from ptqpipe.tensor_names import name_pattern, role_of
 
 _ROUNDED = 1e-6  # a reciprocal's reciprocal may be the next float32
 SHOWN = 8  # lines of one kind that the text lists

@@ -9,9 +9,9 @@ from ptqpipe.calibration.data import HELD_SHARE, check_seed
 from ptqpipe.calibration.generate import check_windows, generate as windows_of, threads_for
 from ptqpipe.checkpoint import Finished, check_file, resolve_source, write_file
 from ptqpipe.errors import OutputExists, UsageError
+from ptqpipe.machine import Machine, compute_threads, counting_bar, peak_bytes, threads
 from ptqpipe.runtime.language_model import with_note
 from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, read_config
-from ptqpipe.stages.common import Machine, compute_threads, counting_bar, peak_bytes, threads
 
 TOKEN_BYTES = 8  # of a token and its comma in the file, at most, but for vocabularies of millions
 

@@ -19,9 +19,9 @@ from ptqpipe.families import check_config, doubts
 from ptqpipe.formats import Codec
 from ptqpipe.options import AUTO
 from ptqpipe.qtensor import scale_faults, used_blocks
-from ptqpipe.quantities import disk_size, number, scientific
+from ptqpipe.quantities import disk_size, number, scientific, table
 from ptqpipe.source import Source
-from ptqpipe.stages.common import name_pattern, role_of, table
+from ptqpipe.tensor_names import name_pattern, role_of
 
 LEAST_SHARE = 0.01  # of blocks at the least or the largest scale: more is worth a line
 GLOBAL_SPREAD = 1000.0  # largest over smallest global scale of a role

@@ -27,9 +27,9 @@ from ptqpipe.collectives.simulator.request import (
 from ptqpipe.collectives.simulator.topologies import Topology
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import UsageError
-from ptqpipe.quantities import memory_size, number
+from ptqpipe.machine import threads
+from ptqpipe.quantities import memory_size, number, table
 from ptqpipe.report import simulation
-from ptqpipe.stages.common import table, threads
 
 __all__ = [
     "as_dict", "check_plots", "codecs_of", "error_rows", "error_text", "read_partials", "request_of", "sources_of",

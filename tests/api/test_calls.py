@@ -26,7 +26,7 @@ from ptqpipe.options import recipe_fields
 from ptqpipe.rounding import Rounding
 from ptqpipe.stages.calibrate.run import CalibrateOptions
 from ptqpipe.stages.demo import MODEL
-from ptqpipe.stages.tune.options import TuneOptions
+from ptqpipe.tuning.options import TuneOptions
 from tests import tiny
 
 COMMANDS = (
@@ -258,7 +258,7 @@ def test_errors_are_those_of_the_command_line_in_pythons_words(model: Path, tmp_
 
 def test_a_call_that_was_cut_says_how_to_go_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The words are Python's, and so is what they ask for."""
-    from ptqpipe.stages.common import rewriting
+    from ptqpipe.rewriting import run as rewriting
 
     def cut(*_: object) -> None:
         raise KeyboardInterrupt

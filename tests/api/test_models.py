@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ptqpipe
 from ptqpipe.errors import OutputExists, UsageError
+from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.runtime.hf import PackedConfig
 from ptqpipe.runtime.linear import PackedLinear
-from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.demo import MODEL
 from tests.runtime.models import logits, save_source
 from tests.tiny import bytes_of

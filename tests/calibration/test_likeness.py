@@ -12,8 +12,8 @@ from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.demo import MODEL
 from ptqpipe.stages.pipeline.run import pipeline
-from ptqpipe.stages.tune.options import TuneOptions
 from ptqpipe.stages.tune.run import tune
+from ptqpipe.tuning.options import TuneOptions
 
 
 def test_calibrate_tells_the_perplexity_of_each_source(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from ptqpipe.errors import CheckpointError
 from ptqpipe.options import RecipeOptions
 from ptqpipe.runtime import load
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
-from ptqpipe.stages.tune.options import TuneOptions, settings_of
 from ptqpipe.stages.tune.run import tune
 from ptqpipe.stages.verify.run import verify
 from ptqpipe.statistics import Statistics
+from ptqpipe.tuning.options import TuneOptions, settings_of
 from tests import families
 
 KINDS = ("deepseek_v3", "glm4_moe", "qwen3_next")

@@ -10,7 +10,8 @@ from click.testing import CliRunner
 
 import ptqpipe
 from ptqpipe.cli import main
-from ptqpipe.stages.common import Job, Machine, bars_of, counting_bar, progress_bar, rewriting
+from ptqpipe.machine import Job, Machine, bars_of, counting_bar, progress_bar
+from ptqpipe.rewriting import run as rewriting
 from ptqpipe.stages.report.run import make_report
 from tests import tiny
 

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from huggingface_hub import ModelCard
 
 import ptqpipe
+from ptqpipe.card import card_sha256, write_quality
 from ptqpipe.cli import main
-from ptqpipe.stages.common import card_sha256, write_quality
 from ptqpipe.stages.verify.run import verify
 from tests.tiny import bytes_of, llama, save
 

@@ -22,8 +22,8 @@ from ptqpipe.stages.dequantize import dequantize
 from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import transform
-from ptqpipe.stages.tune.options import TuneOptions
 from ptqpipe.stages.tune.run import tune
+from ptqpipe.tuning.options import TuneOptions
 from tests.calibration.models import make_model, make_windows, write_windows
 
 ONE = Machine(workers=1)

@@ -395,7 +395,7 @@ def test_a_rank_that_fails_fails_the_run_which_resumes(tmp_path: Path) -> None:
         "    import sys\n"
         "    class Hook:\n"
         "        def find_spec(self, name, path=None, target=None):\n"
-        "            if name == 'ptqpipe.stages.convert.run':\n"
+        "            if name == 'ptqpipe.rewriting.conversion':\n"
         "                sys.meta_path.remove(self); die()\n"
         "    sys.meta_path.insert(0, Hook())\n"
     )

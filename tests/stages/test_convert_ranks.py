@@ -16,7 +16,7 @@ from ptqpipe.machine import Machine
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.stages import demo
 from ptqpipe.stages.tune import run as tune
-from ptqpipe.stages.tune.options import TuneOptions
+from ptqpipe.tuning.options import TuneOptions
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
 

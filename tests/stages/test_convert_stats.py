@@ -23,10 +23,11 @@ from ptqpipe.errors import PtqError, RecipeError, UsageError
 from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.stages.common.outputs import QuantizeUnit
+from ptqpipe.rewriting import QuantizeUnit
+from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.stages.convert import text as convert_text
 from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.convert.run import Conversion, convert
+from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.convert.text import plan_text
 from ptqpipe.stages.verify import text as verify_text
 from ptqpipe.stages.verify.run import verify

@@ -12,10 +12,10 @@ from ptqpipe.containers import container_names, get_container
 from ptqpipe.kernels import cpu_library
 from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.recipe import RecipeOptions
+from ptqpipe.rewriting import QuantizeUnit
+from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.schemes import SCHEMES
-from ptqpipe.stages.common.outputs import QuantizeUnit
 from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.convert.text import header_text, plan_text
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics

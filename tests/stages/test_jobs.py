@@ -10,7 +10,7 @@ import pytest
 from ptqpipe.checkpoint.journal import run_id_of
 from ptqpipe.errors import OutputError
 from ptqpipe.machine import Job, MemoryPool, run_jobs
-from ptqpipe.stages.common.rewriting import records_of
+from ptqpipe.rewriting import records_of
 
 SECONDS = 30  # far above what any thread takes
 SHORT = 0.05  # what a thread that must wait is watched for

@@ -201,7 +201,7 @@ def test_machines_and_interruptions_change_no_byte(model: Path, stats: Path, tmp
 def test_a_killed_run_resumes_to_the_same_bytes(
     model: Path, stats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ptqpipe.stages.common import units
+    from ptqpipe.rewriting import units
 
     run(model, tmp_path / "whole", stats=stats, recipe=RECIPE)
     real, calls = units.correct_unit, []

@@ -21,12 +21,12 @@ from ptqpipe.cli import main
 from ptqpipe.containers import get_container
 from ptqpipe.errors import AlreadyComplete, OutputError, UsageError, WrongOutput
 from ptqpipe.folded import encoded
+from ptqpipe.machine import Machine
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.readers import READERS
+from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common import Machine
-from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.pipeline import run as stage, stages
 from ptqpipe.stages.pipeline.prepare import prepare
 from ptqpipe.stages.pipeline.room import Disk, memory_of
@@ -319,7 +319,7 @@ def test_what_was_quantized_behind_a_transform_is_compared_with_the_model_itself
 KILLED = """
 import os, signal, sys
 from ptqpipe.cli import main
-from ptqpipe.stages.convert.consume import Consumed
+from ptqpipe.rewriting.consume import Consumed
 
 real = Consumed._remove
 
@@ -358,7 +358,7 @@ def test_codes_that_are_written_are_gone_and_a_killed_run_goes_on_without_them(
 KILLED_BACKWARDS = """
 import os, signal, sys
 from ptqpipe.cli import main
-from ptqpipe.stages.tune import backwards
+from ptqpipe.tuning import backwards
 
 at, real = int(sys.argv[1]), backwards.reverse_model
 backwards.BASE_BYTES = 8 << 30  # all of the memory: the hidden states lie on disk

@@ -19,7 +19,7 @@ from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError, PtqError, UsageError
 from ptqpipe.machine import Machine
 from ptqpipe.qtensor import QTensor
-from ptqpipe.stages.common.rewriting import Done
+from ptqpipe.rewriting import Done
 from ptqpipe.stages.dequantize import dequantize
 from ptqpipe.stages.relayout.run import relayout
 from tests import tiny

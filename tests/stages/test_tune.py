@@ -33,9 +33,10 @@ from ptqpipe.stages import demo
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.convert import run as convert_stage
 from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.tune import backwards, run as tune
-from ptqpipe.stages.tune.block import BlockWork
-from ptqpipe.stages.tune.options import TuneOptions
+from ptqpipe.stages.tune import run as tune
+from ptqpipe.tuning import backwards
+from ptqpipe.tuning.block import BlockWork
+from ptqpipe.tuning.options import TuneOptions
 from tests.calibration.models import make_model, make_windows, write_windows
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"

@@ -22,9 +22,10 @@ from ptqpipe.machine import Machine
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import Rounding
 from ptqpipe.stages import demo
-from ptqpipe.stages.tune import codes as codes_of, end_to_end, run as tune
-from ptqpipe.stages.tune.options import TuneOptions
+from ptqpipe.stages.tune import run as tune
 from ptqpipe.stages.tune.text import render
+from ptqpipe.tuning import codes as codes_of, end_to_end
+from ptqpipe.tuning.options import TuneOptions
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"
 OPTIONS = TuneOptions(samples=40, seqlen=64, method="kl", metric="output", settings=Settings(steps=8, rate=0.02))

@@ -25,10 +25,11 @@ from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import TRAINED_FILE, Rounding
 from ptqpipe.stages import demo
 from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.tune import end_to_end, run as tune
-from ptqpipe.stages.tune.kept import Trained, find_kept
-from ptqpipe.stages.tune.options import TuneOptions
+from ptqpipe.stages.tune import run as tune
 from ptqpipe.stages.tune.text import render
+from ptqpipe.tuning import end_to_end
+from ptqpipe.tuning.kept import Trained, find_kept
+from ptqpipe.tuning.options import TuneOptions
 from tests.calibration.models import make_model, make_windows
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"

@@ -11,9 +11,8 @@ from ptqpipe.calibration.reverse import Gradients, linear_modules, reverse_model
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import BlockRecord, write_outputs
 from ptqpipe.checkpoint import BlockFolder
-from ptqpipe.machine import Ranks
+from ptqpipe.machine import BASE_BYTES, Machine, Ranks, counting_bar
 from ptqpipe.source import Source
-from ptqpipe.stages.common import BASE_BYTES, Machine, counting_bar
 
 
 def collect_outputs(

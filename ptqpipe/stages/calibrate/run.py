@@ -28,23 +28,14 @@ from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
 from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import BlockRecord, digest_of, write_block
-from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, check_place, resolve_source
+from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, check_place, name_of, resolve_source
 from ptqpipe.errors import UsageError
+from ptqpipe.machine import BASE_BYTES, Machine, Ranks, compute_threads, counting_bar, peak_bytes, threads
 from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.runtime.language_model import takes_images, with_note
 from ptqpipe.runtime.loading import DTYPES, default_length, read_config
 from ptqpipe.source import Source
 from ptqpipe.stages.calibrate.outputs import collect_outputs
-from ptqpipe.stages.common import (
-    BASE_BYTES,
-    Machine,
-    Ranks,
-    compute_threads,
-    counting_bar,
-    name_of,
-    peak_bytes,
-    threads,
-)
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
 
 MOMENTS = ("diagonal", "block", "full", "kl")

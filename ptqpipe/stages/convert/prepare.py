@@ -11,18 +11,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from ptqpipe._version import __version__
-from ptqpipe.checkpoint import check_disjoint, resolve_source
+from ptqpipe.checkpoint import check_disjoint, name_of, resolve_source
 from ptqpipe.containers import get_container
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError
 from ptqpipe.families import facts_of
+from ptqpipe.machine import without_collections
 from ptqpipe.options import ALGORITHMS, AUTO, CodeOptions
 from ptqpipe.plan import Plan, check_ignored, make_plan
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe, matches
-from ptqpipe.rounding import ROUNDING_FILE, TRAINED_REASON, Rounding
-from ptqpipe.schemes import get_scheme
-from ptqpipe.search import get_search
-from ptqpipe.source import Source
-from ptqpipe.stages.common import (
+from ptqpipe.rewriting import (
     InputScales,
     Outputs,
     WriteCacheScales,
@@ -30,12 +27,14 @@ from ptqpipe.stages.common import (
     check_model,
     check_read_back,
     container_of,
-    name_of,
     open_statistics,
     outputs_of,
-    without_collections,
 )
-from ptqpipe.stages.convert.run import Conversion
+from ptqpipe.rewriting.conversion import Conversion
+from ptqpipe.rounding import ROUNDING_FILE, TRAINED_REASON, Rounding
+from ptqpipe.schemes import get_scheme
+from ptqpipe.search import get_search
+from ptqpipe.source import Source
 from ptqpipe.statistics import Statistics
 
 _AGAIN = "leave out what differs, or tune again with the same --format, --recipe, --container and --ignore"

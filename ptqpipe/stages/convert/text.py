@@ -7,21 +7,16 @@ from typing import Any
 from ptqpipe.errors import one_line
 from ptqpipe.families import doubts, is_known
 from ptqpipe.kernels import cpu
+from ptqpipe.machine import WORKER_BYTES, Machine
 from ptqpipe.plan import pattern_hint, unmatched_patterns
-from ptqpipe.quantities import disk_size, memory_size, number, option_size, option_size_above
+from ptqpipe.quantities import disk_size, memory_size, number, option_size, option_size_above, table
 from ptqpipe.report import can_be_proven, judged_by, judgement, mean_known, tuned_blocks
+from ptqpipe.rewriting import Done
+from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.schemes import Activation
-from ptqpipe.stages.common import (
-    WORKER_BYTES,
-    Done,
-    Machine,
-    name_pattern,
-    role_of,
-    sqnr_db,
-    table,
-)
-from ptqpipe.stages.convert.run import Conversion
+from ptqpipe.stages.common import sqnr_db
+from ptqpipe.tensor_names import name_pattern, role_of
 
 _WEIGHT_ERROR = (
     "SQNR and vs abs-max are errors of the weights, which codes that are chosen by data let grow where inputs are small"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from ptqpipe.checkpoint import CheckpointReader, completed_run, resolve_source
+from ptqpipe.checkpoint import CheckpointReader, completed_run, name_of, resolve_source
 from ptqpipe.errors import CheckpointError, UsageError, one_line
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT, open_cache, store_bytes
 from ptqpipe.evaluation.harness import TaskMetric, TaskRequest, check_tasks, run_tasks
@@ -22,6 +22,7 @@ from ptqpipe.evaluation.result import kl_row, perplexity_row, result_json, task_
 from ptqpipe.evaluation.scores import Scores, Window, score, windows
 from ptqpipe.evaluation.text import SAMPLE, SAMPLE_NAME, Text, read_text
 from ptqpipe.evaluation.tokens import Decode, beginnings, continued, kl_by_position, kl_histogram, worst_tokens
+from ptqpipe.machine import counting_bar
 from ptqpipe.quantities import disk_size, option_size
 from ptqpipe.rows import check_once
 from ptqpipe.runtime.language_model import with_note
@@ -34,7 +35,7 @@ from ptqpipe.runtime.loading import (
     positions_of,
     read_config,
 )
-from ptqpipe.stages.common import counting_bar, name_of, run_facts
+from ptqpipe.stages.common import run_facts
 
 
 @dataclass(frozen=True, slots=True)

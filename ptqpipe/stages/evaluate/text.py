@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.checkpoint import check_file, write_file
+from ptqpipe.card import write_quality
+from ptqpipe.checkpoint import check_file, name_of, write_file
 from ptqpipe.errors import OutputExists, PtqError
 from ptqpipe.evaluation.result import is_result
 from ptqpipe.evaluation.verdict import verdict
-from ptqpipe.quantities import number
+from ptqpipe.quantities import number, table
 from ptqpipe.regular_file import read_json
-from ptqpipe.stages.common import name_of, table, write_quality
 
 _NAME = 16  # characters of the name of a text or task
 

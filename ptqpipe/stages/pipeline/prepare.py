@@ -7,15 +7,15 @@ from typing import Any
 
 from ptqpipe.calibration.data import check_samples, check_seed
 from ptqpipe.calibration.generate import check_windows
-from ptqpipe.checkpoint import Mode, check_disjoint, resolve_source
+from ptqpipe.checkpoint import Mode, check_disjoint, name_of, resolve_source
 from ptqpipe.errors import PtqError
 from ptqpipe.evaluation.text import check_text
+from ptqpipe.machine import Machine
 from ptqpipe.options import PipelineOptions, RecipeOptions, check_options
 from ptqpipe.readers import check_rotation
 from ptqpipe.recipe import build_recipe
 from ptqpipe.runtime.loading import default_length, load_tokenizer, read_config
 from ptqpipe.source import Source
-from ptqpipe.stages.common import Machine, name_of
 from ptqpipe.stages.convert.prepare import prepare as prepare_conversion
 from ptqpipe.stages.convert.text import missing_config, warnings_of
 from ptqpipe.stages.pipeline import call

@@ -34,10 +34,10 @@ from ptqpipe.checkpoint import (
 )
 from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, UsageError, WrongOutput
 from ptqpipe.evaluation.result import is_result
+from ptqpipe.machine import Machine, bars_of
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.quantities import disk_size
 from ptqpipe.report import is_report
-from ptqpipe.stages.common import Machine, bars_of
 from ptqpipe.stages.pipeline import text
 from ptqpipe.stages.pipeline.prepare import prepare
 from ptqpipe.stages.pipeline.stages import Pipeline

@@ -15,12 +15,13 @@ from typing import Any
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, read_json_object, run_id_of
 from ptqpipe.errors import AlreadyComplete, CheckpointError
+from ptqpipe.machine import Machine, compute_threads
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.recipe import build_recipe
+from ptqpipe.rewriting import named_source
 from ptqpipe.rows import weighted
 from ptqpipe.source import Source
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
-from ptqpipe.stages.common import Machine, compute_threads, named_source
 from ptqpipe.stages.convert import run as conversion
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.evaluate import run as evaluation
@@ -33,9 +34,9 @@ from ptqpipe.stages.plan.run import Budget, plan_mixed, write_recipe
 from ptqpipe.stages.report.run import make_report
 from ptqpipe.stages.transform.factors import find_factors
 from ptqpipe.stages.transform.plan import TransformOptions
-from ptqpipe.stages.tune.options import TuneOptions
 from ptqpipe.stages.tune.run import tune
 from ptqpipe.stages.verify.run import verify
+from ptqpipe.tuning.options import TuneOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptqpipe.evaluation.verdict import verdict
+from ptqpipe.machine import peak_bytes
 from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.report import judgement
-from ptqpipe.stages.common import peak_bytes
 
 if TYPE_CHECKING:
     from ptqpipe.stages.pipeline.run import Made

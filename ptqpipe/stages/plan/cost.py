@@ -33,6 +33,7 @@ import torch
 from ptqpipe.algorithms import gathered_bytes, output_error
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.inputs import InputStatistics
+from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine, MemoryPool, counting_bar, one_thread_each
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.quantities import option_size, option_size_above
@@ -40,17 +41,9 @@ from ptqpipe.rotation import rotated
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation, Scheme
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.common import (
-    BASE_BYTES,
-    WORKER_BYTES,
-    Machine,
-    MemoryPool,
-    counting_bar,
-    one_thread_each,
-    role_of,
-)
 from ptqpipe.stages.plan.units import Group, quantize_as
 from ptqpipe.statistics import BLOCK, Statistics
+from ptqpipe.tensor_names import role_of
 
 Costs = Mapping[tuple[str, str], float]
 """(group id, option name) -> cost. Keeping costs nothing and is left out."""

@@ -19,6 +19,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.cache import KeptLogits
 from ptqpipe.evaluation.scores import score
 from ptqpipe.evaluation.text import read_text
+from ptqpipe.machine import counting_bar
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
@@ -26,7 +27,6 @@ from ptqpipe.runtime.find_weight import find_place
 from ptqpipe.runtime.loading import check_length, default_length, load_model, load_tokenizer, read_config
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.common import counting_bar
 from ptqpipe.stages.plan.units import Group, quantize_as
 
 VERSION = 1

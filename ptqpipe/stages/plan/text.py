@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ptqpipe.plan import Member
-from ptqpipe.quantities import disk_size, number, scientific
-from ptqpipe.stages.common import layer_of, role_of, table
+from ptqpipe.quantities import disk_size, number, scientific, table
 from ptqpipe.stages.plan.run import MixedPlan
 from ptqpipe.stages.plan.units import KEEP
+from ptqpipe.tensor_names import layer_of, role_of
 
 NO_GAP = 1e-9  # of the cost: below it is the rounding of sums
 

@@ -17,10 +17,11 @@ from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.families import family_of
 from ptqpipe.formats import CODECS, Codec
+from ptqpipe.machine import Job
 from ptqpipe.qtensor import scale_values
+from ptqpipe.rewriting import CopyTensor
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common import CopyTensor, Job
 
 _OTHER_SPELLING = {
     Role.GLOBAL: Role.GLOBAL_DIVISOR,

@@ -19,21 +19,21 @@ from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, Tenso
 from ptqpipe.containers import ConfigRequest, Container, Role, get_container
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.formats import get_format
+from ptqpipe.machine import Share
 from ptqpipe.plan import is_matrix
 from ptqpipe.record import TAKEN_OVER, UNKNOWN, read_record
-from ptqpipe.source import Source
-from ptqpipe.stages.common import (
+from ptqpipe.rewriting import (
     CopyTensor,
     Done,
     Rewrite,
     Run,
-    Share,
     check_read_back,
     merged,
     named_source,
     parts_of_stage,
     rewrite,
 )
+from ptqpipe.source import Source
 from ptqpipe.stages.relayout.jobs import (
     Moved,
     MoveWeight,

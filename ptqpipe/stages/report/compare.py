@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.checkpoint import write_file
+from ptqpipe.checkpoint import name_of, write_file
 from ptqpipe.errors import UsageError
+from ptqpipe.machine import Machine
 from ptqpipe.report import Report, render_comparison
-from ptqpipe.stages.common import Machine, name_of
 from ptqpipe.stages.report.find import find_evaluation, read_source
 from ptqpipe.stages.report.run import gather, target_of
 

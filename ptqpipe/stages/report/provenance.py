@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.checkpoint import RECORD_FILE, file_sha256
+from ptqpipe.checkpoint import RECORD_FILE, file_sha256, name_of
 from ptqpipe.record import Record, text_data
 from ptqpipe.source import Source
-from ptqpipe.stages.common import name_of
 
 
 def rules(record: Record | None) -> tuple[tuple[str, str, str], ...]:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe._version import __version__
-from ptqpipe.checkpoint import check_file, write_file
+from ptqpipe.checkpoint import check_file, name_of, write_file
 from ptqpipe.containers import is_kv_scale
 from ptqpipe.errors import CheckpointError, UsageError, one_line
 from ptqpipe.evaluation.result import read_result
 from ptqpipe.evaluation.verdict import GOOD, NEAR_LOSSLESS, verdict
+from ptqpipe.machine import Machine, one_thread_each
 from ptqpipe.record import Record, claims_ownership, read_record
 from ptqpipe.report import (
     KeptTensor,
@@ -34,9 +35,10 @@ from ptqpipe.report import (
     tuned_by,
     tuned_from,
 )
+from ptqpipe.rewriting import as_quantized
 from ptqpipe.scan import NAMES, SAMPLE, STORED, Scan, scan_weight
 from ptqpipe.source import Source
-from ptqpipe.stages.common import Machine, as_quantized, layer_of, name_of, one_thread_each, role_of, run_facts
+from ptqpipe.stages.common import run_facts
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.report.find import claims_own, find_evaluation, find_source
 from ptqpipe.stages.report.provenance import provenance, rules
@@ -51,6 +53,7 @@ from ptqpipe.stages.report.weights import (
     worst_blocks,
 )
 from ptqpipe.stages.verify.run import verify
+from ptqpipe.tensor_names import layer_of, role_of
 
 RULE = (
     f"Near-lossless: a mean KL to the original model of at most {NEAR_LOSSLESS[0]:g} nats per token, and the same top "

@@ -13,14 +13,15 @@ import torch
 
 from ptqpipe.containers import StoredWeight
 from ptqpipe.errors import UsageError
+from ptqpipe.machine import Machine, counting_bar
 from ptqpipe.measured import prove_weight
 from ptqpipe.origins import Origins
 from ptqpipe.record import Record
 from ptqpipe.report import Histogram, Proof, ReportedWeight, ScaleChoice, WorstBlock
 from ptqpipe.scan import STORED, Scan, codes_of, compare_choices, scale_axis
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.common import Machine, counting_bar, expert_of, layer_of, role_of
-from ptqpipe.stages.verify.groups import fused_groups
+from ptqpipe.tensor_names import expert_of, layer_of, role_of
+from ptqpipe.verification.groups import fused_groups
 
 WORST_SHOWN = 12
 PROOF_WEIGHTS = 64  # at most, spread evenly over the checkpoint

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ptqpipe.checkpoint import name_of
 from ptqpipe.collectives import NEVER, QuantAllReduce, Thresholds
 from ptqpipe.engine import Engine, EngineOptions, Service, State, invariance
 from ptqpipe.engine.overlap import Overlap, least_tokens
@@ -29,7 +30,6 @@ from ptqpipe.runtime.memory import keep_freed_memory
 from ptqpipe.runtime.parallel import RunCollective, TensorParallel
 from ptqpipe.server.app import ServerOptions, create_app
 from ptqpipe.server.run import run
-from ptqpipe.stages.common import name_of
 from ptqpipe.stages.serve.checks import context_of, host_names
 from ptqpipe.stages.serve.facts import LoadingBar, facts_of, heading, instructions
 from ptqpipe.stages.serve.ranks import OtherRanks, Place

@@ -15,8 +15,9 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import FOLDING_FILE, BlockFolder, Finished, Mode, resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.folded import encoded
+from ptqpipe.machine import Machine, one_thread_each, peak_bytes, progress_bar, run_jobs
+from ptqpipe.rewriting import named_source, records_of
 from ptqpipe.source import Source
-from ptqpipe.stages.common import Machine, named_source, one_thread_each, peak_bytes, progress_bar, records_of, run_jobs
 from ptqpipe.stages.transform.plan import Component, TransformOptions
 from ptqpipe.stages.transform.run import Transformation, prepare
 from ptqpipe.stages.transform.weights import Weights

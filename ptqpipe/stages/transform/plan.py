@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from ptqpipe.checkpoint import TensorSpec
 from ptqpipe.dtypes import FLOAT_DTYPES, FLOATS
 from ptqpipe.errors import UsageError
+from ptqpipe.machine import Job
+from ptqpipe.rewriting import CopyTensor
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common import CopyTensor, Job
 from ptqpipe.transforms import BLOCKS, ROTATIONS, SCALINGS, Edge, Matrix, Structure, get_scaling, grouped
 
 EDGE_KINDS = ("norm", "latent", "value", "up")

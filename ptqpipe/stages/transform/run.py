@@ -21,21 +21,11 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec, check_disjoint, resolve_source
 from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.machine import Share
 from ptqpipe.quantities import scientific
+from ptqpipe.rewriting import CopyTensor, Done, Rewrite, Run, check_model, merged, named_source, parts_of_stage, rewrite
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common import (
-    CopyTensor,
-    Done,
-    Rewrite,
-    Run,
-    Share,
-    check_model,
-    merged,
-    named_source,
-    parts_of_stage,
-    rewrite,
-)
 from ptqpipe.stages.dequantize import with_dtype
 from ptqpipe.stages.transform import plan
 from ptqpipe.stages.transform.plan import Component, TransformOptions

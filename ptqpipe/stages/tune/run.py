@@ -35,19 +35,19 @@ from ptqpipe.calibration.runner import BATCH_TOKENS, Block, MtpBlock, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_place
 from ptqpipe.errors import UsageError
+from ptqpipe.machine import BASE_BYTES, Machine, compute_threads, counting_bar, peak_bytes, threads
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
+from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import ROUNDING_FILE
 from ptqpipe.runtime.language_model import takes_images, with_note
 from ptqpipe.runtime.loading import default_length, read_config
-from ptqpipe.stages.common import BASE_BYTES, Machine, compute_threads, counting_bar, peak_bytes, threads
 from ptqpipe.stages.convert.prepare import best_with, prepare
-from ptqpipe.stages.convert.run import Conversion
-from ptqpipe.stages.tune import backwards, codes as codes_of, end_to_end
-from ptqpipe.stages.tune.block import BlockWork, divided, follow, observe
-from ptqpipe.stages.tune.options import TuneOptions, check
 from ptqpipe.stages.tune.text import described
 from ptqpipe.statistics import Statistics
+from ptqpipe.tuning import backwards, codes as codes_of, end_to_end
+from ptqpipe.tuning.block import BlockWork, divided, follow, observe
+from ptqpipe.tuning.options import TuneOptions, check
 
 LARGE = 1 << 20  # numbers in a weight
 

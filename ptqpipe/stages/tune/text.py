@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptqpipe.calibration.data import Samples
-from ptqpipe.checkpoint import Finished
-from ptqpipe.quantities import memory_size, number
+from ptqpipe.checkpoint import Finished, name_of
+from ptqpipe.quantities import memory_size, number, table
 from ptqpipe.report import samples_text
-from ptqpipe.stages.common import name_of, table
-from ptqpipe.stages.convert.run import Conversion
-from ptqpipe.stages.tune.options import TuneOptions
+from ptqpipe.rewriting.conversion import Conversion
+from ptqpipe.tuning.options import TuneOptions
 
 
 def described(prepared: Conversion, samples: Samples, options: TuneOptions) -> str:

@@ -17,25 +17,20 @@ from typing import Any
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import StoredWeight, is_kv_scale
 from ptqpipe.errors import UsageError
+from ptqpipe.machine import counting_bar, default_workers, one_thread_each
 from ptqpipe.origins import Origins
 from ptqpipe.plan import Unit
 from ptqpipe.record import Record, claims_ownership, read_record
 from ptqpipe.report import tuned_judgement
+from ptqpipe.rewriting import BIAS_REASON as CORRECTED, Outputs, as_quantized, describe_statistics
 from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.search.proof import Optimality
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.common import (
-    BIAS_REASON as CORRECTED,
-    Outputs,
-    as_quantized,
-    counting_bar,
-    default_workers,
-    describe_statistics,
-    one_thread_each,
-)
-from ptqpipe.stages.verify import claims, config, groups, structure
-from ptqpipe.stages.verify.findings import Findings
-from ptqpipe.stages.verify.repeat import (
+from ptqpipe.stages.verify.text import VerifyReport, header
+from ptqpipe.statistics import Statistics
+from ptqpipe.verification import claims, config, groups, structure
+from ptqpipe.verification.findings import Findings
+from ptqpipe.verification.repeat import (
     check_conversion,
     check_input_scales,
     check_plan,
@@ -43,9 +38,7 @@ from ptqpipe.stages.verify.repeat import (
     repeat_unit,
     replan,
 )
-from ptqpipe.stages.verify.text import VerifyReport, WeightReport, header
-from ptqpipe.stages.verify.weights import check_weight
-from ptqpipe.statistics import Statistics
+from ptqpipe.verification.weights import WeightReport, check_weight
 
 SAMPLE_BLOCKS = 512
 CACHE_BYTES = 128 << 20  # of a unit that is quantized again; a larger one is read as often as its passes need it

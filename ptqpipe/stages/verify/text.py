@@ -7,35 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.checkpoint import RECORD_FILE
-from ptqpipe.quantities import disk_size, number
+from ptqpipe.json_values import finite
+from ptqpipe.quantities import disk_size, number, table
 from ptqpipe.report import mean_known
 from ptqpipe.search.proof import Optimality
-from ptqpipe.stages.common import finite, name_pattern, role_of, sqnr_db, table
-from ptqpipe.stages.verify.findings import Finding
+from ptqpipe.stages.common import sqnr_db
+from ptqpipe.tensor_names import name_pattern, role_of
+from ptqpipe.verification.findings import Finding
+from ptqpipe.verification.weights import WeightReport
 
 SHOWN = 6  # findings of one kind that the text lists
 MOST_FAULTS = 10  # that the text lists unless all are asked for
-
-
-@dataclass(frozen=True, slots=True)
-class WeightReport:
-    """One quantized weight. The errors are None without a source, and where the stored numbers are illegal.
-
-    energy         squares of the source's weights, summed
-    versus_absmax  squared error over that of scales amax/max (powers of two rounded up), on a sample of rows
-    versus_rtn     output error over that of plain rounding, as the record of a calibrated weight claims
-    nearest        whether its codes are the nearest ones, as far as is known: others trade this error for the output's
-    """
-
-    name: str
-    format: str
-    shape: tuple[int, int]
-    relative_mse: float | None = None
-    energy: float = 0.0
-    versus_absmax: float | None = None
-    optimality: Optimality | None = None
-    versus_rtn: float | None = None
-    nearest: bool = True
 
 
 @dataclass(frozen=True, slots=True)

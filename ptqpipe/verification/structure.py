@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from ptqpipe.card import CARD, ORIGINAL, is_ours
 from ptqpipe.checkpoint import OWN_FILES, NotFinite
 from ptqpipe.containers import StoredWeight, is_kv_scale
+from ptqpipe.json_values import same_json
 from ptqpipe.origins import Origins
 from ptqpipe.regular_file import read_json
 from ptqpipe.source import Source
-from ptqpipe.stages.common import CARD, ORIGINAL, is_ours, same_json
-from ptqpipe.stages.verify.findings import Findings
+from ptqpipe.verification.findings import Findings
 
 READ_BYTES = 8 << 20
 _ROPE_BUFFER = re.compile(r".*rotary_emb\.inv_freq")

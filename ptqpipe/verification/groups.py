@@ -11,8 +11,8 @@ import torch
 from ptqpipe.containers import HF_QUANT_CONFIG, Role, StoredWeight, announces_kv_cache, is_kv_scale, kv_scale_place
 from ptqpipe.families import DEFAULT_FUSE, UNLIKE_EXPERTS, output_rows
 from ptqpipe.source import Source
-from ptqpipe.stages.common import expert_of, experts_of
-from ptqpipe.stages.verify.findings import Findings
+from ptqpipe.tensor_names import expert_of, experts_of
+from ptqpipe.verification.findings import Findings
 
 _GLOBALS = (Role.GLOBAL, Role.GLOBAL_DIVISOR)
 _INPUTS = (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR)

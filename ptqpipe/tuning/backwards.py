@@ -17,9 +17,9 @@ from ptqpipe.calibration.reverse import Gradients, linear_modules, reverse_model
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import CheckpointReader, output_errors, write_tensors
-from ptqpipe.stages.common import BASE_BYTES, Machine, counting_bar
-from ptqpipe.stages.convert.run import Conversion
-from ptqpipe.stages.tune.block import divided
+from ptqpipe.machine import BASE_BYTES, Machine, counting_bar
+from ptqpipe.rewriting.conversion import Conversion
+from ptqpipe.tuning.block import divided
 
 _BLOCK = "."  # where a module's name would be: the block's own output
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.card import CARD, card_sha256, is_ours
 from ptqpipe.checkpoint import OWN_FILES, RECORD_FILE, CheckpointReader, file_sha256, run_id_of
 from ptqpipe.containers import Part, get_container, is_kv_scale, quantization_config
 from ptqpipe.dtypes import FLOATS
@@ -21,20 +22,12 @@ from ptqpipe.measured import certificate
 from ptqpipe.plan import Plan, Unit, make_plan
 from ptqpipe.recipe import Recipe
 from ptqpipe.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of
+from ptqpipe.rewriting import CACHE_REASON, corrected_biases, run_parts_of, with_reasons
 from ptqpipe.rounding import relative_change, trained_of
 from ptqpipe.search import get_search
 from ptqpipe.source import Source
-from ptqpipe.stages.common import (
-    CACHE_REASON,
-    CARD,
-    card_sha256,
-    corrected_biases,
-    is_ours,
-    run_parts_of,
-    with_reasons,
-)
-from ptqpipe.stages.verify.findings import Findings
-from ptqpipe.stages.verify.structure import compare_decoded
+from ptqpipe.verification.findings import Findings
+from ptqpipe.verification.structure import compare_decoded
 
 SUM_TOLERANCE = 1e-9  # float64 sums of up to 2^33 positive terms in another order differ by less
 

@@ -12,13 +12,12 @@ import torch
 from ptqpipe._version import __version__
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.runner import Block
-from ptqpipe.checkpoint import BlockFolder, output_errors, write_tensors
+from ptqpipe.checkpoint import BlockFolder, name_of, output_errors, write_tensors
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
+from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import ROUNDING_VERSION, TRAINED_FILE, Rounding
-from ptqpipe.stages.common import name_of
-from ptqpipe.stages.convert.run import Conversion
-from ptqpipe.stages.tune.options import TuneOptions
+from ptqpipe.tuning.options import TuneOptions
 
 ENDED = "end to end"  # what gradient descent on the whole model has ended with: its entry in the journal
 

@@ -15,8 +15,8 @@ from ptqpipe.checkpoint import CheckpointWriter, TensorSpec
 from ptqpipe.containers import Container, container_names, get_container, kv_scale, quantization_config
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.machine import Job
+from ptqpipe.rewriting.run import write_whole
 from ptqpipe.source import Source
-from ptqpipe.stages.common.rewriting import write_whole
 from ptqpipe.statistics import Statistics
 
 CACHE_REASON = "scale of the FP8 kv cache"

@@ -18,9 +18,9 @@ from ptqpipe.errors import UsageError
 from ptqpipe.global_scale import canonical
 from ptqpipe.plan import FLOAT_DTYPES, Unit
 from ptqpipe.qtensor import QTensor
-from ptqpipe.stages.common import BIAS_REASON
-from ptqpipe.stages.convert.run import Conversion
-from ptqpipe.stages.tune.options import GLOBAL
+from ptqpipe.rewriting import BIAS_REASON
+from ptqpipe.rewriting.conversion import Conversion
+from ptqpipe.tuning.options import GLOBAL
 
 _LEAST = 0.01  # what the root mean square of a tensor counts at least: biases may be zeros
 _GLOBAL_RATE = 9e-4  # of the logarithm of a global scale

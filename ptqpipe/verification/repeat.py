@@ -16,24 +16,18 @@ import torch
 from ptqpipe.checkpoint import RECORD_FILE, run_id_of
 from ptqpipe.containers import Role
 from ptqpipe.errors import CheckpointError
+from ptqpipe.json_values import json_differences
 from ptqpipe.measured import prove_joint
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.record import Claim, Record, object_of, text_of
+from ptqpipe.rewriting import Outputs, QuantizedRows, correct_unit, outputs_of, quantize_unit
 from ptqpipe.rounding import trained_of
 from ptqpipe.search.proof import Optimality
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.common import (
-    Outputs,
-    QuantizedRows,
-    correct_unit,
-    json_differences,
-    outputs_of,
-    quantize_unit,
-)
-from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_numbers, check_reasons, conversion_parts, recipe_of
-from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.statistics import Statistics
+from ptqpipe.verification.claims import SUM_TOLERANCE, check_numbers, check_reasons, conversion_parts, recipe_of
+from ptqpipe.verification.findings import Findings
 
 # Relative: a low-rank part from another processor's eigenvectors, rounded otherwise here and there.
 LOW_RANK_TOLERANCE = 1e-4

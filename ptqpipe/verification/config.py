@@ -15,15 +15,15 @@ from ptqpipe.containers import (
     Target,
     quantization_config,
     same_value,
-    short_json,
 )
 from ptqpipe.errors import CheckpointError, PtqError
 from ptqpipe.families import check_config as check_names, doubts, fails_either_way
+from ptqpipe.json_values import short_json
 from ptqpipe.patterns import expression
 from ptqpipe.plan import conv1d_leaves, is_matrix
 from ptqpipe.recipe import failing_facts
 from ptqpipe.source import Source
-from ptqpipe.stages.verify.findings import Findings
+from ptqpipe.verification.findings import Findings
 
 _EMBEDDING = re.compile(r"embed|\bwte\b|\bwpe\b|norm|position", re.IGNORECASE)
 _LINEAR = re.compile(r"(^|\.)(lm_head|fc\d?|c_fc|w\d|\w*_?proj|\w*dense\w*)$")

@@ -37,10 +37,10 @@ from ptqpipe.plan import Kept, Member, Plan, Unit, make_plan
 from ptqpipe.qtensor import QTensor
 from ptqpipe.readers import check_experts, check_rotation
 from ptqpipe.recipe import Recipe, failing_facts
+from ptqpipe.rewriting.kv_cache import WriteCacheScales, cache_specs, config_with_cache
+from ptqpipe.rewriting.run import CopyTensor, write_whole
 from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.source import Source
-from ptqpipe.stages.common.kv_cache import WriteCacheScales, cache_specs, config_with_cache
-from ptqpipe.stages.common.rewriting import CopyTensor, write_whole
 from ptqpipe.tensor_names import experts_of
 
 BIAS_REASON = "bias corrected by the mean error of its weight"

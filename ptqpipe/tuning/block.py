@@ -30,11 +30,11 @@ from ptqpipe.options import ALGORITHMS
 from ptqpipe.plan import Member, Slice, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import Rule
+from ptqpipe.rewriting import module_of, quantize_unit
+from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
 from ptqpipe.source import SourceRows
-from ptqpipe.stages.common import module_of, quantize_unit
-from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.statistics import KnownInputs
 
 

@@ -17,8 +17,8 @@ from ptqpipe.errors import NumericsError
 from ptqpipe.options import ALGORITHMS, LEARNED
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
+from ptqpipe.rewriting.moments import inputs_of, module_of
 from ptqpipe.rounding import Rounding
-from ptqpipe.stages.common.moments import inputs_of, module_of
 from ptqpipe.statistics import KnownInputs, Statistics
 
 QuantizedRows = dict[tuple[int, int], QTensor]

@@ -22,11 +22,11 @@ from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.inputs import Moments
 from ptqpipe.plan import Member, Plan, Unit
 from ptqpipe.recipe import Recipe
+from ptqpipe.rewriting.outputs import corrected_biases
 from ptqpipe.rotation import rotated
 from ptqpipe.rounding import Rounding
 from ptqpipe.schemes import Activation
 from ptqpipe.source import Source
-from ptqpipe.stages.common.outputs import corrected_biases
 from ptqpipe.statistics import KnownInputs, Statistics
 
 _SHOWN = 12  # hex digits of a fingerprint in a message

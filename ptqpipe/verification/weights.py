@@ -3,7 +3,7 @@
 Works on runs of rows, so that memory does not grow with the weight. Must not know config files.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,18 +14,39 @@ from ptqpipe.measured import CHANGES, Measured, measure_weight, prove_weight
 from ptqpipe.qtensor import Illegal, illegal_numbers
 from ptqpipe.quantities import number
 from ptqpipe.record import UNKNOWN, Claim, Record
+from ptqpipe.search.proof import Optimality
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_hashes, check_numbers
-from ptqpipe.stages.verify.findings import Findings
-from ptqpipe.stages.verify.groups import scalar_fault
-from ptqpipe.stages.verify.repeat import judge_proof
-from ptqpipe.stages.verify.text import WeightReport
+from ptqpipe.verification.claims import SUM_TOLERANCE, check_hashes, check_numbers
+from ptqpipe.verification.findings import Findings
+from ptqpipe.verification.groups import scalar_fault
+from ptqpipe.verification.repeat import judge_proof
 
 TOTAL_RATIO = 4.0  # error of a weight over that of abs-max scales: error feedback stays below it
 DATA_RATIO = 64.0  # the same where data chose the codes: error at inputs that are always small costs nothing
 ROW_RATIO = 16.0  # the same of its worst row; other tools' checkpoints reach 3
 NEAREST_SHARE = 0.1  # a checkpoint rounds to nearest if fewer of its codes are unlike ours (bfloat16 division: 0.035)
 ROUNDED = 1e-5  # a relayout that inverted a global scale may change decodes in the last place
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReport:
+    """One quantized weight. The errors are None without a source, and where the stored numbers are illegal.
+
+    energy         squares of the source's weights, summed
+    versus_absmax  squared error over that of scales amax/max (powers of two rounded up), on a sample of rows
+    versus_rtn     output error over that of plain rounding, as the record of a calibrated weight claims
+    nearest        whether its codes are the nearest ones, as far as is known: others trade this error for the output's
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, int]
+    relative_mse: float | None = None
+    energy: float = 0.0
+    versus_absmax: float | None = None
+    optimality: Optimality | None = None
+    versus_rtn: float | None = None
+    nearest: bool = True
 
 
 def check_weight(

@@ -25,16 +25,16 @@ from ptqpipe.calibration.whole import LayerForward, Whole
 from ptqpipe.checkpoint import BlockFolder, CheckpointReader, output_errors, write_tensors
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.text import SAMPLE, read_text
+from ptqpipe.machine import BASE_BYTES, Machine, counting_bar
 from ptqpipe.plan import Unit
 from ptqpipe.quantities import option_size, option_size_above
+from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import Rounding, relative_change, sha256_of
 from ptqpipe.runtime.loading import load_tokenizer
-from ptqpipe.stages.common import BASE_BYTES, Machine, counting_bar
-from ptqpipe.stages.convert.run import Conversion
-from ptqpipe.stages.tune import codes as codes_of
-from ptqpipe.stages.tune.block import BlockWork, divided
-from ptqpipe.stages.tune.kept import Trained, TrainedTensor, find_kept, unit_name, with_gain
-from ptqpipe.stages.tune.options import GLOBAL, TuneOptions
+from ptqpipe.tuning import codes as codes_of
+from ptqpipe.tuning.block import BlockWork, divided
+from ptqpipe.tuning.kept import Trained, TrainedTensor, find_kept, unit_name, with_gain
+from ptqpipe.tuning.options import GLOBAL, TuneOptions
 
 DATA, OTHER = "held-out samples", "sample text"
 _STATE, _FOUND = "state", "found"  # folders beside the output

@@ -1,0 +1,49 @@
+"""A checkpoint written from another one: what will be written, how a unit is quantized, and the run of it all.
+
+    run.py         `Rewrite`, the contract of everything that writes a checkpoint, and the one function that runs it
+    outputs.py     what a recipe writes for a source
+    units.py       a unit quantized by its rule; moments.py: with what statistics know of its inputs
+    kv_cache.py    the scales of an FP8 KV cache
+    conversion.py  the `Rewrite` of convert and tune; consume.py: learned codes that go as they are written
+
+Knows no command line and prints nothing but progress.
+"""
+
+from ptqpipe.rewriting.kv_cache import CACHE_REASON, WriteCacheScales, check_cached, write_scales
+from ptqpipe.rewriting.moments import (
+    InputScales,
+    check_model,
+    describe_statistics,
+    means_of,
+    module_of,
+    open_statistics,
+    unit_extra_bytes,
+)
+from ptqpipe.rewriting.outputs import (
+    BIAS_REASON,
+    MeanErrors,
+    OutputJob,
+    Outputs,
+    QuantizeUnit,
+    check_read_back,
+    container_of,
+    corrected_biases,
+    outputs_of,
+    with_reasons,
+)
+from ptqpipe.rewriting.run import (
+    CopyTensor,
+    Done,
+    Rewrite,
+    Run,
+    as_quantized,
+    is_unfinished,
+    merged,
+    named_source,
+    parts_of_stage,
+    records_of,
+    rewrite,
+    run_parts_of,
+    write_whole,
+)
+from ptqpipe.rewriting.units import QuantizedRows, correct_unit, learned_codes, low_rank_bytes, quantize_unit
