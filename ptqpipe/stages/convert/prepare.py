@@ -125,9 +125,7 @@ def prepare(
     options = options or RecipeOptions()
     with ExitStack() as opened:
         learned = None if rounding is None else opened.enter_context(Rounding.open(rounding))
-        own = None if learned is None else recipe_of_codes(learned, options if recipe_path is None else RecipeOptions())
-        recipe = build_recipe(options, path=recipe_path, codes=own)
-        check_used(options, recipe, statistics=stats is not None or collected)
+        recipe = _recipe(options, recipe_path, learned, statistics=stats is not None or collected)
         recipe = with_searches(recipe, data=collected or learned is not None)
         container_of(recipe, recipe.container_name)  # before anything is downloaded
         source = opened.enter_context(Source.open(resolve_source(str(model))))
@@ -160,6 +158,14 @@ def prepare(
         scales = InputScales(outputs.recipe, statistics)
         opened.pop_all()  # from here on `Conversion.close` closes them
     return Conversion(target, source, outputs.layout, outputs.jobs, outputs, scales, statistics, learned)
+
+
+def _recipe(options: RecipeOptions, path: Path | None, codes: Rounding | None, *, statistics: bool) -> Recipe:
+    """The recipe of the options and a recipe file, or that of the codes where there is none."""
+    own = None if codes is None else recipe_of_codes(codes, options if path is None else RecipeOptions())
+    recipe = build_recipe(options, path=path, codes=own)
+    check_used(options, recipe, statistics=statistics)
+    return recipe
 
 
 def _check_mtp(outputs: Outputs, source: Source) -> None:
