@@ -23,7 +23,13 @@ namespace {
 
 // TILE rows of x: as many sums as hide the latency of VDPBF16PS, and no more than there are registers.
 enum { LANES = 16, PANELS = 2, GROUP = LANES * PANELS, UNIT = 64, SLAB = 256, PAIRS = SLAB / 2, TILE = 8 };
-enum { AHEAD = 8 };  // units whose codes are asked for early: by itself the hardware fetches half as fast
+// Units whose codes are asked for early, where the hardware by itself fetches them less fast (0: where it does not).
+constexpr int ahead(int element, int scale) {
+    return element == PTQ_BF16_ELEMENT ? 1 : element == PTQ_E4M3 ? 0 : scale == PTQ_BLOCK_E4M3 ? 16 : 8;
+}
+// Blocks that go side by side for T rows of x, so that their sums do not wait for each other. Of wide elements one: a block
+// is many cache lines, and the hardware fetches best what is read in order.
+constexpr int beside(int element, int rows) { return rows > 2 || element == PTQ_BF16_ELEMENT || element == PTQ_E4M3 ? 1 : 2; }
 enum { FAR_ROWS = 48, FAR_GROUPS = 4 };  // from so many rows of x on, more of the weight meets each of them
 
 #include "linear_panel.h"
@@ -229,20 +235,20 @@ template <bool SCALED, int T, int N> INLINE void add_whole_block(const __m512i *
 }
 
 // The panel at `row` times T rows of x, all there are. More than a tile of them in two, whose sums need not all be in
-// registers: they meet theirs once a block. Of very few, two blocks go side by side, whose sums do not wait for each other.
+// registers: they meet theirs once a block.
 template <int ELEMENT, int SCALE, int T>
 void few_rows(const Weight<ELEMENT, SCALE, false> &weight, const uint32_t *x, int64_t row, int64_t last) {
     typedef Weight<ELEMENT, SCALE, false> W;
     typedef Shape<ELEMENT> S;
     enum { N = UNIT / 2 / W::BLOCKS, STEPS = S::STEPS / W::BLOCKS, FIRST = T > TILE ? (T + 1) / 2 : T, SECOND = T - FIRST };
-    enum { BESIDE = T > 2 ? 1 : 2 };  // blocks
+    enum { BESIDE = beside(ELEMENT, T), EARLY = ahead(ELEMENT, SCALE) * S::DWORDS };
     const int64_t units = (weight.j->k + UNIT - 1) / UNIT;
     const __m512i *d = weight.codes(row);
     __m512 sums[T];
     UNROLL for (int t = 0; t < T; ++t) sums[t] = _mm512_setzero_ps();
     for (int64_t unit = 0; unit < units; ++unit, d += S::DWORDS) {
         const uint32_t *in = x + unit / 4 * T * PAIRS + unit % 4 * (UNIT / 2);
-        UNROLL for (int i = 0; i < S::DWORDS; ++i) _mm_prefetch((const char *)(d + AHEAD * S::DWORDS + i), _MM_HINT_T0);
+        if (EARLY) UNROLL for (int i = 0; i < S::DWORDS; ++i) _mm_prefetch((const char *)(d + EARLY + i), _MM_HINT_T0);
         __m512 s[4];
         weight.scales_at(row, unit, s, 1);
         UNROLL for (int b = 0; b < W::BLOCKS; b += BESIDE, in += N * BESIDE) {
