@@ -1,7 +1,8 @@
 """Serving, measured: ours (packed and bfloat16), transformers' generate and serve, vLLM, llama.cpp; on one model.
 
-Usage: python scripts/bench_serve.py MODEL [--packed OUT] [--vllm-python PYTHON] [--systems a,b] [--batches 1,4,16]
-       [--prompt N] [--new N] [--threads N] [--repeats N] [--llama-python PYTHON] [--gguf FILE] [--isa avx2|avx512]
+Usage: python scripts/bench_serve.py MODEL [--packed OUT] [--packed-fp8-head OUT] [--vllm-python PYTHON] [--systems a,b]
+       [--batches 1,4,16] [--prompt N] [--new N] [--threads N] [--repeats N] [--llama-python PYTHON] [--gguf FILE]
+       [--isa avx2|avx512]
 
 MODEL is a bfloat16 checkpoint that exceeds the CPU's cache (scripts/make_synthetic_model.py), OUT the same converted
 (without it: converted to NVFP4 here). Servers are asked over HTTP by streams that begin at once, with random tokens as
@@ -15,11 +16,12 @@ each system and batch, medians of the repeats:
 
 and a line of ratios to vLLM's bfloat16 where both ran. Ratios within one run are what counts.
 
-``engine``, ``engine-bf16`` and ``llama`` have no server: a process each (engine_child.py, llama_child.py) that stays,
-and they take turns, repeat by repeat. llama.cpp has the same random weights in Q4_0, from a Python of its own with
-llama-cpp-python and gguf. ``--isa`` is what ptqpipe and torch use; give the --llama-python whose llama.cpp was built
-for the same. Their lines have the limits of this machine, too: ``read_limit`` is the decode speed if the bytes of
-weights were read once a step as fast as that was measured, ``of_limit`` the part of it that was reached.
+``engine``, ``engine-fp8-head``, ``engine-bf16`` and ``llama`` have no server: a process each (engine_child.py,
+llama_child.py) that stays, and they take turns, repeat by repeat. llama.cpp has the same random weights in Q4_0, its
+head in Q6_K, from a Python of its own with llama-cpp-python and gguf; engine's head is bfloat16, engine-fp8-head's FP8.
+``--isa`` is what ptqpipe and torch use; give the --llama-python whose llama.cpp was built for the same. Their lines
+have the limits of this machine, too: ``read_limit`` is the decode speed if the bytes of weights were read once a step
+as fast as that was measured, ``of_limit`` the part of it that was reached.
 """
 
 import argparse
@@ -42,7 +44,14 @@ from bench_children import TORCH_AVX2, Child, Load, Result, Timing, prompts_of, 
 
 START_S = 300
 SYSTEMS = ("ptqpipe", "ptqpipe-bf16", "generate", "transformers-serve", "vllm")
-IN_PROCESS = ("engine", "engine-bf16", "llama")
+IN_PROCESS = ("engine", "engine-fp8-head", "engine-bf16", "llama")
+FP8_HEAD = """version: 1
+rules:
+  - match: "lm_head"
+    format: fp8
+  - match: "*"
+    format: {}
+"""
 
 
 async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> Timing:
@@ -270,7 +279,7 @@ def report(
 def ratios(loads: list[Load]) -> None:
     """Ours to the others' bfloat16."""
     for load in loads:
-        for ours in ("ptqpipe", "ptqpipe-bf16", "engine", "engine-bf16"):
+        for ours in ("ptqpipe", "ptqpipe-bf16", *IN_PROCESS[:-1]):
             for theirs in ("llama",) if ours in IN_PROCESS else ("vllm", "generate", "transformers-serve"):
                 a, b = MEASURED.get((ours, load.batch)), MEASURED.get((theirs, load.batch))
                 if a and b:
@@ -279,11 +288,19 @@ def ratios(loads: list[Load]) -> None:
                     print(json.dumps({"ratio": f"{ours} / {theirs}", "batch": load.batch, **found}), flush=True)
 
 
+def converted(model: Path, out: Path, *options: str) -> Path:
+    """Converts the model; returns ``out``."""
+    command = [sys.executable, "-m", "ptqpipe", "convert", str(model), "-o", str(out), *options, "-q"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return out
+
+
 def main() -> None:
     """See the top."""
     parser = argparse.ArgumentParser(description="Serving, measured; JSON lines.")
     parser.add_argument("model", type=Path)
     parser.add_argument("--packed", type=Path)
+    parser.add_argument("--packed-fp8-head", type=Path, help="the same with the head in FP8, if it was made before")
     parser.add_argument("--format", default="nvfp4")
     parser.add_argument("--vllm-python")
     parser.add_argument("--systems", default="ptqpipe,ptqpipe-bf16,generate")
@@ -318,18 +335,20 @@ def main() -> None:
         raise SystemExit(f"--cpu-clock is for one thread and {', '.join(IN_PROCESS)}; leave the others to another run")
     loads = [Load(batch, arguments.prompt, arguments.new) for batch in arguments.batches]
     with tempfile.TemporaryDirectory() as folder:
-        packed = arguments.packed
+        packed, fp8_head = arguments.packed, arguments.packed_fp8_head
         if packed is None and {"ptqpipe", "engine"} & set(systems):
-            packed = Path(folder) / "packed"
-            command = [sys.executable, "-m", "ptqpipe", "convert", str(arguments.model), "-o", str(packed)]
-            subprocess.run([*command, "--format", arguments.format, "-q"], check=True, stdout=subprocess.DEVNULL)
+            packed = converted(arguments.model, Path(folder) / "packed", "--format", arguments.format)
+        if fp8_head is None and "engine-fp8-head" in systems:
+            recipe = Path(folder) / "recipe.yaml"
+            recipe.write_text(FP8_HEAD.format(arguments.format), encoding="utf-8")
+            fp8_head = converted(arguments.model, Path(folder) / "packed-fp8-head", "--recipe", str(recipe))
         gguf = arguments.gguf
         if gguf is None and "llama" in systems:
             gguf = Path(folder) / "q4_0.gguf"
             script = str(Path(__file__).with_name("llama_child.py"))
             command = [arguments.llama_python, script, "make", str(arguments.model), str(gguf)]
             subprocess.run(command, check=True, capture_output=True)
-        places = {"engine": packed, "engine-bf16": arguments.model, "llama": gguf}
+        places = {"engine": packed, "engine-fp8-head": fp8_head, "engine-bf16": arguments.model, "llama": gguf}
         if alone := {system: places[system] for system in systems if system in places}:
             measure_in_process(arguments, alone, loads)
         for system in systems:

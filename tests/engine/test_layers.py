@@ -15,8 +15,9 @@ from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.kernels import cpu_library
 from ptqpipe.runtime import load
 from ptqpipe.runtime.compiled import use_kernels
+from ptqpipe.runtime.linear import PackedLinear
 from tests.engine.models import has_panels
-from tests.runtime.models import quantized, save_source
+from tests.runtime.models import linear_layers, quantized, save_source
 
 pytestmark = pytest.mark.skipif(not has_panels(), reason="this machine has no panels, or a faster way for many rows")
 BLOCK = 4
@@ -79,6 +80,25 @@ def test_steps_have_the_bits_of_separate_operators(
     for layer, pages in run.attention.pages.items():
         assert torch.equal(pages.keys, plain.attention.pages[layer].keys)
         assert torch.equal(pages.values, plain.attention.pages[layer].values)
+
+
+def test_a_head_in_fp8_beside_nvfp4_is_multiplied_packed(isa: str, tmp_path: Path) -> None:
+    """Its numbers are those that torch's own FP8 has for the bytes of the file."""
+    source, layers = save_source("llama", tmp_path / "source"), linear_layers("nvfp4")
+    made = quantized(source, "compressed_tensors", lambda name: "fp8_dynamic" if name == "lm_head" else layers(name))
+    run = runner(made.save(tmp_path / "packed"))
+    head, calls = run.model.lm_head, []
+    assert isinstance(head, PackedLinear)
+    assert head.packed.fmt.name == "fp8_channel"
+    assert has_kernels(run) == [True, True]
+    head.register_forward_hook(lambda module, args, out: calls.append((args[0].float(), out.float())))
+    steps(run)
+    codes, scales = made.tensors["lm_head.weight"], made.tensors["lm_head.weight_scale"]
+    weight = codes.view(torch.float8_e4m3fn).double() * scales.double()
+    assert len(calls) >= 5
+    for x, out in calls:
+        wanted, most = x.double() @ weight.T, x.double().abs() @ weight.T.abs()
+        assert ((out - wanted).abs() <= 2.0**-8 * wanted.abs() + 2.0**-20 * most).all()
 
 
 def test_decode_steps_do_not_reach_the_layers_own_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
