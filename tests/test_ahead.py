@@ -1,6 +1,9 @@
-"""Claims about reading ahead: what is in the system's cache afterwards, and that nothing waits for what is no file."""
+"""Claims about what goes on beside imports: what is in the system's cache afterwards, that nothing waits for what is no
+file, and when Python looks for cycles."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -9,7 +12,8 @@ import pytest
 
 from ptqpipe.checkpoint.direct import _in_cache
 from ptqpipe.cli import ahead
-from ptqpipe.cli.ahead import reading_ahead
+from ptqpipe.cli.ahead import importing
+from tests.quick_disk import waiting
 
 MIB = 1 << 20
 SECONDS = 30  # far above what any disk takes for a few MiB
@@ -22,15 +26,11 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for number in (2, 10):
         path = tmp_path / f"model-{number}.safetensors"
         path.write_bytes(bytes(4 * MIB))
-        with open(path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            for _ in range(100):
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                if not cached(path, 0):
-                    break
-            else:
-                pytest.skip("this file system lies in memory")
+        with open(path, "rb") as file, waiting():
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if cached(path, 0):
+            pytest.skip("this file system lies in memory")
     return tmp_path
 
 
@@ -47,7 +47,7 @@ def wait_until_cached(path: Path, mib: int) -> None:
 
 
 def test_the_weights_of_every_file_are_read(model: Path) -> None:
-    with reading_ahead(str(model)):
+    with importing(str(model)):
         for name in ("model-2.safetensors", "model-10.safetensors"):
             for mib in range(4):
                 wait_until_cached(model / name, mib)
@@ -58,7 +58,7 @@ def test_files_are_read_in_the_order_of_their_numbers_and_no_more_than_the_limit
 ) -> None:
     monkeypatch.setattr(ahead, "_MOST_BYTES", 6 * MIB)
     monkeypatch.setattr(ahead, "_UNDER_WAY", MIB)  # so that it waits for what it has asked for, too
-    with reading_ahead(str(model)):
+    with importing(str(model)):
         wait_until_cached(model / "model-2.safetensors", 3)
         wait_until_cached(model / "model-10.safetensors", 1)
     assert not cached(model / "model-10.safetensors", 3)
@@ -76,7 +76,7 @@ def test_nothing_is_read_after_the_context(model: Path, monkeypatch: pytest.Monk
 
     left = threading.Event()
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    with reading_ahead(str(model)):
+    with importing(str(model)):
         assert entered.wait(SECONDS)
         threading.Timer(0.05, left.set).start()  # while the context ends
     assert asked == [0]
@@ -94,11 +94,38 @@ def test_what_cannot_be_read_is_left_to_whoever_needs_it(
     elif what == "broken link":
         path.symlink_to(tmp_path / "nowhere")
     named = {"no folder": str(path), "name on the hub": "Qwen/Qwen3-8B"}.get(what, str(tmp_path))
-    with reading_ahead(named):
+    with importing(named):
         pass
 
 
 def test_with_one_processor_nothing_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    with reading_ahead(str(model)):
+    with importing(str(model)):
         assert "ptqpipe-ahead" not in [thread.name for thread in threading.enumerate()]
+
+
+IMPORTING = """
+import gc, sys
+from ptqpipe.cli.ahead import importing
+from tests.quick_disk import waiting
+looked = []
+gc.callbacks.append(lambda phase, info: looked.append(phase))
+{before}
+with importing(None):
+    kept = [[] for _ in range(200_000)]
+inside = len(looked)
+more = [[] for _ in range(5_000)]
+print(inside > 0, len(looked) > inside, any(kept is found for found in gc.get_objects()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [("", "False True False"), ("sys.modules['torch'] = sys", "True True True"), ("gc.disable()", "False False True")],
+    ids=["first import", "torch is there", "none are looked for anyway"],
+)
+def test_cycles_are_looked_for_after_the_first_import_and_not_among_what_it_brought(before: str, said: str) -> None:
+    """(in the context, after it, whether what came in the context will be looked at)."""
+    command = [sys.executable, "-c", IMPORTING.format(before=before)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == said + "\n"

@@ -1,13 +1,15 @@
-"""Reads ahead while Python is busy importing, since torch takes most of a second in which the disk has nothing to do.
+"""What goes on beside Python's imports, since torch takes most of a second in which the disk has nothing to do.
 
-What is read is the beginning of a model's weights, and no more than a part of the memory that is free, so that nothing
-that others have cached gives way. Whoever reads the weights takes from the system's cache what is there
+The beginning of a model's weights is read, no more than a part of the memory that is free, so that nothing that others
+have cached gives way. Whoever reads the weights takes from the system's cache what is there
 (``checkpoint/direct.py``). Knows files by their names; imports nothing heavy.
 """
 
+import gc
 import os
 import re
 import stat
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,11 +22,28 @@ _UNDER_WAY = 32 << 20  # asked for and not read yet: more would hold up what the
 
 
 @contextmanager
-def reading_ahead(model: str) -> Iterator[None]:
-    """In the context, the weights of a folder are read to the system's cache. Does nothing for what is no folder of
-    safetensors files, with one processor alone, and where the system has no such cache."""
+def importing(model: str | None) -> Iterator[None]:
+    """For what a command imports: no cycles are looked for among it, then or later, where torch is not there yet; and
+    meanwhile the weights of ``model`` are read to the system's cache, if it is a folder of safetensors files, there are
+    two processors, and the system has such a cache."""
+    looks = gc.isenabled() and "torch" not in sys.modules
+    if looks:
+        gc.disable()
+    try:
+        with _reading_ahead(model):
+            yield
+    finally:
+        if looks:
+            gc.freeze()
+            gc.enable()
+
+
+@contextmanager
+def _reading_ahead(model: str | None) -> Iterator[None]:
     possible = hasattr(os, "posix_fadvise") and hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1
-    files = sorted(Path(model).glob("*.safetensors"), key=_in_order) if possible and os.path.isdir(model) else []
+    files: list[Path] = []
+    if possible and model is not None and os.path.isdir(model):
+        files = sorted(Path(model).glob("*.safetensors"), key=_in_order)
     if not files:
         yield
         return

@@ -3,7 +3,7 @@
 import json
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ptqpipe.cli import next_steps
-from ptqpipe.cli.ahead import reading_ahead
+from ptqpipe.cli.ahead import importing
 from ptqpipe.cli.common import Given, command, machine_of, ranks_of, says_how_to_resume, this_call
 from ptqpipe.cli.parameters import (
     DEVICE,
@@ -72,7 +72,7 @@ def convert(given: Given) -> None:
     if work.asked:
         _pipeline(given, work)
         return
-    with nullcontext() if given.dry_run else reading_ahead(given.model):
+    with importing(None if given.dry_run else given.model):
         from ptqpipe.checkpoint import check_output
         from ptqpipe.machine import without_collections
         from ptqpipe.stages.convert import run as stage, text as tables
