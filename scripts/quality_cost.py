@@ -1,18 +1,20 @@
 """What calibration and GPTQ cost: ptqpipe beside llm-compressor, whole processes, one after the other, several times.
 
     python scripts/quality_cost.py --scratch DIR --results FILE --python llm-compressor=PYTHON [--times 3]
-        [--model bench-4m | --trained NAME FOLDER TEXT | --shape 94m [--layers N]] [--format nvfp4]
+        [--model bench-4m | --trained NAME FOLDER TEXT | --shape 94m [--layers N]] [--samples 32] [--seqlen 128]
+        [--format nvfp4]
 
 One JSON line: for each of "calibrate", "convert", both together ("gptq"), "gptq in order" (`tune --method gptq` and
 `convert`) and the peer's GPTQ (its whole process, which loads, calibrates, quantizes and saves) the medians of seconds,
 processor seconds and peak memory, and the ratios to the peer within each turn. Both get the same rows of tokens.
 
 With ``--trained`` (a model and text for it) and ``--shape`` (a synthetic model of make_synthetic_model.py, random
-tokens) `convert --quality good` and `best` are measured in place of the single steps, one thread each, with `--samples
-32` of 128 tokens. The file has four rows more, as a text usually has: ptqpipe holds them out, llm-compressor takes all
-36. Random weights cost `best` most: GPTQ in order improves few of their layers, and the others are also done by
-themselves; the line says how many it improved (``improved``, of ``layers``). With ``--layers`` a synthetic model has
-fewer decoder layers than its shape, and ``seconds`` and the like are of that. ``weights`` counts the source's.
+tokens) `convert --quality good` and `best` are measured in place of the single steps, one thread each, on ``--samples``
+rows of ``--seqlen`` tokens. The file has an eighth more rows, as a text usually has: ptqpipe holds them out,
+llm-compressor takes all. Random weights cost `best` most: GPTQ in order improves few of their layers, and the others
+are also done by themselves; the line says how many it improved (``improved``, of ``layers``). With ``--layers`` a
+synthetic model has fewer decoder layers than its shape, and ``seconds`` and the like are of that. ``weights`` counts
+the source's.
 """
 
 import argparse
@@ -38,7 +40,6 @@ from ptqpipe.kernels.cpu_library import processor
 
 PEER = "llm-compressor"
 COSTS = ("seconds", "cpu_s", "peak_rss_mib")
-SAMPLES, HELD_OUT, LENGTH = 32, 4, 128  # rows of a whole command, those more in its file, tokens of each
 
 
 def jobs_of(args: argparse.Namespace) -> dict[str, Job]:
@@ -104,30 +105,31 @@ def make_synthetic(args: argparse.Namespace, source: Path) -> None:
             shutil.copy(part, source)
 
 
-def rows_of(source: Path, text: Path | None) -> list[list[int]]:
-    """Rows of tokens for a whole command: of a text, spread over it, or random ones."""
+def rows_of(source: Path, text: Path | None, *, samples: int, length: int) -> list[list[int]]:
+    """Rows of ``length`` tokens for a whole command: of a text, spread over it, or random ones."""
+    count = samples * 9 // 8  # with those that are held out
     if text is None:
         words = json.loads((source / "config.json").read_text())["vocab_size"]
         seeded = random.Random(0)
-        return [[seeded.randrange(words) for _ in range(LENGTH)] for _ in range(SAMPLES + HELD_OUT)]
+        return [[seeded.randrange(words) for _ in range(length)] for _ in range(count)]
     from ptqpipe.evaluation.text import read_text
     from ptqpipe.runtime.loading import load_tokenizer
 
     tokens = read_text(text, lambda: load_tokenizer(source)).tokens.tolist()
-    step = len(tokens) // (SAMPLES + HELD_OUT)
-    if step < LENGTH:
-        raise SystemExit(f"{text} has {len(tokens)} tokens, expected {(SAMPLES + HELD_OUT) * LENGTH} or more")
-    return [tokens[at * step :][:LENGTH] for at in range(SAMPLES + HELD_OUT)]
+    step = len(tokens) // count
+    if step < length:
+        raise SystemExit(f"{text} has {len(tokens)} tokens, expected {count * length} or more")
+    return [tokens[at * step :][:length] for at in range(count)]
 
 
 def whole_commands(args: argparse.Namespace, rows: list[list[int]]) -> dict[str, list[str]]:
     """`convert --quality` and the peer's process, without the interpreter."""
     source, out, file = source_of(args), args.scratch / "out", args.scratch / "rows.jsonl"
     file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
-    data = ["--data", str(file), "--samples", str(SAMPLES), "--seqlen", str(LENGTH), "--workers", "1", "-q"]
+    data = ["--data", str(file), "--samples", str(args.samples), "--seqlen", str(args.seqlen), "--workers", "1", "-q"]
     own = ["-m", "ptqpipe", "convert", str(source), "-o", str(out), "--format", args.format, *data, "--quality"]
     entry = next(e for e in ENTRIES if (e.tool, e.name) == (PEER, "gptq"))
-    peer = peer_command(Job(entry, args.format, source, out, file, 0, len(rows), LENGTH, ()))
+    peer = peer_command(Job(entry, args.format, source, out, file, 0, len(rows), args.seqlen, ()))
     return {"good": [*own, "good"], "best": [*own, "best", "--keep-stages", str(args.scratch / "stages")], PEER: peer}
 
 
@@ -172,6 +174,8 @@ def main() -> None:
     )
     parser.add_argument("--shape", help="of a synthetic model, in place of a trained one")
     parser.add_argument("--layers", type=int, help="of the synthetic model [the shape's]")
+    parser.add_argument("--samples", type=int, default=32, help="of a whole command [32]")
+    parser.add_argument("--seqlen", type=int, default=128, help="tokens of each of them [128]")
     parser.add_argument("--format", default="nvfp4")
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=24_576)
@@ -195,12 +199,13 @@ def main() -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as worker:
         if args.shape or args.trained:
             text = Path(args.trained[2]) if args.trained else None
-            commands = whole_commands(args, worker.submit(rows_of, source_of(args), text).result())
+            rows = worker.submit(rows_of, source_of(args), text, samples=args.samples, length=args.seqlen).result()
+            commands = whole_commands(args, rows)
         else:
             jobs = worker.submit(jobs_of, args).result()
     if args.shape or args.trained:
         turns = [whole_turn(commands, runs, args.scratch) for _ in range(args.times)]
-        line |= improved(args.scratch)
+        line |= {"samples": args.samples, "seqlen": args.seqlen} | improved(args.scratch)
     else:
         turns = [turn(jobs, runs, args.scratch) for _ in range(args.times)]
     line["weights"] = sum(

@@ -79,7 +79,7 @@ def kl_picture(lines: list[dict[str, Any]], theme: tuple[str, ...]) -> plt.Figur
 def cost_picture(lines: list[dict[str, Any]], theme: tuple[str, ...]) -> plt.Figure:
     """A curve each: processor seconds over weights, the last line of each trained model and instruction set."""
     background, text, quiet, line, own, other = theme
-    trained = [one for one in lines if "improved" in one and one.get("trained", True)]
+    trained = [one for one in lines if "improved" in one and one.get("trained", True) and one.get("samples", 32) == 32]
     last = {(one["weights"], one["isa"]): one for one in trained}
     figure, axes = plt.subplots(1, 2, figsize=(9, 2.8), facecolor=background, sharey=True)
     curves = (("best", own, "-"), ("good", own, "--"), ("llm-compressor", other, "-"))

@@ -75,6 +75,16 @@ class Samples:
         windows, held_out = self.windows[: len(self.windows) - count], self.windows[len(self.windows) - count :]
         return replace(self, windows=windows, held_out=held_out) if count else self
 
+    def first(self, count: int) -> "Samples":
+        """So many of the windows and then of those held out, in their order."""
+        more = max(0, count - len(self.windows))
+        return replace(self, windows=self.windows[:count], held_out=self.held_out[:more], origin=self.origin[:count])
+
+    def spread(self, count: int) -> "Samples":
+        """So many of the windows, evenly spread over them, and none held out."""
+        at = torch.arange(count) * len(self.windows) // count
+        return replace(self, windows=self.windows[at], held_out=self.held_out[:0], origin=self.origin[at])
+
     @property
     def shown(self) -> int:
         """How many windows have images."""

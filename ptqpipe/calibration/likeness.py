@@ -32,20 +32,17 @@ class Likeness:
         return self.loss - self.entropy > UNLIKE
 
 
-def likeness_of(
-    runner: Runner, samples: Samples, *, share: slice = slice(None), batches: int | None = None
-) -> dict[str, Likeness]:
+def likeness_of(runner: Runner, samples: Samples, *, share: slice = slice(None)) -> dict[str, Likeness]:
     """By the name of each source, numbered where several have one, on the first `WINDOWS` of its windows. After the
     last block, inside of `Runner.head`. Empty for samples with images.
 
-    share    which of the samples' windows the runner has
-    batches  how many of the first batches have gone through the blocks; None: all
+    share  which of the samples' windows the runner has
     """
     sums: dict[str, torch.Tensor] = {}  # of loss, of entropy, tokens; float64 [3]
     names = _names(samples)
     left = dict.fromkeys(names, WINDOWS)
     origins = iter([] if samples.images else samples.origin[: len(samples.windows)][share].tolist())
-    for batch, ids in enumerate(runner.batches[:batches]):
+    for batch, ids in enumerate(runner.batches):
         for row, origin in zip(range(len(ids)), origins):  # noqa: B905  # what is held out has no origin here
             name = names[origin]
             if left[name] and ids.shape[1] > 1:

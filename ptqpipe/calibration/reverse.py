@@ -36,6 +36,8 @@ from ptqpipe.errors import NumericsError
 from ptqpipe.inputs import OUT_ROWS
 
 HEAD_TOKENS = 256  # whose logits are in memory at once
+TOKENS = 16_384  # of samples, all of which are run backwards
+SHARE = 8  # of more samples at least one of so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,23 @@ def streams(blocks: int, step: int) -> int:
     return -(-blocks // step) + min(step, blocks)
 
 
+def enough(windows: int, seqlen: int) -> int:
+    """How many of so many windows of ``seqlen`` tokens are run backwards: all of TOKENS tokens, but at least one of
+    SHARE. More of them change the moments of gradients, and what they lead to, by less than another text does."""
+    return min(windows, max(1, TOKENS // seqlen, windows // SHARE))
+
+
+def thinned(samples: Samples, world: int = 1) -> Samples:
+    """The samples that are run backwards, evenly spread over those that may be; at least one for each of ``world``
+    processes."""
+    count, seqlen = samples.windows.shape
+    most = max(enough(count, seqlen), min(count, world))
+    return samples.spread(most) if count > most else samples
+
+
 def reverse(
     runner: Runner,
     *,
-    batches: int,
     seed: int,
     store: Callable[[], Activations],
     modules: Callable[[Block], Sequence[str]],
@@ -94,7 +109,6 @@ def reverse(
 ) -> Iterator[tuple[str, Gradients]]:
     """(name of a block, its gradients), the last block first. Uses the runner up.
 
-    batches  how many count, the first ones; no other is run
     seed     of the labels, which depend on a window's number and not on what runs beside it
     store    opens a place for the hidden states that enter a block; the caller closes those that are left at the end
     modules  linear layers of a block (names in the block) that are wanted
@@ -107,22 +121,23 @@ def reverse(
     NumericsError for hidden states or gradients that are not finite.
     """
     entering: dict[int, Activations] = {}
+    batches = range(len(runner.batches))
 
     def keep(index: int, get: Callable[[int], torch.Tensor]) -> None:
         entering[index] = store()
-        for batch in range(batches):
+        for batch in batches:
             entering[index].put(batch, get(batch))
 
     count = len(runner.names)
     for block in runner.blocks():
         if block.index % step == 0 or block.index >= (count - 1) // step * step:
             keep(block.index, block.inputs)
-        block.advance(share=slice(batches))
+        block.advance()
     gradients = runner.activations  # of each batch, in the place of its hidden states
     begun, (rank, world) = 0, of_ranks
     with runner.head():
         at_head()
-        for batch in range(batches):
+        for batch in batches:
             windows = range(begun, begun + len(runner.batches[batch]))
             numbers = [rank + window * world for window in windows]
             gradients.put(batch, _from_head(runner, batch, [seed * 1_000_003 + number for number in numbers]))
@@ -132,7 +147,7 @@ def reverse(
             with runner.loaded(before) as block, torch.no_grad():
                 keep(before + 1, _after(block, entering[before]))
         with runner.loaded(index) as block:
-            sums = _through(block, modules(block), batches, entering[index], gradients)
+            sums = _through(block, modules(block), entering[index], gradients)
             merge_added(sums, world=world)
             means = {name: of.means() for name, of in sums.items() if of.total > 0}
             last = means.pop("")
@@ -144,21 +159,19 @@ def reverse_model(
     skeleton: Skeleton,
     samples: Samples,
     *,
-    batches: Callable[[int], int],
     seed: int,
     device: torch.device,
     memory_bytes: int,
     spill: Path,
     modules: Callable[[Block], Sequence[str]],
-    at_head: Callable[[Runner, int], None] = lambda runner, batches: None,
+    at_head: Callable[[Runner], None] = lambda runner: None,
     of_ranks: tuple[int, int] = (0, 1),
 ) -> Iterator[tuple[str, Gradients]]:
     """`reverse` of a whole model, with the hidden states in memory or, where they do not fit, in ``spill``, a folder
-    that exists. Each process takes its share of the samples.
+    that exists. Each process takes its share of the samples, of which `thinned` says how many are enough.
 
-    batches       how many there are, held-out ones included -> how many count
     memory_bytes  what weights of a block, hidden states and sums may take together
-    at_head       as `reverse` calls it; of the runner, and how many of its batches count
+    at_head       as `reverse` calls it; of the runner
     """
     share = slice(of_ranks[0], None, of_ranks[1])
     windows, held_out = samples.windows[share], samples.held_out[share]
@@ -182,16 +195,13 @@ def reverse_model(
             opened.callback(made.close)
             return made
 
-        seen = batches(len(runner.batches))
-        head = partial(at_head, runner, seen)
         yield from reverse(
             runner,
-            batches=seen,
             seed=seed,
             store=store,
             modules=modules,
             step=step,
-            at_head=head,
+            at_head=partial(at_head, runner),
             of_ranks=of_ranks,
         )
 
@@ -267,12 +277,12 @@ class _GradientSums:
 
 
 def _through(
-    block: Block, modules: Sequence[str], batches: int, entering: Activations, leaving: Activations
+    block: Block, modules: Sequence[str], entering: Activations, leaving: Activations
 ) -> dict[str, _GradientSums]:
     """Sums of the gradients in a block, at its modules and, by the name "", at its output; ``leaving`` then has those
     at its input."""
     sums = {name: _GradientSums() for name in ("", *modules)}
-    for batch in range(batches):
+    for batch in range(block.batches):
         x = entering.get(batch).to(block.device).requires_grad_(True)
         gradient = leaving.get(batch).to(block.device)
         rows = gradient.flatten(0, -2).float()

@@ -155,6 +155,11 @@ def advance_together(copies: Sequence[Block], before: Sequence[Callable[[int], N
         run.result()
 
 
+def in_batches(windows: torch.Tensor) -> list[torch.Tensor]:
+    """Windows int64 [samples, tokens] as a runner takes them, one batch after the other."""
+    return list(torch.split(windows, max(1, BATCH_TOKENS // windows.shape[1]))) if len(windows) else []
+
+
 class Runner:
     """A model that is run layer by layer; use as a context manager, or `close` it."""
 
@@ -219,15 +224,13 @@ class Runner:
             if is_stacked(module):
                 check_known(module, name)
                 observe(module, None)
-        size = 1 if images else max(1, BATCH_TOKENS // windows.shape[1])
         activations: Activations = InMemory()
         if memory_bytes and spill and not skeleton.has_room(both.numel(), memory_bytes, streams):
             activations = OnDisk(spill)
-        batches = list(torch.split(windows, size))
-        held_from = len(batches)
-        batches += torch.split(held_out, size) if len(held_out) else ()
+        batches = [*in_batches(windows), *in_batches(held_out)]
+        held_from = len(in_batches(windows))
         if images:
-            batches = [row[row >= 0][None] for row in both]
+            batches, held_from = [row[row >= 0][None] for row in both], len(windows)
         runner = cls(skeleton, batches, device=device, activations=activations, held_from=held_from, images=images)
         try:
             runner._embed()

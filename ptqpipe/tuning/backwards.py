@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from ptqpipe.calibration.data import Samples
-from ptqpipe.calibration.reverse import Gradients, linear_modules, reverse_model
-from ptqpipe.calibration.runner import Runner
+from ptqpipe.calibration.reverse import Gradients, linear_modules, reverse_model, thinned
+from ptqpipe.calibration.runner import Runner, in_batches
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import CheckpointReader, output_errors, write_tensors
 from ptqpipe.machine import BASE_BYTES, Machine, counting_bar
@@ -32,14 +32,14 @@ def observe(
     *,
     held_out: float,
     seed: int,
-    at_head: Callable[[Runner, int], None],
+    at_head: Callable[[Runner, Samples], None],
 ) -> Callable[[str], Gradients]:
     """What reads the gradients of a block by its name; they are in files of a folder in ``spill``, made now where they
     are not.
 
     held_out  share of the batches that only judge: their gradients count for nothing
     seed      of the labels
-    at_head   as `reverse_model` calls it, where the pass is made now
+    at_head   as `reverse_model` calls it, where the pass is made now; of the runner and the samples that it runs
     """
     folder = spill / "gradients"
     with output_errors(folder):
@@ -48,22 +48,28 @@ def observe(
     names = [name for name, _ in skeleton.blocks]
     if not _file(folder, names[0]).exists():
         wanted = {m.source.tensor for unit in prepared.outputs.plan.units for m in unit.members}
+        learned = learned_from(samples, held_out)
         found = reverse_model(
             skeleton,
-            samples,
-            batches=lambda count: len(divided(count, held_out)[0]),
+            learned,
             seed=seed,
             device=machine.device,
             memory_bytes=machine.memory_bytes - BASE_BYTES,
             spill=spill,
             modules=partial(linear_modules, wanted=wanted),
-            at_head=at_head,
+            at_head=lambda runner: at_head(runner, learned),
         )
         with counting_bar(len(names), "layers", shown=machine.progress, title="backwards") as advance:
             for name, gradients in found:
                 _write(folder, name, gradients)
                 advance(1, name)
     return lambda name: _read(folder, name)
+
+
+def learned_from(samples: Samples, held_out: float) -> Samples:
+    """The samples that are run backwards; none of the batches that only judge, as `divided` says by their share."""
+    batches = [*in_batches(samples.windows), *in_batches(samples.held_out)]
+    return thinned(samples.first(sum(len(batches[i]) for i in divided(len(batches), held_out)[0])))
 
 
 def _file(folder: Path, block: str) -> Path:

@@ -17,6 +17,7 @@ from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import ROUNDING_VERSION, TRAINED_FILE, Rounding
+from ptqpipe.tuning import backwards
 from ptqpipe.tuning.options import TuneOptions
 
 ENDED = "end to end"  # what gradient descent on the whole model has ended with: its entry in the journal
@@ -84,12 +85,20 @@ def content(
             "seqlen": samples.windows.shape[1],
             "seed": options.seed,
             **({"held_out": samples.held_out.shape[0]} if len(samples.held_out) else {}),
+            **_backwards(samples, options),
         },
         **_how(options, collects=collects),
         **({} if ended is None else {"end_to_end": ended}),
         "blocks": {name: {k: v for k, v in entry.items() if k != "weights"} for name, entry in blocks.items()},
         "weights": {key: entry for block in blocks.values() for key, entry in block["weights"].items()},
     }
+
+
+def _backwards(samples: Samples, options: TuneOptions) -> dict[str, int]:
+    """How many of the samples were run backwards, under the metric for which they are."""
+    if not options.by_kl:
+        return {}
+    return {"backwards": len(backwards.learned_from(samples, options.settings.held_out).windows)}
 
 
 def _how(options: TuneOptions, *, collects: bool) -> dict[str, Any]:

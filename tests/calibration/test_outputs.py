@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
+from ptqpipe.calibration import reverse as reverse_pass
 from ptqpipe.calibration.activations import InMemory
 from ptqpipe.calibration.data import load_samples
 from ptqpipe.calibration.reverse import reverse
@@ -59,7 +60,7 @@ def test_they_are_the_diagonals_of_the_reverse_pass(model: Path, text: Path, sta
     windows = load_samples([str(text)], model, samples=ROWS, seqlen=24, seed=0, holdout=8).windows
     with Source.open(model) as source, Runner.open(Skeleton.of(source, dtype=torch.float32), windows) as runner:
         names = ["self_attn.k_proj", "mlp.down_proj"]
-        found = dict(reverse(runner, batches=2, seed=0, store=InMemory, modules=lambda _block: names))
+        found = dict(reverse(runner, seed=0, store=InMemory, modules=lambda _block: names))
     with Statistics.open(stats) as opened:
         for block, gradients in found.items():
             for name in names:
@@ -170,16 +171,54 @@ def test_damaged_ones_are_one_clear_line(value: float, model: Path, stats: Path,
         plan_mixed(model, Budget(bits=6), sensitivity=folder, machine=ONE)
 
 
+def test_of_many_samples_every_few_are_run_backwards(
+    model: Path, text: Path, stats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that statistics of these samples alone have; all of them give the other moments."""
+    monkeypatch.setattr(reverse_pass, "TOKENS", 5 * 24 + 1)
+    done = calibrate(model, [str(text)], tmp_path / "few", options=OPTIONS, machine=ONE)
+    assert done is not None
+    assert (done.content["data"]["samples"], done.content["data"]["backwards"]) == (ROWS, 5)
+    samples = load_samples([str(text)], model, samples=ROWS, seqlen=24, seed=0, holdout=8)
+    rows = write_windows(tmp_path / "rows.jsonl", samples.windows[[0, 20, 40, 60, 80]])
+    alone = replace(OPTIONS, samples=5, holdout=0)
+    calibrate(model, [str(rows)], tmp_path / "alone", options=alone, machine=ONE)
+    few, five = (load_file(tmp_path / name / "outputs.safetensors") for name in ("few", "alone"))
+    assert few.keys() == five.keys()
+    assert all(torch.equal(few[name], five[name]) for name in few)
+    with Statistics.open(stats) as every, Statistics.open(tmp_path / "few") as opened:
+        assert every.content["data"]["backwards"] == ROWS
+        assert torch.equal(opened.of(DOWN).second_moment, every.of(DOWN).second_moment)
+
+
+OF_SO_MANY_TOKENS = """
+import sys
+from ptqpipe.calibration import reverse
+from ptqpipe.cli import main
+
+reverse.TOKENS = int(sys.argv.pop(1))
+main()
+"""
+
+
 @pytest.mark.usefixtures("forks")
-def test_two_processes_give_those_of_one(model: Path, text: Path, stats: Path, tmp_path: Path) -> None:
-    """Labels depend on a window's number alone, so that only the order of sums differs."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "ptqpipe", "calibrate", str(model), "--data", str(text), "--samples", str(ROWS), "--holdout", "8"]
+@pytest.mark.parametrize("tokens", [reverse_pass.TOKENS, 24 * 11])
+def test_two_processes_give_those_of_one(
+    tokens: int, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels depend on a window's number alone, so that only the order of sums differs; and where there are more
+    samples than are run backwards, both take the same ones."""
+    script = tmp_path / "script.py"
+    script.write_text(OF_SO_MANY_TOKENS)
+    monkeypatch.setattr(reverse_pass, "TOKENS", tokens)
+    calibrate(model, [str(text)], tmp_path / "one", options=OPTIONS, machine=ONE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command += [str(tokens), "calibrate", str(model), "--data", str(text), "--samples", str(ROWS), "--holdout", "8"]
     command += ["--seqlen", "24", "--moments", "diagonal,kl", "-o", str(tmp_path / "two"), "-q"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, timeout=300, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    one, two = (load_file(folder / "outputs.safetensors") for folder in (stats, tmp_path / "two"))
+    one, two = (load_file(folder / "outputs.safetensors") for folder in (tmp_path / "one", tmp_path / "two"))
     assert one.keys() == two.keys()
     for name, value in one.items():
         assert torch.allclose(two[name], value, rtol=1e-4), name

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ptqpipe.calibration import reverse as reverse_pass
 from ptqpipe.calibration.activations import InMemory
-from ptqpipe.calibration.reverse import Gradients, least_step, reverse, rows_of, streams
+from ptqpipe.calibration.data import Samples
+from ptqpipe.calibration.reverse import Gradients, enough, least_step, reverse, rows_of, streams, thinned
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.inputs import OUT_ROWS
@@ -27,8 +29,7 @@ def opened(model: Path, windows: torch.Tensor) -> Iterator[Runner]:
 
 
 def gradients_of(runner: Runner, modules: list[str], seed: int = 0) -> dict[str, Gradients]:
-    every = len(runner.batches)
-    return dict(reverse(runner, batches=every, seed=seed, store=InMemory, modules=lambda _block: modules))
+    return dict(reverse(runner, seed=seed, store=InMemory, modules=lambda _block: modules))
 
 
 @pytest.mark.parametrize("kind", ["llama_tied", "gemma2", "gpt2", "gpt_oss"])
@@ -114,10 +115,9 @@ def test_blocks_that_run_again_give_the_same_gradients(step: int, tmp_path: Path
     with opened(path, windows) as runner:
         whole = gradients_of(runner, ["self_attn.q_proj"])
     with opened(path, windows) as runner:
-        batches = len(runner.batches)
-        assert batches == 2
+        assert len(runner.batches) == 2
         modules = lambda _block: ["self_attn.q_proj"]  # noqa: E731
-        found = dict(reverse(runner, batches=batches, seed=0, store=store, modules=modules, step=step))
+        found = dict(reverse(runner, seed=0, store=store, modules=modules, step=step))
     assert list(found) == list(whole) == [f"model.layers.{i}" for i in reversed(range(7))]
     for name in whole:
         pairs = zip(found[name].outputs["self_attn.q_proj"], whole[name].outputs["self_attn.q_proj"], strict=True)
@@ -147,3 +147,35 @@ def test_outputs_of_a_part_of_a_module_are_cut_from_those_of_all() -> None:
     first, second = rows_of(known, places)
     assert torch.equal(first, wanted[:OUT_ROWS, :OUT_ROWS])
     assert torch.equal(second, wanted[OUT_ROWS:, OUT_ROWS:])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "world", "wanted"),
+    [
+        (40, 1, [0, 2, 5, 7]),  # of ten windows of ten tokens
+        (49, 1, [0, 2, 5, 7]),
+        (100, 1, list(range(10))),
+        (1000, 1, list(range(10))),
+        (9, 1, [0]),
+        (9, 3, [0, 3, 6]),  # one for each process
+    ],
+)
+def test_samples_that_are_run_backwards_are_spread_over_all(
+    tokens: int, world: int, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reverse_pass, "TOKENS", tokens)
+    windows = torch.arange(10).unsqueeze(1).repeat(1, 10)
+    samples = Samples(windows, windows[:0], "", (), 10, origin=torch.arange(10) // 5)
+    found = thinned(samples, world)
+    assert found.windows[:, 0].tolist() == wanted
+    assert found.origin.tolist() == [row // 5 for row in wanted]
+
+
+@pytest.mark.parametrize(
+    ("windows", "seqlen", "wanted"),
+    [(32, 128, 32), (64, 256, 64), (65, 256, 64), (128, 256, 64), (128, 2048, 16), (1024, 256, 128), (7, 30_000, 1)],
+)
+def test_more_samples_give_more_of_them_backwards_once_an_eighth_is_more(
+    windows: int, seqlen: int, wanted: int
+) -> None:
+    assert enough(windows, seqlen) == wanted

@@ -29,7 +29,7 @@ from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.pipeline import run as stage, stages
 from ptqpipe.stages.pipeline.prepare import prepare
-from ptqpipe.stages.pipeline.room import Disk, memory_of
+from ptqpipe.stages.pipeline.room import memory_of
 from ptqpipe.stages.pipeline.table import markdown
 from ptqpipe.stages.transform.run import Transformation
 from ptqpipe.stages.tune import run as tune_stage
@@ -532,7 +532,7 @@ def test_the_memory_of_a_comparison_counts_what_the_model_predicts(
     config = {**tiny.LLAMA_CONFIG, "vocab_size": vocabulary, "max_position_embeddings": 1024}
     tiny.save(tmp_path / "model", tiny.llama(layers=1), config=config)
     with Source.open(tmp_path / "model") as source:
-        found = memory_of(source, PipelineOptions(eval=("text",)), None, disk=Disk(), limit=1 << 31)
+        found = memory_of(source, PipelineOptions(eval=("text",)), None, limit=1 << 31)
     assert least < found["eval"][0] < most
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from ptqpipe.api.matrices import load_tensors
 from ptqpipe.calibration import reverse, runner
 from ptqpipe.calibration.activations import OnDisk
+from ptqpipe.calibration.data import Samples, load_samples
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
@@ -303,6 +304,30 @@ def test_a_reverse_pass_runs_again_unless_it_had_reached_the_first_layer(
     again = tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, mode="resume", machine=ONE)
     assert len(passes) == 2
     assert again.content["digest"] == whole.content["digest"]
+
+
+def test_gradients_are_those_of_samples_that_do_not_judge_and_of_no_more_than_are_enough(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of sixteen windows the last two judge; of the others all are run backwards, or five."""
+    for module in (runner, tune):
+        monkeypatch.setattr(module, "BATCH_TOKENS", 4 * 32)
+    ran, real = [], backwards.reverse_model
+
+    def run(skeleton: Any, samples: Samples, **more: Any) -> Any:
+        ran.append(samples)
+        return real(skeleton, samples, **more)
+
+    monkeypatch.setattr(backwards, "reverse_model", run)
+    windows = load_samples([str(rows)], DEMO, samples=16, seqlen=32).windows
+    counted = []
+    for number, tokens in enumerate((16_384, 5 * 32)):
+        monkeypatch.setattr(reverse, "TOKENS", tokens)
+        done = tune.tune(DEMO, [str(rows)], tmp_path / str(number), options=of_method("gptq"), machine=ONE)
+        counted.append(done.content["data"]["backwards"])
+    assert counted == [14, 5]
+    assert torch.equal(ran[0].windows, windows[:14])
+    assert torch.equal(ran[1].windows, windows[[0, 2, 5, 8, 11]])
 
 
 @pytest.mark.parametrize(

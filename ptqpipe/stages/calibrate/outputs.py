@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ptqpipe.calibration.data import Samples
-from ptqpipe.calibration.reverse import Gradients, linear_modules, reverse_model
+from ptqpipe.calibration.reverse import Gradients, linear_modules, reverse_model, thinned
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import BlockRecord, write_outputs
 from ptqpipe.checkpoint import BlockFolder
@@ -15,16 +15,20 @@ from ptqpipe.machine import BASE_BYTES, Machine, Ranks, counting_bar
 from ptqpipe.source import Source
 
 
+def learned_from(samples: Samples, world: int) -> Samples:
+    """Those that are run backwards by so many processes; none that is held out."""
+    return thinned(replace(samples, held_out=samples.held_out[:0]), world)
+
+
 def collect_outputs(
     source: Source, samples: Samples, output: BlockFolder, machine: Machine, *, ranks: Ranks, seed: int
 ) -> BlockRecord | None:
-    """Runs the model backwards, without the held-out samples, and writes what the gradients at the outputs say. Every
-    rank runs its share of the samples; the first one writes, the others return None."""
+    """Runs the model backwards on `learned_from`, and writes what the gradients at the outputs say. Every rank runs its
+    share of the samples; the first one writes, the others return None."""
     skeleton = Skeleton.of(source, dtype=torch.float32)
     found = reverse_model(
         skeleton,
-        replace(samples, held_out=samples.held_out[:0]),
-        batches=lambda count: count,
+        learned_from(samples, ranks.world),
         seed=seed,
         device=machine.device,
         memory_bytes=machine.memory_bytes - BASE_BYTES,

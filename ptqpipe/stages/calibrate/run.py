@@ -35,7 +35,7 @@ from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.runtime.language_model import takes_images, with_note
 from ptqpipe.runtime.loading import DTYPES, default_length, read_config
 from ptqpipe.source import Source
-from ptqpipe.stages.calibrate.outputs import collect_outputs
+from ptqpipe.stages.calibrate.outputs import collect_outputs, learned_from
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
 
 MOMENTS = ("diagonal", "block", "full", "kl")
@@ -130,7 +130,7 @@ def calibrate(
                 found = run_blocks(runner, output, collecting, samples, shown=machine.progress)
             if ranks.rank != 0:
                 return None
-            content = _content(source, samples, options, output, skeleton)
+            content = _content(source, samples, options, output, skeleton, world=ranks.world)
             output.finish(content)
     return Finished(out, content, time.monotonic() - begun, peak_bytes(), (*lines_of(found), *left_out(samples)))
 
@@ -233,9 +233,9 @@ def _kinds(options: CalibrateOptions) -> list[str]:
 
 
 def _content(
-    source: Source, samples: Samples, options: CalibrateOptions, output: BlockFolder, skeleton: Skeleton
+    source: Source, samples: Samples, options: CalibrateOptions, output: BlockFolder, skeleton: Skeleton, *, world: int
 ) -> dict[str, Any]:
-    """stats.json."""
+    """stats.json. ``world``: how many processes shared the samples."""
     every = (*(name for name, _ in (*skeleton.blocks, *skeleton.mtp)), HEAD, OUTPUTS)
     units = [name for name in every if output.done.get(name)]
     blocks = {name: output.done[name] for name in units}
@@ -255,6 +255,7 @@ def _content(
             "held_out": samples.held_out.shape[0],
             "held_out_sha256": tokens_digest(samples.held_out),
             "windows": samples.candidates,
+            **({"backwards": len(learned_from(samples, world).windows)} if OUTPUTS in units else {}),
             "vocabulary_seen": int(torch.unique(samples.windows).numel()),
         },
         "settings": {

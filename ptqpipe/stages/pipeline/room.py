@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ptqpipe.calibration.reverse import least_step, streams
+from ptqpipe.calibration.reverse import enough, least_step, streams
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT
 from ptqpipe.evaluation.log_probabilities import MOST
 from ptqpipe.evaluation.scores import scoring_bytes
@@ -87,39 +87,34 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
     planes = [(shape, shape[0] if len(shape) > 2 else 1) for _, shape in source.tensors.values() if len(shape) > 1]
     each = _STATISTICS * statistics + (_STATISTICS + _BLOCKS + _FACTOR if way.transform else 0)
     channels = sum(max(shape[-2:]) * count for shape, count in planes)
-    longest = _config_number(config, *_POSITIONS) or DEFAULT_LENGTH
-    seqlen = work.seqlen or min(DEFAULT_LENGTH, longest)
-    tokens = -(-work.samples * 9 // 8) * seqlen  # with the held-out ones
+    tokens = max(_tokens(config, work))
     own_text = _TOKEN * tokens if own_weight(work.data) is not None else 0
     return Disk(
         ((weights_bytes or source.reader.nbytes) if way.method else 0) + _gradients(source) * gptq,
         channels * each + _MATRIX * sum(count for _, count in planes) + own_text,
-        4 * tokens * _config_number(config, *_HIDDEN) * max(_sets_of_states(source, way)[-2:]),
+        4 * _config_number(config, *_HIDDEN) * max(_states(source, work, way)[-2:]),
         logits,
     )
 
 
-def memory_of(
-    source: Source, work: PipelineOptions, way: Way | None, *, disk: Disk, limit: int
-) -> dict[str, tuple[int, str]]:
+def memory_of(source: Source, work: PipelineOptions, way: Way | None, *, limit: int) -> dict[str, tuple[int, str]]:
     """Stage -> (bytes at its peak, what takes them), for those that --max-memory does not limit.
 
     limit  of --max-memory, up to which hidden states stay in memory
     """
     found: dict[str, tuple[int, str]] = {}
+    config = source.reader.config
     whole = _PROCESS + 4 * sum(prod(shape) for _, shape in source.tensors.values())
     if own_weight(work.data) is not None:
         found["generate"] = whole, "the whole model in float32, without its keys and values"
     if way is not None:
         name = "tune" if way.method else "calibrate"
-        sets = _sets_of_states(source, way)
-        one = disk.hidden // max(sets[-2:])
-        hidden = next((n * one for n in sets if n * one <= limit), 0)
-        kept = sets[-1] * one + one * _width(source) // (_config_number(source.reader.config, *_HIDDEN) or 1)
-        hidden = max(hidden, kept) if way.method == "gptq" and kept <= limit else hidden
+        *backward, least = (4 * _config_number(config, *_HIDDEN) * n for n in _states(source, work, way))
+        more = 4 * max(_tokens(config, work)) * _width(source) if way.method == "gptq" else 0
+        forward = least + more, least
+        hidden = max(next((n for n in each if n <= limit), 0) for each in (backward, forward))
         found[name] = _PROCESS + hidden + _largest_layer(source, way.method), "one decoder layer at a time"
     if work.eval:
-        config = source.reader.config
         window = min(DEFAULT_LENGTH, _config_number(config, *_POSITIONS) or DEFAULT_LENGTH)
         scoring = scoring_bytes(_config_number(config, "vocab_size") or 1, window)
         found["eval"] = whole + scoring, "the whole model in float32, and what it predicts for some thousand tokens"
@@ -159,11 +154,19 @@ def _largest_layer(source: Source, method: str) -> int:
     return max(most, default=0)
 
 
-def _sets_of_states(source: Source, way: Way) -> tuple[int, ...]:
-    """How many sets of hidden states there are at once: in the reverse pass before GPTQ in order, where memory has room
-    for all and where not, and in GPTQ in order; else one."""
-    count = _layers(source)
-    return (streams(count, 1), streams(count, least_step(count)), 3) if way.method == "gptq" else (1,)
+def _tokens(config: Mapping[str, Any], work: PipelineOptions) -> tuple[int, int]:
+    """How many the samples have that are run backwards, and all of them with those held out."""
+    seqlen = work.seqlen or min(DEFAULT_LENGTH, _config_number(config, *_POSITIONS) or DEFAULT_LENGTH)
+    return enough(work.samples, seqlen) * seqlen, -(-work.samples * 9 // 8) * seqlen
+
+
+def _states(source: Source, work: PipelineOptions, way: Way) -> tuple[int, ...]:
+    """How many hidden states there are at once: in the reverse pass before GPTQ in order, where memory has room for
+    those of every layer and where not, and in GPTQ in order; else those that enter a layer."""
+    count, (few, every) = _layers(source), _tokens(source.reader.config, work)
+    if way.method != "gptq":
+        return (every,)
+    return streams(count, 1) * few, streams(count, least_step(count)) * few, 3 * every
 
 
 def _gradients(source: Source) -> int:

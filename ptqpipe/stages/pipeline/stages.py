@@ -94,7 +94,7 @@ class Pipeline:
             known, size = self.needs_statistics, self.weights_bytes
             self.disk = disk_of(source, self.work, self.way, statistics=known, weights_bytes=size)
             limit = self.machine.memory_bytes
-            self.memory = memory_text(memory_of(source, self.work, self.way, disk=self.disk, limit=limit), limit)
+            self.memory = memory_text(memory_of(source, self.work, self.way, limit=limit), limit)
 
     @property
     def folder(self) -> Path:

@@ -165,8 +165,8 @@ def _run(
     """Every layer. Gives how likely the model finds each source of the data."""
     likely: dict[str, Likeness] = {}
 
-    def look(runner: Runner, batches: int | None = None) -> None:
-        likely.update(likeness_of(runner, samples, batches=batches))
+    def look(runner: Runner, samples: Samples) -> None:
+        likely.update(likeness_of(runner, samples))
 
     skeleton = Skeleton.of(prepared.source, dtype=torch.float32, images=bool(samples.images))
     spill, held = folder.paths.partial, options.settings.held_out
@@ -185,7 +185,7 @@ def _run(
     ):
         streams = None if options.method == "layerwise" else _Streams.like(runner, spill, opened)
         last = runner.mtp_blocks() if count > len(runner.names) else ()
-        behind_blocks = () if options.by_kl else _at_head(runner, look)
+        behind_blocks = () if options.by_kl else _at_head(runner, partial(look, samples=samples))
         for block in itertools.chain(runner.blocks(), behind_blocks, last):
             on_part = partial(_advance, advance, f"layer {block.index + 1} of {count}")
             found = block.name in folder.done
