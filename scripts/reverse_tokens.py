@@ -1,0 +1,77 @@
+"""How many tokens the reverse pass needs: KL divergence of GPTQ in order by the number that is run backwards.
+
+    python scripts/reverse_tokens.py --scratch DIR [--models bench-4m] [--model NAME FOLDER HELD_OUT CALIBRATION]
+        [--tokens 28672 16384 8192] [--seeds 0 1 2] [--format nvfp4] [--results benchmarks/reverse_tokens.jsonl]
+
+`tune --method gptq` and `convert`, as the entry "two-sided gptq in order" of bench_quality.py, on the same 128 rows of
+256 tokens, of which codes are learned from 112: 28,672 tokens. Measured as there, on both texts. One JSON line for each
+model, seed and number of tokens.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import quality_worker
+from bench_convert import measured
+from bench_quality import HERE, MODELS, TOKENS, Model, place
+from quality_entries import ENTRIES, Job, own_steps
+
+WITH = "import sys; from ptqpipe.calibration import reverse; from ptqpipe.cli import main; "
+WITH += "reverse.TOKENS = int(sys.argv.pop(1)); reverse.SHARE = 1 << 30; main()"
+
+
+def run(job: Job, tokens: int) -> None:
+    """Makes the checkpoint."""
+    for words in own_steps(job, job.out):  # each is "-m ptqpipe" and what follows
+        measured([sys.executable, "-c", WITH, str(tokens), *words[2:]])
+
+
+def lines_of(model: Model, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The lines of a model, one after the other."""
+    source, folder = place(model.folder, args.shared), args.scratch / model.name
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = (place(model.held_out, args.shared), place(model.calibration, args.shared), TOKENS, model.shared_text)
+    quality_worker.begin(source, *texts, place(model.other, args.shared) if model.other else None)
+    entry = next(one for one in ENTRIES if one.name == "two-sided gptq in order")
+    for seed in args.seeds:
+        file = folder / f"rows-{seed}.jsonl"
+        rows, length = quality_worker.write_rows(seed, file)
+        for tokens in args.tokens:
+            job = Job(entry, args.format, source, folder / "out", file, seed, rows, length, model.convert)
+            for left in folder.glob("out*"):
+                shutil.rmtree(left)
+            run(job, tokens)
+            found = quality_worker.measure(job.out, args.format)
+            line = {"model": model.name, "format": args.format, "seed": seed, "tokens": tokens}
+            yield line | {name: found[name] for name in ("kl", "other_kl") if name in found}
+
+
+def main() -> None:
+    """Measures, prints and appends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=[], choices=[m.name for m in MODELS])
+    parser.add_argument("--model", nargs=4, action="append", default=[], metavar=("NAME", "FOLDER", "HELD_OUT", "TEXT"))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[28_672, 16_384, 8_192])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--format", default="nvfp4")
+    parser.add_argument("--shared", type=Path, default=HERE.parent.parent / "shared", help="folder of the assets")
+    parser.add_argument("--scratch", type=Path, default=Path("bench-scratch"))
+    parser.add_argument("--results", type=Path, default=HERE.parent / "benchmarks" / "reverse_tokens.jsonl")
+    args = parser.parse_args()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    args.scratch = args.scratch.resolve()
+    for model in [*(m for m in MODELS if m.name in args.models), *(Model(*words) for words in args.model)]:
+        for line in lines_of(model, args):
+            print(json.dumps(line), flush=True)
+            with args.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
