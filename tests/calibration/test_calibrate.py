@@ -467,7 +467,7 @@ def test_what_does_not_fit_the_model_is_one_clear_line(tmp_path: Path) -> None:
 def test_the_bench_model_calibrates_from_text(shared_dir: Path, tmp_path: Path) -> None:
     model = shared_dir / "assets" / "models" / "bench-4m" / "hf"
     text = shared_dir / "assets" / "data" / "wikitext2" / "wiki.train.part.txt"
-    settings = CalibrateOptions(samples=16, seqlen=256, moments=("diagonal", "block"))
+    settings = CalibrateOptions(samples=16, seqlen=64, moments=("diagonal", "block"))
     done = calibrate(model, [str(text)], tmp_path / "stats", options=settings)
     assert done is not None
     import transformers
@@ -475,7 +475,7 @@ def test_the_bench_model_calibrates_from_text(shared_dir: Path, tmp_path: Path) 
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     seen: list[torch.Tensor] = []
     loaded.model.layers[3].mlp.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    samples = load_samples([str(text)], model, samples=16, seqlen=256)
+    samples = load_samples([str(text)], model, samples=16, seqlen=64)
     with torch.no_grad():
         for row in torch.split(samples.windows, 12):
             loaded(row)

@@ -13,8 +13,9 @@ CASES = Path(__file__).with_name("triton_cases.py")
 
 
 def run_cases(environment: dict[str, str]) -> None:
+    options = ["-q", "-pno:cacheprovider", "-pno:xdist", "-ptests.kernels.quick_interpreter", "-Wignore"]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore", str(CASES)],
+        [sys.executable, "-m", "pytest", *options, str(CASES)],
         cwd=CASES.parents[2],
         env={key: value for key, value in os.environ.items() if not key.startswith("PYTEST")} | environment,
         capture_output=True,

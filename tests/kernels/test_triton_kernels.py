@@ -25,8 +25,9 @@ ROOT = CASES.parents[2]
 
 def run_cases(environment: dict[str, str], *, timeout: int) -> None:
     """``triton_cases.py`` in a process of its own: whether Triton interprets is decided when it is imported."""
+    options = ["-q", "-pno:cacheprovider", "-pno:xdist", "-ptests.kernels.quick_interpreter", "-Wignore"]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore", str(CASES)],
+        [sys.executable, "-m", "pytest", *options, str(CASES)],
         cwd=ROOT,
         env={key: value for key, value in os.environ.items() if not key.startswith("PYTEST")} | environment,
         capture_output=True,
@@ -171,6 +172,7 @@ def test_triton_is_imported_on_first_use_only() -> None:
     assert python("import sys; from ptqpipe.kernels import triton; print('triton' in sys.modules)") == "False"
 
 
+@pytest.mark.usefixtures("forks")
 def test_without_triton_there_is_one_line_that_names_it() -> None:
     code = """
 import importlib.util

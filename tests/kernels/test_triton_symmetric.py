@@ -10,21 +10,22 @@ import torch
 from tests.kernels.test_triton_linear import run
 
 CASES = Path(__file__).with_name("triton_symmetric_cases.py")
-OPTIONS = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore", str(CASES)]
+OPTIONS = ["-m", "pytest", "-q", "-pno:cacheprovider", "-pno:xdist", "-ptests.kernels.quick_interpreter", "-Wignore"]
+COMMAND = [*OPTIONS, str(CASES)]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_the_phases_equal_the_reference_and_the_barrier_counts_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    run(OPTIONS, {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, timeout=300)
+    run(COMMAND, {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, timeout=300)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_phases_equal_the_reference_and_the_barrier_counts_on_the_device() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    run(OPTIONS, {"TRITON_INTERPRET": "0"}, timeout=900)
+    run(COMMAND, {"TRITON_INTERPRET": "0"}, timeout=900)
 
 
 COMPILE = """

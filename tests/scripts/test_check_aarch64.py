@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts/check_aarch64.py"
 TOOLS = ("aarch64-linux-gnu-g++", "qemu-aarch64")
-# A compiler, but quick: every level gives the same bits, and -O3 takes three times as long. Its version says so, because
+# A compiler, but quick: every level gives the same bits, and -O3 takes three times as long. Its version says so, for
 # setup.py keeps an object for each version of the compiler.
 QUICK = """#!/bin/sh
 [ "$1" = --version ] && echo "with -O1"

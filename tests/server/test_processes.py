@@ -155,11 +155,11 @@ def test_a_packed_model_says_on_any_number_of_ranks_what_transformers_says(
     packed = ptqpipe.convert(shared_dir / "assets/models/bench-4m/hf", format="nvfp4", out=tmp_path / "nvfp4").out
     prompts = (PROMPTS[0], PROMPTS[2], "The castle was built in", "1", "In the beginning of the war , the ship " * 6)
     with started(tmp_path, "--tp", str(ranks), "--allreduce", "off", model=packed) as service:
-        answer = service.ask(prompt=list(prompts), max_tokens=48).json()
+        answer = service.ask(prompt=list(prompts), max_tokens=24).json()
     said = {choice["index"]: choice["text"] for choice in answer["choices"]}
     encode = tokenizer(packed)
     for index, prompt in enumerate(prompts):
-        ids = greedy(encode(prompt).input_ids, 48, path=packed)
+        ids = greedy(encode(prompt).input_ids, 24, path=packed)
         assert said[index] == encode.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
