@@ -19,8 +19,10 @@ def names(place: Any) -> list[str]:
 
 
 def members(place: Any) -> list[tuple[str, Any]]:
-    """The functions of the language, or what the interpreter has put in their place."""
-    return [(name, getattr(place, name)) for name in names(place)]
+    """The functions of the language; none where the interpreter has put others in their place, as it does to all."""
+    found = names(place)
+    replaced = bool(found) and not interpreter.tl.core.is_builtin(getattr(place, found[0]))
+    return [] if replaced else [(name, getattr(place, name)) for name in found]
 
 
 interpreter.inspect = SimpleNamespace(**vars(inspect) | {"getmembers": members})
