@@ -175,17 +175,17 @@ def test_of_many_samples_every_few_are_run_backwards(
     model: Path, text: Path, stats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that statistics of these samples alone have; all of them give the other moments."""
-    monkeypatch.setattr(reverse_pass, "TOKENS", 5 * 24 + 1)
+    monkeypatch.setattr(reverse_pass, "TOKENS", 20 * 24 + 1)
     done = calibrate(model, [str(text)], tmp_path / "few", options=OPTIONS, machine=ONE)
     assert done is not None
-    assert (done.content["data"]["samples"], done.content["data"]["backwards"]) == (ROWS, 5)
+    assert (done.content["data"]["samples"], done.content["data"]["backwards"]) == (ROWS, 20)
     samples = load_samples([str(text)], model, samples=ROWS, seqlen=24, seed=0, holdout=8)
-    rows = write_windows(tmp_path / "rows.jsonl", samples.windows[[0, 20, 40, 60, 80]])
-    alone = replace(OPTIONS, samples=5, holdout=0)
+    rows = write_windows(tmp_path / "rows.jsonl", samples.windows[::5])
+    alone = replace(OPTIONS, samples=20, holdout=0)
     calibrate(model, [str(rows)], tmp_path / "alone", options=alone, machine=ONE)
-    few, five = (load_file(tmp_path / name / "outputs.safetensors") for name in ("few", "alone"))
-    assert few.keys() == five.keys()
-    assert all(torch.equal(few[name], five[name]) for name in few)
+    few, twenty = (load_file(tmp_path / name / "outputs.safetensors") for name in ("few", "alone"))
+    assert few.keys() == twenty.keys()
+    assert all(torch.equal(few[name], twenty[name]) for name in few)
     with Statistics.open(stats) as every, Statistics.open(tmp_path / "few") as opened:
         assert every.content["data"]["backwards"] == ROWS
         assert torch.equal(opened.of(DOWN).second_moment, every.of(DOWN).second_moment)
@@ -202,7 +202,7 @@ main()
 
 
 @pytest.mark.usefixtures("forks")
-@pytest.mark.parametrize("tokens", [reverse_pass.TOKENS, 24 * 11])
+@pytest.mark.parametrize("tokens", [reverse_pass.TOKENS, 24 * 21])
 def test_two_processes_give_those_of_one(
     tokens: int, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
