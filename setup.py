@@ -80,7 +80,7 @@ class BuildKernels(build_ext):
 
     def _state(self, source, options):
         """A hash of everything that decides the object of a source."""
-        command = self.compiler.compiler_so
+        command = getattr(self.compiler, "compiler_so_cxx", self.compiler.compiler_so)  # older setuptools: C's
         version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
         digest = hashlib.sha256(repr((command, version, options.get("extra_postargs"))).encode())
         for path in (Path(source), *included(Path(source))):
