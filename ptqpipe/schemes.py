@@ -27,6 +27,11 @@ class Activation(StrEnum):
     UNKNOWN = "unknown"  # a checkpoint's config says something that this table has no word for
 
     @property
+    def four_bits(self) -> bool:
+        """Whether inputs become numbers of 4 bits."""
+        return self in (Activation.NVFP4_STATIC_GLOBAL, Activation.MXFP4)
+
+    @property
     def static_max(self) -> float | None:
         """The largest input that a static scale of 1 represents; None where every scale is found at run time."""
         if self is Activation.NVFP4_STATIC_GLOBAL:

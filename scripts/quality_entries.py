@@ -51,7 +51,7 @@ DOWN_64 = "down_proj:64"
 ONE_SIDED, TWO_SIDED = (("--method", "gptq", "--metric", metric) for metric in ("output", "kl"))
 TRAINED = ("--method", "kl", "--train", "head,embeddings")
 OWN_ROWS = 128  # that a model writes
-NV, FP4 = ("nvfp4", "nvfp4_w4a4"), FORMATS[:4]
+NV, FP4, FOUR_BIT_INPUTS = ("nvfp4", "nvfp4_w4a4"), FORMATS[:4], ("nvfp4_w4a4", "mxfp4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +122,22 @@ ENTRIES = (
     _ours("gptq in order", tune=ONE_SIDED),
     _ours("two-sided gptq in order", tune=TWO_SIDED),
     _ours("awq + gptq in order", transform="awq", tune=ONE_SIDED, formats=("nvfp4", "mxfp4a16")),
-    _ours("aqas + gptq in order", transform="aqas", tune=ONE_SIDED, formats=("nvfp4_w4a4", "mxfp4")),
-    _ours("aqas + two-sided gptq in order", transform="aqas", tune=TWO_SIDED, formats=("nvfp4_w4a4", "mxfp4")),
+    _ours("aqas + gptq in order", transform="aqas", tune=ONE_SIDED, formats=FOUR_BIT_INPUTS),
+    _ours("aqas + two-sided gptq in order", transform="aqas", tune=TWO_SIDED, formats=FOUR_BIT_INPUTS),
     _ours("end to end after two-sided gptq in order", tune=("--method", "kl")),
+    *(
+        _ours(f"aqas + {name}, own text beside", transform="aqas", tune=how, own_text=True, formats=FOUR_BIT_INPUTS)
+        for name, how in (
+            ("two-sided gptq in order", TWO_SIDED),
+            ("end to end after two-sided gptq in order", ("--method", "kl")),
+        )
+    ),
     _ours("two-sided gptq in order, head and embedding trained", tune=TRAINED, formats=("nvfp4", "mxfp4a16", "fp8")),
     _ours(
         "aqas + two-sided gptq in order, head and embedding trained",
         transform="aqas",
         tune=TRAINED,
-        formats=("nvfp4_w4a4", "mxfp4"),
+        formats=FOUR_BIT_INPUTS,
     ),
     _ours("tune after gptq in order", tune=("--method", "gptq+learned")),
     _ours("rotated, exact", "--search", "exact", calibrated=False, formats=("mxfp4",), rotate=DOWN_64),
@@ -213,22 +220,28 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
     steps: list[list[str]] = []
     if entry.quality is not None:
         texts = [*([str(job.calibration)] if entry.calibrated else []), *(["self"] if entry.own_text else [])]
-        rows = ["--samples", str(job.rows * len(texts)), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
-        ask = [*tool, "convert", str(source), *(word for text in texts for word in ("--data", text)), *rows]
+        chosen = ["--samples", str(job.rows * len(texts)), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
+        ask = [*tool, "convert", str(source), *(word for text in texts for word in ("--data", text)), *chosen]
         what = list(entry.options) if "--budget" in entry.options else ["--format", job.fmt]
         return [[*ask, *what, "--quality", entry.quality, *job.convert, "-o", str(job.out), *quiet]]
+    data, rows = [str(job.calibration)], job.rows
     if entry.own_text:
-        job = replace(job, calibration=job.out.with_name(job.out.name + "-text.jsonl"), rows=OWN_ROWS)
-        write = [*tool, "generate", str(source), "--samples", str(job.rows), "--seqlen", str(job.row_tokens)]
-        steps.append([*write, "--seed", str(job.seed), "-o", str(job.calibration), "--workers", "1"])
+        own, count = job.out.with_name(job.out.name + "-text.jsonl"), job.rows if entry.calibrated else OWN_ROWS
+        write = [*tool, "generate", str(source), "--samples", str(count), "--seqlen", str(job.row_tokens)]
+        steps.append([*write, "--seed", str(job.seed), "-o", str(own), "--workers", "1"])
+        if entry.calibrated:
+            data, rows = [f"{data[0]}=1", "--data", f"{own}=1"], rows + count
+        else:
+            data, rows = [str(own)], count
+            job = replace(job, calibration=own, rows=count)
     if entry.transform:
         fold = [*tool, "transform", str(source), "--apply", entry.transform, "--stats", str(stats)]
         steps.append([*fold, "--format", job.fmt, "--untie", "--dtype", "fp32", "-o", str(floats), *quiet[-3:]])
         source = floats
     known = ["--stats", str(stats)] if entry.calibrated else []
     if entry.tune is not None:
-        rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
-        learn = [*tool, "tune", str(source), "--data", str(job.calibration), "--format", job.fmt, *rows]
+        chosen = ["--samples", str(rows), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
+        learn = [*tool, "tune", str(source), "--data", *data, "--format", job.fmt, *chosen]
         steps.append([*learn, *job.convert, *entry.tune, "-o", str(codes), *quiet])
         known, quiet = ["--rounding", str(codes)], quiet[-3:]  # the codes bring their recipe
     elif entry.transform or entry.own_text:

@@ -6,7 +6,8 @@ straight-through gradient of the divergence, with a step that grows over the fir
 the floats (`Float`: norms, a head, ...), each with a step in proportion to its size. Several times on the way all of it
 is judged on text that is not learned from, of more than one kind, with floats as they will be stored. What is returned
 lowers the divergence most on average, among what leaves it above the start's on no kind of text: the start itself where
-there is none. Descent ends early where judging found nothing better several times in a row.
+there is none. Descent ends early where judging found nothing better several times in a row, of those times at which
+the step is small.
 
 Sources: AdaRound (Nagel et al., arXiv 2004.10568) for the choice between two neighbours, learned there layer by layer;
 the divergence to the float model as the loss is that of quantization-aware distillation (NVIDIA, arXiv 2601.20088). The
@@ -28,6 +29,7 @@ from ptqpipe.calibration.rounding import Choice, Settings
 WARM_UP = 10  # steps
 JUDGED = 8  # times
 PATIENCE = 3  # times in a row without anything better
+CALM = 0.005  # step of v up to which these count: with larger ones codes move back and forth, and get better later
 _PROGRESS = "progress"
 
 
@@ -79,13 +81,14 @@ class _Progress:
     start: dict[str, float]
     result: dict[str, float]
     best: int = 0
-    since: int = 0  # judgements since then
+    since: int = 0  # judgements since then that count
 
-    def takes(self, judged: Mapping[str, float]) -> bool:
-        """Whether codes with these divergences are the best so far; notes them if so."""
+    def takes(self, judged: Mapping[str, float], *, counts: bool) -> bool:
+        """Whether codes with these divergences are the best so far; notes them if so, and otherwise that there was a
+        judgement without anything better, if it ``counts``."""
         worse = any(judged[name] > before for name, before in self.start.items())
         if worse or _mean(judged, self.start) >= _mean(self.result, self.start):
-            self.since += 1
+            self.since += counts
             return False
         self.result, self.best, self.since = dict(judged), self.step, 0
         return True
@@ -165,6 +168,7 @@ def descend(
     optimizer = variables.optimizer(settings.rate)
     progress, best = _begin(variables, optimizer, state, judge)
     every = max(1, settings.steps // JUDGED)
+    largest = settings.rate if variables.choices else 0.0
     while progress.step < settings.steps and progress.since < PATIENCE:
         for group in optimizer.param_groups:
             group["lr"] = group["first"] * _fraction(progress.step, settings.steps)
@@ -178,7 +182,7 @@ def descend(
         if progress.step % every == 0 or progress.step == settings.steps:
             with variables.as_stored():
                 judged = judge()
-            if progress.takes(judged):
+            if progress.takes(judged, counts=largest * _fall(progress.step, settings.steps) <= CALM):
                 best = variables.taken()
             save(_state(progress, best, variables, optimizer))
         on_step(progress.step)
@@ -192,7 +196,12 @@ def descend(
 
 def _fraction(step: int, steps: int) -> float:
     """Of the rate, at a step."""
-    return min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    return min(1.0, (step + 1) / WARM_UP) * _fall(step, steps)
+
+
+def _fall(step: int, steps: int) -> float:
+    """What is left of the rate behind a step, were there no first steps at which it grows."""
+    return 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def _drawn(batches: Sequence[int], number: int, seed: int) -> int:

@@ -34,11 +34,18 @@ from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.tuning import codes as codes_of
 from ptqpipe.tuning.block import BlockWork, divided
 from ptqpipe.tuning.kept import Trained, TrainedTensor, find_kept, unit_name, with_gain
-from ptqpipe.tuning.options import GLOBAL, TuneOptions
+from ptqpipe.tuning.options import FOUR_BIT_RATE, GLOBAL, TuneOptions
 
 DATA, OTHER = "held-out samples", "sample text"
 _STATE, _FOUND = "state", "found"  # folders beside the output
 _BYTES = 36  # for each weight: base, step and place of its choice, v, its gradient, two moments, codes, what is saved
+
+
+def with_rate(prepared: Conversion, options: TuneOptions) -> TuneOptions:
+    """The options with the rate of descent that belongs to the inputs' formats."""
+    if not any(unit.scheme.activation.four_bits for unit in prepared.outputs.plan.units):
+        return options
+    return replace(options, settings=replace(options.settings, rate=FOUR_BIT_RATE))
 
 
 def check(prepared: Conversion, samples: Samples, options: TuneOptions, machine: Machine) -> None:

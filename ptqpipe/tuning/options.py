@@ -11,6 +11,7 @@ GLOBAL = "global"
 TRAIN = ("head", "embeddings", "norms", "biases", GLOBAL)
 SHARE = 0.5
 END_TO_END = Settings(steps=100, rate=0.0015)
+FOUR_BIT_RATE = 0.01  # under "kl" where inputs have 4 bits: at END_TO_END's, too few codes move to make up for these
 
 
 @dataclass(frozen=True, slots=True)

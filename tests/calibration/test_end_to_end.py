@@ -1,13 +1,14 @@
 """Codes by the divergence of a whole model: what is kept, what is refused, and that a stopped run goes on."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from ptqpipe.calibration.activations import InMemory
-from ptqpipe.calibration.end_to_end import PATIENCE, Float, Found, Variables, descend
+from ptqpipe.calibration.end_to_end import CALM, PATIENCE, Float, Found, Variables, descend
 from ptqpipe.calibration.rounding import Choice, Settings, with_codes
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
@@ -18,6 +19,7 @@ from tests.calibration.models import make_model, make_windows
 from tests.calibration.test_rounding import correlated, quantized
 
 SETTINGS = Settings(steps=64, rate=0.02)
+SMALL, LARGE = replace(SETTINGS, rate=CALM), replace(SETTINGS, rate=2 * CALM)  # the half of this one is left at step 32
 
 
 class Linear:
@@ -52,7 +54,7 @@ class Linear:
     def descend(self, state: Mapping[str, torch.Tensor] | None = None, **changes: Any) -> Found:
         given: dict[str, Any] = {"judge": self.judge, "settings": SETTINGS} | changes
         return descend(
-            Variables({"w": self.choice}, self.floats),
+            Variables(given.pop("choices", {"w": self.choice}), self.floats),
             backward=self.backward,
             batches=range(16),
             per_step=2,
@@ -105,7 +107,7 @@ def test_codes_that_are_worse_on_one_kind_of_text_are_not_taken() -> None:
         calls.append(1)
         return {"same": 1.0 / len(calls), "other": 1.0 + 1e-3 * len(calls)}
 
-    found = model.descend(judge=judge)
+    found = model.descend(judge=judge, settings=SMALL)
     assert found.best == 0
     assert found.result == found.start
     assert torch.equal(found.codes["w"], model.q.codes)
@@ -116,11 +118,38 @@ def test_codes_that_are_worse_on_one_kind_of_text_are_not_taken() -> None:
 def test_the_best_codes_are_returned_not_the_last() -> None:
     model = Linear()
     judged = iter([1.0, 0.9, 0.5, 0.7, 0.8, 0.9])
-    found = model.descend(judge=lambda: {"same": next(judged)})
+    found = model.descend(judge=lambda: {"same": next(judged)}, settings=SMALL)
     assert found.best == 2 * SETTINGS.steps // 8
     assert found.result == {"same": 0.5}
-    again = Linear().descend(settings=SETTINGS)
+    again = Linear().descend(settings=SMALL)
     assert not torch.equal(found.codes["w"], again.codes["w"])
+
+
+@pytest.mark.parametrize(("settings", "best", "steps"), [(SMALL, 0, 24), (LARGE, 56, 64)], ids=["small", "large"])
+def test_codes_that_get_worse_while_steps_are_large_are_waited_for(settings: Settings, best: int, steps: int) -> None:
+    """Worse than the start until step 40, better from step 48: found where the first step is large, and the judgements
+    before half of the steps end nothing."""
+    model = Linear()
+    judged = iter([1.0, 1.2, 1.3, 1.2, 1.1, 1.01, 0.9, 0.8, 0.85])
+    found = model.descend(judge=lambda: {"same": next(judged)}, settings=settings)
+    assert (found.best, found.steps) == (best, steps)
+    assert torch.equal(found.codes["w"], model.q.codes) == (best == 0)
+    assert found.result == {"same": 0.8 if best else 1.0}
+
+
+def test_codes_that_never_get_better_end_descent_early_with_large_steps_too() -> None:
+    model = Linear()
+    judged = iter([1.0] + [1.1] * 8)
+    found = model.descend(judge=lambda: {"same": next(judged)}, settings=LARGE)
+    assert (found.best, found.steps) == (0, 48)  # judged at 32, 40 and 48
+    assert torch.equal(found.codes["w"], model.q.codes)
+
+
+def test_floats_alone_have_steps_of_their_own_and_end_as_early_at_any_rate_of_codes() -> None:
+    model = Scaled()
+    judged = iter([1.0] + [1.1] * 8)
+    found = model.descend(judge=lambda: {"same": next(judged)}, settings=LARGE, choices={})
+    assert (found.best, found.steps) == (0, 24)
 
 
 def test_floats_are_learned_with_the_codes_and_judged_as_they_will_be_stored() -> None:

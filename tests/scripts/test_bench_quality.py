@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -108,6 +109,22 @@ def test_entries_are_told_apart_by_tool_name_and_format(modules: Any) -> None:
     assert len(keys) == len(set(keys))
     assert {fmt for _, _, fmt in keys} == set(entries.FORMATS)
     assert {tool for tool, _, _ in keys} == {"ptqpipe", *modules("bench_quality").PACKAGES}
+
+
+def test_own_text_beside_the_calibration_text_is_as_many_rows_of_each(modules: Any, tmp_path: Path) -> None:
+    entries = modules("quality_entries")
+    name = "aqas + end to end after two-sided gptq in order, own text beside"
+    (entry,) = (one for one in entries.ENTRIES if one.name == name)
+    job = entries.Job(entry, "mxfp4", DEMO, tmp_path / "out", tmp_path / "rows", 1, 40, 64)
+    write, fold, learn, convert = entries.own_steps(job, tmp_path / "stats")
+    own = tmp_path / "out-text.jsonl"
+    assert write[2:6] == ["generate", str(DEMO), "--samples", "40"]
+    assert write[write.index("-o") + 1] == str(own)
+    assert fold[fold.index("--stats") + 1] == str(tmp_path / "stats")
+    assert [word for before, word in pairwise(learn) if before == "--data"] == [f"{tmp_path / 'rows'}=1", f"{own}=1"]
+    assert learn[learn.index("--samples") + 1] == "80"
+    assert learn[learn.index("--method") + 1] == "kl"
+    assert convert[convert.index("--rounding") + 1] == learn[learn.index("-o") + 1]
 
 
 def line(tool: str, entry: str, kl: float, *, calibrated: bool = False, seed: int | None = None) -> dict[str, Any]:

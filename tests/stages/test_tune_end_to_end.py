@@ -22,13 +22,14 @@ from ptqpipe.machine import Machine
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import Rounding
 from ptqpipe.stages import demo
+from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.tune import run as tune
 from ptqpipe.stages.tune.text import render
 from ptqpipe.tuning import codes as codes_of, end_to_end
-from ptqpipe.tuning.options import TuneOptions
+from ptqpipe.tuning.options import TuneOptions, settings_of
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"
-OPTIONS = TuneOptions(samples=40, seqlen=64, method="kl", metric="output", settings=Settings(steps=8, rate=0.02))
+OPTIONS = TuneOptions(samples=40, seqlen=64, method="kl", metric="output", settings=Settings(steps=8))
 FORMAT = RecipeOptions(scheme="nvfp4_w4a4")
 ONE = Machine(workers=1)
 
@@ -43,6 +44,17 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(text: Path, out: Path, **changes: Any) -> dict[str, Any]:
     given: dict[str, Any] = {"recipe": FORMAT, "options": OPTIONS, "machine": ONE} | changes
     return dict(tune.tune(DEMO, [str(text)], out, **given).content)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rate"),
+    [("nvfp4_w4a4", 0.01), ("mxfp4", 0.01), ("nvfp4", 0.0015), ("mxfp4a16", 0.0015), ("fp8", 0.0015)],
+)
+def test_codes_take_larger_steps_where_inputs_have_four_bits(scheme: str, rate: float, tmp_path: Path) -> None:
+    options = TuneOptions(method="kl", settings=settings_of(None, method="kl", seed=3))
+    with prepare(DEMO, options=RecipeOptions(scheme=scheme), out=tmp_path / "o", collected=True) as prepared:
+        settings = end_to_end.with_rate(prepared, options).settings
+    assert settings == Settings(steps=100, rate=rate, seed=3)
 
 
 class Stop(KeyboardInterrupt):
@@ -88,20 +100,22 @@ def copied(begun: Path, home: Path) -> Path:
 def test_no_text_gets_worse_and_the_start_stays_where_nothing_is_better(
     whole: tuple[Path, dict[str, Any]], begun: Path
 ) -> None:
-    """Three judgements of codes that a few steps on 2,048 tokens give, at a rate that moves too many of them."""
+    """Codes that a few steps on 2,048 tokens give, at a rate that moves too many of them; three judgements from half
+    of the steps on end it."""
     codes, content = whole
     found = content["end_to_end"]
     assert content["method"] == "kl"
+    assert content["settings"]["rate"] == 0.01
     assert found["start"].keys() == {"held-out samples", "sample text"}
     files = {f"{block}.safetensors" for block in content["blocks"]}
     assert {file.name for file in codes.iterdir()} == {"rounding.json", *files}
-    assert (found["best"], found["steps"], found["moved"]) == (0, 3, 0.0)
+    assert (found["best"], found["steps"], found["moved"]) == (0, 6, 0.0)
     assert found["result"] == found["start"]
     (start,) = begun.glob("**/start")
     for name in files:
         assert (codes / name).read_bytes() == (start / name).read_bytes()
     told = next(line for line in render(Finished(codes, content, 1.0, 1)).splitlines() if "end to end" in line)
-    assert told.startswith("end to end, 3 steps: no codes lowered the KL divergence on held-out samples and sample")
+    assert told.startswith("end to end, 6 steps: no codes lowered the KL divergence on held-out samples and sample")
 
 
 def test_the_codes_that_descent_ends_with_are_the_codes_that_are_written(

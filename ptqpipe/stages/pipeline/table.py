@@ -29,7 +29,6 @@ TABLE: dict[str, dict[str, Way]] = {
     NIBBLES: {"fast": Way(), "good": Way(method="layerwise"), "best": Way(transform="aqas", method="gptq")},
 }
 
-_FOUR_BITS = (Activation.NVFP4_STATIC_GLOBAL, Activation.MXFP4)
 _WORDS = {
     "": "scales weighted by the inputs, nearest codes",
     "layerwise": "GPTQ of each layer by itself",
@@ -41,7 +40,7 @@ def kind_of(schemes: Sequence[Scheme]) -> str:
     """The row of the table for these schemes together: of several, weights alone, which every format gains by."""
     if len(schemes) != 1 or schemes[0].activation is Activation.NONE:
         return WEIGHTS
-    return NIBBLES if schemes[0].activation in _FOUR_BITS else BYTES
+    return NIBBLES if schemes[0].activation.four_bits else BYTES
 
 
 def words_of(way: Way) -> str:

@@ -90,6 +90,7 @@ def tune(
         if samples.images and options.by_kl:  # the reverse pass takes rows of one length
             options = replace(options, metric="output")
         if options.method == "kl":
+            options = end_to_end.with_rate(prepared, options)
             end_to_end.check(prepared, samples, options, machine)
         parts = _identity(prepared, samples, options, collects=collects)
         folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode)
