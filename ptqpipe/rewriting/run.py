@@ -273,9 +273,14 @@ def _do_jobs(work: Rewrite[J], writer: CheckpointWriter, machine: Machine, ranks
 
 def _copies_apart(work: Rewrite[J], jobs: Sequence[J], share: Share) -> tuple[list[J], list[J]]:
     """(other jobs, those for a thread of their own): copies, which wait for the disk and take little memory. None of
-    them where nothing else is to be done meanwhile, or memory has no room for more threads than workers."""
+    them where nothing else is to be done meanwhile, memory has no room for more threads than workers, or a unit less
+    would be done at the same time."""
     copies = {job.id for job in jobs if isinstance(job, CopyTensor) and job.tensor not in work.source.stored}
-    if len(copies) == len(jobs) or share.threads == share.workers or share.pool_bytes < _COPY_MEMORY:
+    extra = max(1, *map(work.extra_bytes, jobs), 0)
+    before, after = (
+        min(share.workers, nbytes // extra) for nbytes in (share.pool_bytes, share.pool_bytes - _COPY_MEMORY)
+    )
+    if len(copies) == len(jobs) or share.threads == share.workers or after < before:
         copies = set()
     return [job for job in jobs if job.id not in copies], [job for job in jobs if job.id in copies]
 

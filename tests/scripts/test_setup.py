@@ -124,7 +124,10 @@ def test_an_install_that_failed_is_tried_again(tree: Path) -> None:
     assert failed.returncode == 1
     assert failed.stderr.splitlines()[-1].startswith("setup.sh: torch ")
     assert "failed; the last lines of " in failed.stderr
-    python.write_text(FAKE_PYTHON)
+    repaired = python.with_name("repaired")  # in its place at once: what the first install began may still start it
+    repaired.write_text(FAKE_PYTHON)
+    repaired.chmod(0o755)
+    repaired.replace(python)
     assert setup(tree, "hf").returncode == 0
     assert len(installs(tree)) == 1  # the first one ended before it
 
