@@ -9,7 +9,6 @@ import os
 import resource
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -226,13 +225,9 @@ class MemoryPool:
                 self._changed.notify_all()
 
 
-def run_jobs(jobs: Sequence[J], do: Callable[[J], None], *, threads: int, beside: Sequence[J] = ()) -> None:
-    """All jobs on ``threads`` threads, in order; the first error ends the run after the jobs in flight.
-
-    beside  jobs that mostly wait for the disk: one thread more does them meanwhile, and at the end the others help it
-    """
+def run_jobs(jobs: Sequence[J], do: Callable[[J], None], *, threads: int) -> None:
+    """All jobs on ``threads`` threads, in order; the first error ends the run after the jobs in flight."""
     stop = threading.Event()
-    waiting = deque(beside)
 
     def unless_stopped(job: J) -> None:
         if stop.is_set():
@@ -243,23 +238,9 @@ def run_jobs(jobs: Sequence[J], do: Callable[[J], None], *, threads: int, beside
             stop.set()
             raise
 
-    def all_waiting() -> None:
-        while True:
-            try:
-                job = waiting.popleft()
-            except IndexError:  # none is left
-                return
-            unless_stopped(job)
-
-    with (
-        ThreadPoolExecutor(max_workers=threads, thread_name_prefix="ptqpipe") as pool,
-        ThreadPoolExecutor(max_workers=1, thread_name_prefix="ptqpipe-beside") as one_more,
-    ):
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="ptqpipe") as pool:
         try:
-            running = [one_more.submit(all_waiting)] if beside else []
-            running += [pool.submit(unless_stopped, job) for job in jobs]
-            running += [pool.submit(all_waiting) for _ in range(threads)] if beside else []
-            for future in as_completed(running):
+            for future in as_completed([pool.submit(unless_stopped, job) for job in jobs]):
                 future.result()
         except BaseException:  # Ctrl-C reaches the main thread alone
             stop.set()

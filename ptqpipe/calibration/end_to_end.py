@@ -6,8 +6,8 @@ straight-through gradient of the divergence, with a step that grows over the fir
 the floats (`Float`: norms, a head, ...), each with a step in proportion to its size. Several times on the way all of it
 is judged on text that is not learned from, of more than one kind, with floats as they will be stored. What is returned
 lowers the divergence most on average, among what leaves it above the start's on no kind of text: the start itself where
-there is none. Descent ends early where judging found nothing better several times in a row, of those times at which
-the step is small.
+there is none. Descent ends early where judging found nothing better several times in a row; a time at which the step is
+still large does not count.
 
 Sources: AdaRound (Nagel et al., arXiv 2004.10568) for the choice between two neighbours, learned there layer by layer;
 the divergence to the float model as the loss is that of quantization-aware distillation (NVIDIA, arXiv 2601.20088). The

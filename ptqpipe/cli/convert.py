@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import click
 
 from ptqpipe.cli import next_steps
-from ptqpipe.cli.ahead import importing
 from ptqpipe.cli.common import Given, command, machine_of, ranks_of, says_how_to_resume, this_call
 from ptqpipe.cli.parameters import (
     DEVICE,
@@ -72,13 +71,12 @@ def convert(given: Given) -> None:
     if work.asked:
         _pipeline(given, work)
         return
-    with importing(None if given.dry_run else given.model):
-        from ptqpipe.checkpoint import check_output
-        from ptqpipe.machine import without_collections
-        from ptqpipe.stages.convert import run as stage, text as tables
-        from ptqpipe.stages.convert.prepare import best_with, prepare
-        from ptqpipe.stages.pipeline.call import for_reader
-        from ptqpipe.stages.push import also_complete
+    from ptqpipe.checkpoint import check_output
+    from ptqpipe.machine import without_collections
+    from ptqpipe.stages.convert import run as stage, text as tables
+    from ptqpipe.stages.convert.prepare import best_with, prepare
+    from ptqpipe.stages.pipeline.call import for_reader
+    from ptqpipe.stages.push import also_complete
 
     mode, machine = given.mode, given.machine(given.device)
     where = {"recipe_path": given.recipe_path, "stats": given.stats, "rounding": given.rounding}

@@ -1,8 +1,8 @@
-"""convert: a published checkpoint in, a packed low-precision checkpoint out.
+"""The `Rewrite` of convert: a published checkpoint in, a packed low-precision checkpoint out.
 
-What ``prepare.py`` has decided from headers is a `Conversion`: its jobs quantize unit by unit and write each part at
-its place. Memory is a few chunks for each worker, whatever the size of the model; the bytes depend on source and recipe
-alone.
+What ``stages/convert/prepare.py`` has decided from headers is a `Conversion`: its jobs quantize unit by unit and write
+each part at its place. Memory is a few chunks for each worker, whatever the size of the model; the bytes depend on
+source and recipe alone. tune takes its plan and its units, and runs no job of it.
 """
 
 import math

@@ -19,7 +19,6 @@ import torch
 
 from ptqpipe.card import CARD, ORIGINAL, card, original_card
 from ptqpipe.checkpoint import (
-    COPY_BYTES,
     INDEX_NAME,
     RECORD_FILE,
     CheckpointWriter,
@@ -52,8 +51,6 @@ from ptqpipe.machine import (
 )
 from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.source import Source
-
-_COPY_MEMORY = 2 * COPY_BYTES  # of a thread that copies: what it reads to, and what it writes from
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +253,7 @@ def _do_jobs(work: Rewrite[J], writer: CheckpointWriter, machine: Machine, ranks
     mine = [job for job in owned if job.id not in done]
     former = [job for job in owned if job.id in done]
     share = work.share_of(machine, mine)
-    others, copies = _copies_apart(work, mine, share)
-    pool = MemoryPool(share.pool_bytes - (_COPY_MEMORY if copies else 0))
+    pool = MemoryPool(share.pool_bytes)
     shown = machine.progress and ranks.rank == 0
     with one_thread_each(), progress_bar(mine, shown=shown, done=former) as advance:
 
@@ -268,21 +264,7 @@ def _do_jobs(work: Rewrite[J], writer: CheckpointWriter, machine: Machine, ranks
             work.committed(job, writer)
             advance(job)
 
-        run_jobs(others, do, threads=share.threads, beside=copies)
-
-
-def _copies_apart(work: Rewrite[J], jobs: Sequence[J], share: Share) -> tuple[list[J], list[J]]:
-    """(other jobs, those for a thread of their own): copies, which wait for the disk and take little memory. None of
-    them where nothing else is to be done meanwhile, memory has no room for more threads than workers, or a unit less
-    would be done at the same time."""
-    copies = {job.id for job in jobs if isinstance(job, CopyTensor) and job.tensor not in work.source.stored}
-    extra = max(1, *map(work.extra_bytes, jobs), 0)
-    before, after = (
-        min(share.workers, nbytes // extra) for nbytes in (share.pool_bytes, share.pool_bytes - _COPY_MEMORY)
-    )
-    if len(copies) == len(jobs) or share.threads == share.workers or after < before:
-        copies = set()
-    return [job for job in jobs if job.id not in copies], [job for job in jobs if job.id in copies]
+        run_jobs(mine, do, threads=share.threads)
 
 
 def _finish(work: Rewrite[J], writer: CheckpointWriter) -> dict[str, Any]:

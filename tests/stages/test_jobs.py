@@ -147,50 +147,6 @@ def test_the_first_error_ends_the_run_after_the_jobs_in_flight() -> None:
     assert len(seen) < 10
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_jobs_beside_the_others_have_a_thread_of_their_own(threads: int) -> None:
-    copied, ran = threading.Event(), []
-
-    def do(job: Job) -> None:
-        if job.id.startswith("copy"):
-            ran.append(threading.current_thread().name)
-            copied.set()
-        else:
-            assert copied.wait(SECONDS)  # every other thread is held up until a copy has been made
-
-    run_jobs([named(n) for n in range(threads)], do, threads=threads, beside=[named("copy")])
-    assert ran == ["ptqpipe-beside_0"]
-
-
-def test_threads_without_jobs_help_with_those_beside_and_each_is_done_once() -> None:
-    both, seen = threading.Barrier(2), []
-
-    def do(job: Job) -> None:
-        if job.id in ("copy 0", "copy 1"):
-            both.wait(SECONDS)  # two threads have a copy each at the same time
-        seen.append(job.id)
-
-    copies = [named(f"copy {n}") for n in range(20)]
-    run_jobs([named("unit")], do, threads=1, beside=copies)
-    assert sorted(seen) == sorted(["unit", *(job.id for job in copies)])
-
-
-def test_an_error_of_a_job_beside_the_others_ends_the_run() -> None:
-    failed, seen = threading.Event(), []
-
-    def do(job: Job) -> None:
-        if job.id == "copy":
-            failed.set()
-            raise IndexError("the copy")
-        assert failed.wait(SECONDS)
-        seen.append(job.id)
-
-    with pytest.raises(IndexError, match="the copy"):
-        run_jobs([named(number) for number in range(1000)], do, threads=2, beside=[named("copy"), named("later")])
-    assert len(seen) < 10
-    assert "later" not in seen
-
-
 def test_records_come_in_the_order_of_the_jobs() -> None:
     done = {"b": {"n": 2}, "a": {"n": 1}, "other": {}}
     assert records_of([named("a"), named("b")], done) == [{"n": 1}, {"n": 2}]
