@@ -208,7 +208,7 @@ def run_model(
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
             line |= produce(job, runs, folder / f"stats-{number}")
-            line |= worker.submit(quality_worker.measure, job.out, fmt).result()
+            line |= worker.submit(quality_worker.measure, job.out, fmt, entry.floats).result()
         except Exception as error:  # whatever a peer's output does to the reader belongs in its line
             line["failed"] = reason_of(str(error))
         except SystemExit as error:

@@ -52,6 +52,7 @@ ONE_SIDED, TWO_SIDED = (("--method", "gptq", "--metric", metric) for metric in (
 TRAINED = ("--method", "kl", "--train", "head,embeddings")
 OWN_ROWS = 128  # that a model writes
 NV, FP4, FOUR_BIT_INPUTS = ("nvfp4", "nvfp4_w4a4"), FORMATS[:4], ("nvfp4_w4a4", "mxfp4")
+QUANTIZED_INPUTS = (*FOUR_BIT_INPUTS, "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Entry:
                 a budget, one of its options, the format does not count
     own_text    ptqpipe: whether it is calibrated or tuned on text that `generate` lets the model write: needs no data,
                 or where it is calibrated, too, as many rows beside the others
+    floats      ptqpipe: what is measured has the float weights, and of the checkpoint how inputs are quantized
     rotate      ptqpipe: inputs that are rotated while the model runs, as `convert --rotate` takes them; it is kept out
                 of benchmarks/quality.jsonl, since of the readers vLLM alone runs it
     """
@@ -82,6 +84,7 @@ class Entry:
     tune: tuple[str, ...] | None = None
     own_text: bool = False
     quality: str | None = None
+    floats: bool = False
     rotate: str = ""
 
     @property
@@ -104,6 +107,7 @@ ENTRIES = (
     _ours("floor", "--search", "ocp_floor", calibrated=False, formats=("mxfp4a16", "mxfp4")),
     _ours("exact", "--search", "exact", calibrated=False),
     _ours("enlarged", "--search", "enlarged", calibrated=False, formats=("mxfp4a16", "mxfp4")),
+    _ours("inputs alone", "--search", "exact", calibrated=False, formats=QUANTIZED_INPUTS, floats=True),
     _ours("gptq, own text", "--algorithm", "gptq", calibrated=False, own_text=True),
     _ours("gptq in order, own text", tune=ONE_SIDED, calibrated=False, own_text=True),
     _ours("two-sided gptq in order, own text", tune=TWO_SIDED, calibrated=False, own_text=True),
@@ -113,7 +117,7 @@ ENTRIES = (
     _ours("gptq", "--algorithm", "gptq"),
     _ours("awq", "--algorithm", "rtn", "--weighting", "diagonal", transform="awq", formats=FP4),
     _ours("awq + gptq", "--algorithm", "gptq", transform="awq", formats=FP4),
-    _ours("aqas + gptq", "--algorithm", "gptq", transform="aqas", formats=("nvfp4_w4a4", "mxfp4", "fp8")),
+    _ours("aqas + gptq", "--algorithm", "gptq", transform="aqas", formats=QUANTIZED_INPUTS),
     *(_ours(f"convert --quality {quality}", quality=quality) for quality in ("fast", "good", "best")),
     _ours("convert --data self", calibrated=False, own_text=True, quality="best"),
     _ours("convert --data FILE --data self", own_text=True, quality="best"),

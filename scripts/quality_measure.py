@@ -75,8 +75,11 @@ class Baseline:
         found = perplexity(score(model, texts.held_out, window=window, reference=reference))
         return cls(texts, model.state_dict(), reference, found.value)
 
-    def measure(self, out: Path, fmt: str) -> dict[str, Any]:
-        """KL and perplexity of a checkpoint or dump; ``kl_windows`` are the sums by window, which intervals need."""
+    def measure(self, out: Path, fmt: str, *, floats: bool = False) -> dict[str, Any]:
+        """KL and perplexity of a checkpoint or dump; ``kl_windows`` are the sums by window, which intervals need.
+
+        floats  of the float weights, inputs quantized as in the checkpoint
+        """
         model = load_model(out)
         own = model.state_dict()
         changed = [n for n, w in self.state.items() if w.dim() > 1 and not torch.equal(w.float(), own[n].float())]
@@ -87,6 +90,8 @@ class Baseline:
             raise SystemExit(f"{out.name} has quantized nothing")
         if dump:
             quantize_inputs(model, out, fmt, [name.removesuffix(".weight") for name in changed])
+        if floats:
+            model.float().load_state_dict(self.state)
         scores = score(model, self.texts.held_out, window=self.texts.window, reference=self.reference)
         assert scores.kl is not None
         assert scores.agree is not None
@@ -98,7 +103,7 @@ class Baseline:
             "top1_agreement": float(scores.agree.double().mean()),
             "tokens": len(scores.kl),
             "window": self.texts.window,
-            "weights": len(changed),
+            "weights": 0 if floats else len(changed),
             "read": "decoded weights" if dump else "checkpoint",
             "kl_windows": [float(f"{value:.6g}") for value in sums],
         }

@@ -13,6 +13,8 @@ from ptqpipe.evaluation.bootstrap import interval
 
 OWN = "ptqpipe"
 REASON = 160  # characters of a failure's reason
+# (bits a weight, relative squared error of exact scales on normal numbers) of formats that leave inputs as they are
+NORMAL = {"nvfp4": (4.5, 6.64e-3), "mxfp4a16": (4.25, 1.24e-2)}
 DEFAULT = {False: ("enlarged", "exact"), True: ("gptq",)}  # what ptqpipe stands for without data and with: the first
 
 
@@ -117,6 +119,9 @@ def entry_table(model: str, perplexity: float | None, by_format: dict[str, dict[
     for name in names:
         columns = [column(found, name) for found in by_format.values()]
         rows.append(f"| {name} | {'yes' if every[name].calibrated else 'no'} | {' | '.join(columns)} |")
+    limits = [shown(limit(fmt, found)) if fmt in NORMAL else "" for fmt, found in by_format.items()]
+    if any(limits):
+        rows.append(f"| limit of as many bits, estimated | | {' | '.join(limits)} |")
     return "\n".join(rows)
 
 
@@ -131,15 +136,29 @@ def comparable(found: dict[str, Cell]) -> dict[str, Cell]:
     return {name: cell for name, cell in found.items() if own is None or cell.weights == own.weights}
 
 
+def limit(fmt: str, found: dict[str, Cell]) -> float:
+    """What the lowest entry would have with a code at the rate-distortion bound of normal numbers, 2^-2R of R bits a
+    number, instead of the format's: KL goes with the squared error where errors are spread alike."""
+    bits, error = NORMAL[fmt]
+    return min(cell.kl for cell in comparable(found).values()) * 2.0 ** (-2 * bits) / error
+
+
+def shown(kl: float) -> str:
+    """A KL as tables have it, times 1000."""
+    return f"{1000 * kl:.{2 if kl >= 1e-4 else 3}f}"
+
+
 def column(found: dict[str, Cell], name: str) -> str:
     """One cell: mean over seeds, and their range where there are several."""
     if name not in found:
         return ""
     cell = found[name]
-    text = f"{1000 * cell.kl:.{2 if cell.kl >= 1e-4 else 3}f}"
+    text = shown(cell.kl)
     if len(cell.kls) > 1:
         text += f" ±{500 * (max(cell.kls) - min(cell.kls)):.2f}"
     same = comparable(found)
+    if cell.weights == 0:
+        return text
     if name not in same:
         return f"({text}: {cell.weights} weights)"
     if cell.kl == min(other.kl for other in same.values()):

@@ -40,9 +40,10 @@ def write_rows(seed: int, file: Path) -> tuple[int, int]:
     return rows.shape[0], rows.shape[1]
 
 
-def measure(out: Path, fmt: str) -> dict[str, Any]:
-    """What a checkpoint measures; ``other_kl`` on the text of another kind."""
-    found = _current[0].measure(out, fmt)
+def measure(out: Path, fmt: str, floats: bool = False) -> dict[str, Any]:
+    """What a checkpoint measures, or with ``floats`` the float model behind its inputs; ``other_kl`` on the text of
+    another kind."""
+    found = _current[0].measure(out, fmt, floats=floats)
     for other in _current[1:]:
-        found["other_kl"] = other.measure(out, fmt)["kl"]
+        found["other_kl"] = other.measure(out, fmt, floats=floats)["kl"]
     return found

@@ -74,6 +74,27 @@ def test_decoded_weights_measure_what_their_checkpoint_measures(baseline: Any, t
     assert 0 < dump["kl"] < 1
 
 
+def test_inputs_alone_are_quantized_before_the_float_weights(baseline: Any, tmp_path: Path) -> None:
+    for fmt in ("nvfp4", "mxfp4"):
+        ptqpipe.convert(DEMO, format=fmt, out=tmp_path / fmt)
+    kept, quantized, whole = (
+        baseline.measure(tmp_path / fmt, fmt, floats=floats)
+        for fmt, floats in (("nvfp4", True), ("mxfp4", True), ("mxfp4", False))
+    )
+    assert kept["kl"] == 0 == kept["weights"]
+    assert 0 < quantized["kl"] < whole["kl"]
+
+
+@pytest.mark.parametrize(("fmt", "bits"), [("nvfp4", 4.5), ("mxfp4a16", 4.25)])
+def test_the_limit_is_counted_from_what_exact_scales_lose_on_normal_numbers(
+    modules: Any, fmt: str, bits: float
+) -> None:
+    w = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)) * 0.02
+    decode = ptqpipe.quantize(w, fmt, search="exact").dequantize().double()
+    lost = float((decode - w).square().sum() / w.double().square().sum())
+    assert modules("quality_table").NORMAL[fmt] == (bits, pytest.approx(lost, rel=0.01))
+
+
 def test_a_factor_of_the_input_is_taken_out_after_quantizing(measure: ModuleType) -> None:
     from ptqpipe.runtime.activations import InputQuantizer
     from ptqpipe.schemes import Activation

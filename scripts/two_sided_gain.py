@@ -1,11 +1,12 @@
-"""How many tokens the reverse pass needs: KL divergence of GPTQ in order by the number that is run backwards.
+"""What two-sided GPTQ in order gains: KL divergence by tokens that are run backwards, and by rows quantized together.
 
-    python scripts/reverse_tokens.py --scratch DIR [--models bench-4m] [--model NAME FOLDER HELD_OUT CALIBRATION]
-        [--tokens 28672 16384 8192] [--seeds 0 1 2] [--format nvfp4] [--results benchmarks/reverse_tokens.jsonl]
+    python scripts/two_sided_gain.py --scratch DIR [--models bench-4m] [--model NAME FOLDER HELD_OUT CALIBRATION]
+        [--tokens 28672 16384 8192] [--rows 16] [--seeds 0 1 2] [--format nvfp4]
+        [--results benchmarks/two_sided_gain.jsonl]
 
 `tune --method gptq` and `convert`, as the entry "two-sided gptq in order" of bench_quality.py, on the same 128 rows of
 256 tokens, of which codes are learned from 112: 28,672 tokens. Measured as there, on both texts. One JSON line for each
-model, seed and number of tokens.
+model, seed, number of tokens and of rows (16, as ptqpipe has it, where a line has none).
 """
 
 import argparse
@@ -14,6 +15,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,19 @@ from bench_convert import measured
 from bench_quality import HERE, MODELS, TOKENS, Model, place
 from quality_entries import ENTRIES, Job, own_steps
 
-WITH = "import sys; from ptqpipe.calibration import reverse; from ptqpipe.cli import main; "
-WITH += "reverse.TOKENS = int(sys.argv.pop(1)); reverse.SHARE = 1 << 30; main()"
+WITH = """import sys
+from ptqpipe.algorithms import two_sided
+from ptqpipe.calibration import reverse
+from ptqpipe.cli import main
+reverse.TOKENS, two_sided.GROUP, reverse.SHARE = int(sys.argv.pop(1)), int(sys.argv.pop(1)), 1 << 30
+main()
+"""
 
 
-def run(job: Job, tokens: int) -> None:
+def run(job: Job, tokens: int, rows: int) -> None:
     """Makes the checkpoint."""
     for words in own_steps(job, job.out):  # each is "-m ptqpipe" and what follows
-        measured([sys.executable, "-c", WITH, str(tokens), *words[2:]])
+        measured([sys.executable, "-c", WITH, str(tokens), str(rows), *words[2:]])
 
 
 def lines_of(model: Model, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -42,13 +49,13 @@ def lines_of(model: Model, args: argparse.Namespace) -> Iterator[dict[str, Any]]
     for seed in args.seeds:
         file = folder / f"rows-{seed}.jsonl"
         rows, length = quality_worker.write_rows(seed, file)
-        for tokens in args.tokens:
+        for tokens, together in product(args.tokens, args.rows):
             job = Job(entry, args.format, source, folder / "out", file, seed, rows, length, model.convert)
             for left in folder.glob("out*"):
                 shutil.rmtree(left)
-            run(job, tokens)
+            run(job, tokens, together)
             found = quality_worker.measure(job.out, args.format)
-            line = {"model": model.name, "format": args.format, "seed": seed, "tokens": tokens}
+            line = {"model": model.name, "format": args.format, "seed": seed, "tokens": tokens, "rows": together}
             yield line | {name: found[name] for name in ("kl", "other_kl") if name in found}
 
 
@@ -58,11 +65,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=[], choices=[m.name for m in MODELS])
     parser.add_argument("--model", nargs=4, action="append", default=[], metavar=("NAME", "FOLDER", "HELD_OUT", "TEXT"))
     parser.add_argument("--tokens", nargs="+", type=int, default=[28_672, 16_384, 8_192])
+    parser.add_argument("--rows", nargs="+", type=int, default=[16])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--format", default="nvfp4")
     parser.add_argument("--shared", type=Path, default=HERE.parent.parent / "shared", help="folder of the assets")
     parser.add_argument("--scratch", type=Path, default=Path("bench-scratch"))
-    parser.add_argument("--results", type=Path, default=HERE.parent / "benchmarks" / "reverse_tokens.jsonl")
+    parser.add_argument("--results", type=Path, default=HERE.parent / "benchmarks" / "two_sided_gain.jsonl")
     args = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     args.scratch = args.scratch.resolve()
