@@ -205,23 +205,40 @@ def calibrate(model: str | Path, data: Data, out: str | Path, **options: Any) ->
     return finished("calibrate", done, calibrate_text.render, facts)
 
 
-_WINDOWS = {"samples": (int, 128), "seqlen": (int | None, None), "seed": (int, 0)}
+_OWN_TEXT = {
+    "samples": (int, 128), "seqlen": (int | None, None), "seed": (int, 0), "dtype": (str, "float32"),
+    "overwrite": (bool, False),
+}  # fmt: skip
 
 
-@command(_WINDOWS, {"dtype": (str, "float32"), "overwrite": (bool, False)}, run_keywords(COMPUTING), DEVICE)
-def generate(model: str | Path, out: str | Path, **options: Any) -> Result:
+@command(_OWN_TEXT, run_keywords(COMPUTING), DEVICE)
+def generate(
+    model: str | Path,
+    out: str | Path,
+    *,
+    temperature: float | Iterable[float | int] = 1.0,
+    length: int | Iterable[int] = (),
+    prompts: Data = None,
+    **options: Any,
+) -> Result:
     """Lets a model write its own calibration text: rows of token ids, which `calibrate` and `tune` take as data.
 
-    out      file to write, .jsonl
-    options  as ``ptqpipe generate`` has them: ``samples``, ``seqlen``, ``seed``, ``dtype``, ``overwrite``, and those of
-             the machine
+    out          file to write, .jsonl
+    temperature  of the draws; windows take turns in several
+    length       tokens of a text, of which several fill a window, or several such numbers; none: a window
+    prompts      rows that texts begin with, as `calibrate` takes data
+    options      as ``ptqpipe generate`` has them: ``samples``, ``seqlen``, ``seed``, ``dtype``, ``overwrite``, and
+                 those of the machine
 
     >>> ptqpipe.generate("MODEL", "OWN.jsonl", samples=8, seqlen=32)
     <generate OWN.jsonl: windows 8 of 32 tokens, held out 1, time ... s>
     """
-    own = {name: value for name, value in options.items() if name in (*_WINDOWS, "dtype", "overwrite")}
+    own = {name: value for name, value in options.items() if name in _OWN_TEXT}
+    own["temperature"] = tuple(temperature) if isinstance(temperature, Iterable) else (temperature,)
+    own["length"] = tuple(length) if isinstance(length, Iterable) else (length,)
     machine = machine_of(options, memory=COMPUTING, waits=False)
-    done = generate_stage.generate(model, Path(out), machine=machine, **own)
+    with data_names(prompts) as names:
+        done = generate_stage.generate(model, Path(out), prompts=names, machine=machine, **own)
     content = done.content
     facts = {"windows": f"{content['samples']} of {content['seqlen']} tokens", "held out": str(content["held_out"])}
     return finished("generate", done, lambda done: f"{done.out}: {facts}", facts)

@@ -1,15 +1,16 @@
 """Text that a model generates itself, for calibration without data: windows drawn from its own distribution.
 
-Each window is the beginning-of-text token (where the model has one), a token drawn evenly from the vocabulary, so that
-windows differ from the start, and then tokens drawn from what the model predicts, at temperature 1. A window that ends
-its text goes on with what the model thinks comes next. Must not know files or statistics.
+Each text is the beginning-of-text token (where the model has one), a token drawn evenly from the vocabulary, so that
+texts differ from the start, or a prompt, and then tokens drawn from what the model predicts. A text that the model ends
+goes on with what it thinks comes next. Must not know files or statistics.
 
 That a model's own text calibrates it about as well as real text is what LLM-QAT (Liu et al. 2023, arXiv 2305.17888)
 found for quantization-aware training.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +18,24 @@ import torch
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.runtime.loading import check_length
 
+DRAWN = -1  # a token that the model is still to choose
 BATCH_TOKENS = 32_768  # of windows that are written side by side, whatever their keys and values need
 CACHE_BYTES = 4 << 30  # of keys and values, up to which more windows are
 THREAD_WORK = 1 << 29  # multiply-adds of a step that are worth a thread: with less, threads mostly wait for each other
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """How texts differ. Windows take turns in each: the first has the first temperature and length, and so on.
+
+    temperatures  that the model's logits are divided by
+    lengths       tokens of a text; windows of short ones have several, one after another. None: a text fills a window
+    prompts       tokens that texts begin with, of each at most half a text; none: a token drawn evenly
+    """
+
+    temperatures: tuple[float, ...] = (1.0,)
+    lengths: tuple[int, ...] = ()
+    prompts: Sequence[Sequence[int]] = ()
 
 
 @torch.inference_mode()
@@ -30,6 +46,7 @@ def generate(
     seqlen: int,
     seed: int,
     begin: int | None,
+    texts: Texts = Texts(),
     on_tokens: Callable[[int], None] | None = None,
 ) -> torch.Tensor:
     """int64 [samples, seqlen] tokens, on the CPU.
@@ -40,17 +57,44 @@ def generate(
 
     Raises UsageError for windows longer than the model's positions, NumericsError for logits that are not finite. The
     same seed and ``samples`` give the same tokens on the same machine and threads: they hang on the last bits of
-    logits, and the windows of a batch take turns in drawing.
+    logits, and the texts of a batch take turns in drawing.
     """
     check_windows(model.config, samples=samples, seqlen=seqlen)
     generator = torch.Generator().manual_seed(seed)
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    first = torch.randint(0, vocabulary, (samples, 1), generator=generator)
+    windows = torch.empty(samples, seqlen, dtype=torch.int64)
+    heats, lengths = texts.temperatures, texts.lengths or (seqlen,)
+    for at in range(len(heats) * len(lengths)):
+        mine = slice(at, None, len(heats) * len(lengths))
+        length, tokens = min(lengths[at // len(heats)], seqlen), windows[mine].numel()
+        if not tokens:  # fewer windows than ways
+            continue
+        given = _beginnings(model, -(-tokens // length), length, generator, begin, texts.prompts)
+        parts = [
+            _continue(model, part, heats[at % len(heats)], generator, on_tokens or (lambda count: None))
+            for part in torch.split(given, rows_of(model, length))
+        ]
+        windows[mine] = torch.cat(parts).flatten()[:tokens].view(-1, seqlen)
+    return windows
+
+
+def _beginnings(
+    model: Any, count: int, length: int, generator: torch.Generator, begin: int | None, prompts: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """int64 [count, length]: what texts begin with, and DRAWN behind it."""
+    given = torch.full((count, length), DRAWN)
+    start = 0 if begin is None else 1
     if begin is not None:
-        first = torch.cat([torch.full_like(first, begin), first], dim=1)
-    report = on_tokens or (lambda count: None)
-    parts = torch.split(first, rows_of(model, seqlen))
-    return torch.cat([_continue(model, part, seqlen, generator, report) for part in parts])[:, :seqlen]
+        given[:, 0] = begin
+    if not prompts:
+        vocabulary = int(model.config.get_text_config().vocab_size)
+        given[:, start : start + 1] = torch.randint(0, vocabulary, (count, 1), generator=generator)
+        return given
+    for row in given:
+        prompt = prompts[int(torch.randint(0, len(prompts), (1,), generator=generator))]
+        own = prompt[1:] if start and prompt[0] == begin else prompt  # a chat template may have written it
+        own = own[: max(1, length // 2 - start)]
+        row[start : start + len(own)] = torch.tensor(own)
+    return given
 
 
 def check_windows(config: Any, *, samples: int, seqlen: int) -> None:
@@ -78,22 +122,23 @@ def threads_for(model: Any, *, samples: int, seqlen: int, most: int) -> int:
 
 
 def _continue(
-    model: Any, ids: torch.Tensor, seqlen: int, generator: torch.Generator, report: Callable[[int], None]
+    model: Any, ids: torch.Tensor, heat: float, generator: torch.Generator, report: Callable[[int], None]
 ) -> torch.Tensor:
-    """``ids`` [n, t] continued to [n, seqlen], one token of every row per step; keys and values, or states, are kept.
+    """``ids`` [n, t] with tokens for DRAWN, one of every row per step; keys and values, or states, are kept.
 
     A model that gives no cache back (RecurrentGemma) computes all tokens again for each.
     """
-    report(ids.numel())
-    past, new = None, ids
+    ready = int((ids != DRAWN).sum(1).amin())
+    report(ids[:, :ready].numel())
+    past, new = None, ids[:, :ready]
     cache = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
-    while ids.shape[1] < seqlen:
+    for at in range(ready, ids.shape[1]):
         out = model(new.to(model.device), use_cache=True, **{cache: past})
-        past, logits = getattr(out, cache, None), out.logits[:, -1].float().cpu()
+        past, logits = getattr(out, cache, None), out.logits[:, -1].float().cpu() / heat
         if not bool(torch.isfinite(logits).all()):
             raise NumericsError("the model's logits are not finite; use --dtype float32, or check the model's weights")
-        new = torch.multinomial(torch.softmax(logits, -1), 1, generator=generator)
-        ids = torch.cat([ids, new], dim=1)
-        report(len(new))
-        new = ids if past is None else new
+        drawn = torch.multinomial(torch.softmax(logits, -1), 1, generator=generator)
+        ids[:, at : at + 1] = torch.where(ids[:, at : at + 1] == DRAWN, drawn, ids[:, at : at + 1])
+        report(len(ids))
+        new = ids[:, : at + 1] if past is None else ids[:, at : at + 1]
     return ids

@@ -98,6 +98,29 @@ def calibrate(given: Given) -> None:
     "Windows of text to calibrate on; one more is written for every 8 of them, which calibrate holds out.",
     "Seed of the random draws.",
 )
+@click.option(
+    "--temperature",
+    type=float,
+    multiple=True,
+    default=(1.0,),
+    metavar="X",
+    help="Temperature of the draws, up to 2. Repeatable: windows take turns in them.  [default: 1]",
+)
+@click.option(
+    "--length",
+    type=int,
+    multiple=True,
+    metavar="N",
+    help="Tokens of a text; several of them fill a window. Repeatable: windows take turns in them.  "
+    "[default: a window]",
+)
+@click.option(
+    "--prompts",
+    multiple=True,
+    metavar="FILE",
+    help="Text that the model goes on with: a row of the file, as --data takes it, cut to half a text. Repeatable.  "
+    "[default: one token, drawn evenly]",
+)
 @computing_dtype("fp32", "bf16", "fp16", "auto")
 @click.option("-o", "--out", **OUT, help="File of token ids to write (.jsonl).")
 @COMPUTES
@@ -118,6 +141,9 @@ def generate(given: Given) -> None:
         samples=given.samples,
         seqlen=given.seqlen,
         seed=given.seed,
+        temperature=given.temperature,
+        length=given.length,
+        prompts=given.prompts,
         dtype=given.dtype,
         overwrite=given.overwrite,
         machine=machine,

@@ -30,7 +30,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Text": (
         "data", "field", "samples", "seqlen", "stride", "max_tokens", "seed", "holdout", "measure", "tasks",
-        "task_data", "include_path", "limit", "batch_size", "system", "temperature", "top_p",
+        "task_data", "include_path", "limit", "batch_size", "system", "temperature", "top_p", "length", "prompts",
     ),
     "Quality": (
         "quality", "stats", "rounding", "source", "apply", "search", "global_scale", "algorithm",

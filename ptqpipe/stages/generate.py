@@ -2,17 +2,21 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from ptqpipe.calibration.data import HELD_SHARE, check_seed
-from ptqpipe.calibration.generate import check_windows, generate as windows_of, threads_for
+from ptqpipe.calibration.generate import Texts, check_windows, generate as windows_of, threads_for
 from ptqpipe.checkpoint import Finished, check_file, resolve_source, write_file
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.machine import Machine, compute_threads, counting_bar, peak_bytes, threads
+from ptqpipe.rows import files_of, read_rows, row_tokens
 from ptqpipe.runtime.language_model import with_note
-from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, read_config
+from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, load_tokenizer, read_config
 
+HOTTEST = 2.0
 TOKEN_BYTES = 8  # of a token and its comma in the file, at most, but for vocabularies of millions
 
 
@@ -23,6 +27,9 @@ def generate(
     samples: int = 128,
     seqlen: int | None = None,
     seed: int = 0,
+    temperature: Sequence[float] = (1.0,),
+    length: Sequence[int] = (),
+    prompts: Sequence[str] = (),
     dtype: str = "float32",
     overwrite: bool = False,
     machine: Machine | None = None,
@@ -32,6 +39,8 @@ def generate(
 
     samples  what `calibrate` will be asked for: one window more for every eight is written, which it holds out
     seqlen   None: 2048, or the positions of the model where they are fewer
+    temperature, length  windows take turns in them; several texts of so many tokens fill one (`Texts`)
+    prompts  files, or data sets by name, with rows that texts begin with: of each at most half of a text
     machine  its workers are the most threads; a small model uses fewer
     log      called with a line when everything has been checked and the model is about to be loaded
 
@@ -47,6 +56,7 @@ def generate(
     held_out = samples // HELD_SHARE
     count = samples + held_out
     check_windows(config, samples=samples, seqlen=seqlen)
+    _check_texts(temperature, length, seqlen)
     check_seed(seed)
     dtype_of(dtype, config)
     check_device(str(machine.device))
@@ -55,6 +65,7 @@ def generate(
         raise UsageError(f"-o {out} does not end in .jsonl, which says that it holds rows; give {out.stem}.jsonl")
     if out.exists() and not overwrite:
         raise OutputExists(f"{out} exists; --overwrite replaces it, or give another -o")
+    texts = Texts(tuple(temperature), tuple(length), _begins(prompts, path))
     if log is not None:
         header = f"{model} writes {samples} windows of {seqlen} tokens and {held_out} to hold out; it is loaded first"
         log(with_note(header, config))
@@ -68,8 +79,26 @@ def generate(
             seqlen=seqlen,
             seed=seed,
             begin=begin if isinstance(begin, int) else None,
+            texts=texts,
             on_tokens=lambda tokens: advance(tokens, ""),
         )
     write_file(out, "".join(json.dumps({"input_ids": row}) + "\n" for row in windows.tolist()))
     content = {"samples": samples, "held_out": held_out, "seqlen": seqlen}
     return Finished(out, content, time.monotonic() - begun, peak_bytes())
+
+
+def _check_texts(temperature: Sequence[float], length: Sequence[int], seqlen: int) -> None:
+    """UsageError for temperatures and lengths that no text has."""
+    for heat in temperature or (0.0,):
+        if not 0.0 < heat <= HOTTEST:
+            raise UsageError(f"--temperature {heat:g}: expected a number above 0, at most {HOTTEST:g}")
+    for tokens in length:
+        if not 2 <= tokens <= seqlen:
+            raise UsageError(f"--length {tokens}: expected 2 or more, and at most the {seqlen} tokens of a window")
+
+
+def _begins(names: Sequence[str], model: Path) -> list[list[int]]:
+    """The tokens of all rows of files. UsageError for rows that are none, and where there are none."""
+    tokenizer = cache(lambda: load_tokenizer(model))
+    rows = (row for name in files_of(names, option="--prompts") for row in read_rows(name))
+    return [list(chain.from_iterable(row_tokens(tokenizer, value, where))) for where, value in rows]

@@ -9,7 +9,8 @@ import torch
 import transformers
 from click.testing import CliRunner
 
-from ptqpipe.calibration.generate import generate, rows_of, threads_for
+import ptqpipe
+from ptqpipe.calibration.generate import Texts, generate, rows_of, threads_for
 from ptqpipe.cli import main
 from ptqpipe.errors import NumericsError, UsageError
 from tests.calibration.models import VOCABULARY, make_model
@@ -77,6 +78,72 @@ def test_a_seed_chooses_the_text_and_windows_begin_apart(model: Any) -> None:
     assert not torch.equal(one, other)
     assert one[:, 0].tolist() == [3] * 8
     assert len(set(one[:, 1].tolist())) > 4
+
+
+def test_windows_take_turns_in_temperatures(model: Any) -> None:
+    """The likelier tokens of each cold window, the less likely ones of each hot one."""
+    windows = generate(model, samples=60, seqlen=SEQLEN, seed=0, begin=None, texts=Texts((0.5, 2.0)))
+    with torch.no_grad():
+        log_p = torch.log_softmax(model(windows).logits[:, :-1], -1)
+    surprise = -log_p.gather(-1, windows[:, 1:].unsqueeze(-1)).mean((1, 2))
+    assert float(surprise[0::2].max()) < float(surprise[1::2].min())
+
+
+def test_texts_of_a_length_fill_a_window_one_after_another(model: Any) -> None:
+    windows = generate(model, samples=5, seqlen=30, seed=0, begin=3, texts=Texts(lengths=(10, 30)))
+    alone = generate(model, samples=9, seqlen=10, seed=0, begin=3)  # three windows of three such texts
+    assert torch.equal(windows[0::2], alone.view(3, 30))
+    assert windows[1::2, 0].tolist() == [3, 3]
+    assert windows.amin() >= 0
+
+
+def test_texts_begin_with_prompts_and_go_on_by_themselves(model: Any) -> None:
+    prompts = [[3, 7, 8, 9], list(range(20, 60))]
+    told: list[int] = []
+    texts = Texts(prompts=prompts)
+    windows = generate(model, samples=12, seqlen=20, seed=0, begin=3, texts=texts, on_tokens=told.append)
+    beginnings = {tuple(row[:5]) for row in windows.tolist()}
+    short = {row for row in beginnings if row[:4] == (3, 7, 8, 9)}
+    assert len(short) > 1  # goes on behind its prompt, whose own beginning-of-text token does not stand there twice
+    assert beginnings - short == {(3, 20, 21, 22, 23)}
+    long = [row for row in windows.tolist() if row[1] == 20]
+    assert all(row[:10] == [3, *range(20, 29)] for row in long)  # half of the text
+    assert len({row[10] for row in long}) > 1
+    assert sum(told) == 12 * 20
+
+
+def test_own_text_of_several_kinds_by_the_command_and_in_python(folder: Path, tmp_path: Path) -> None:
+    prompts, out, own = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl", tmp_path / "own.jsonl"
+    prompts.write_text('{"input_ids": [7, 8, 9]}\n{"input_ids": [5, 6]}\n', encoding="utf-8")
+    words = ["--samples", "8", "--seqlen", "16", "--length", "8", "--workers", "1", "-q", "--prompts", str(prompts)]
+    heats = ["--temperature", "0.5", "--temperature", "1.5"]
+    done = CliRunner().invoke(main, ["generate", str(folder), *words, *heats, "-o", str(out)])
+    assert done.exit_code == 0, done.output
+    options: dict[str, Any] = {"samples": 8, "seqlen": 16, "temperature": [0.5, 1.5], "length": 8, "workers": 1}
+    ptqpipe.generate(folder, own, prompts=[[7, 8, 9], [5, 6]], **options)
+    assert out.read_bytes() == own.read_bytes()
+    assert out.read_bytes().count(b"7, 8, 9") > 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--temperature", "0"], "--temperature 0: expected a number above 0, at most 2"),
+        (["--temperature", "nan"], "--temperature nan: expected a number above 0, at most 2"),
+        (["--length", "1"], "--length 1: expected 2 or more, and at most the 16 tokens of a window"),
+        (["--length", "8", "--length", "17"], "--length 17: expected"),
+        (["--prompts", "nothing.txt"], "nothing.txt does not exist; give --prompts a .txt, .jsonl or .parquet file"),
+    ],
+)
+def test_texts_that_cannot_be_are_refused_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.setattr("ptqpipe.stages.generate.load_model", None)
+    out = tmp_path / "own.jsonl"
+    done = CliRunner().invoke(main, ["generate", str(folder), "--seqlen", "16", *words, "-q", "-o", str(out)])
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert not out.exists()
 
 
 def test_what_a_model_cannot_write_is_refused(model: Any) -> None:
