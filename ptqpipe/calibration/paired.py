@@ -16,7 +16,7 @@ import torch
 from ptqpipe.calibration.capture import StopForward
 from ptqpipe.calibration.experts import Observer, observe
 from ptqpipe.calibration.moments import symmetric
-from ptqpipe.calibration.runner import Block
+from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
 from ptqpipe.rotation import rotated
@@ -52,7 +52,7 @@ class Known:
     """What runs of a block leave for later ones, so that these need not compute it again.
 
     modules  those that are watched, names in the block
-    batches  whose tensors are kept; none where memory has no room for them
+    batches  whose tensors are kept: as many as memory has room for
     order    the watched modules that the block calls, by their first call
     settled  those whose weight and input in the quantized model will not change any more: outputs of no others are kept
     """
@@ -87,8 +87,8 @@ class Known:
                 handle.remove()
 
     def inputs(self, batch: int, modules: Sequence[str]) -> dict[str, torch.Tensor] | None:
-        """Module -> its input in the float model; None unless all of them are known."""
-        found = {name: _unchanged(self._inputs.get((batch, name))) for name in modules}
+        """Module -> its input in the float model; None unless all of them are known. They are forgotten then."""
+        found = {name: _unchanged(self._inputs.pop((batch, name), None)) for name in modules}
         known = {name: x for name, x in found.items() if x is not None}
         return known if len(known) == len(found) else None
 
@@ -132,10 +132,17 @@ def _unchanged(kept: tuple[torch.Tensor, int] | None) -> torch.Tensor | None:
 
 
 def kept_streams(skeleton: Skeleton) -> int:
-    """How many sets of hidden states what `Known` keeps is at most."""
+    """How many sets of hidden states what `Known` keeps is at most: of each module its input, then its output."""
     hidden: int = skeleton.model.config.get_text_config().hidden_size
-    widths = (sum(sum(p.shape) for p in module.parameters() if p.dim() == 2) for _, module in skeleton.blocks)
+    widths = (sum(max(p.shape) for p in module.parameters() if p.dim() == 2) for _, module in skeleton.blocks)
     return -(-max(widths) // hidden)
+
+
+def kept_batches(runner: Runner, memory_bytes: int, *, streams: int) -> int:
+    """Of how many batches `Known` may keep tensors in so much memory, beside the weights of a layer and ``streams`` sets
+    of hidden states of all batches."""
+    left = runner.skeleton.room(memory_bytes) - streams * runner.tokens
+    return max(0, left) // (kept_streams(runner.skeleton) * max(batch.numel() for batch in runner.batches))
 
 
 def paired_moments(
@@ -163,7 +170,7 @@ def paired_moments(
     sums: dict[tuple[str, int], torch.Tensor] = {}  # float64
     tokens = 0
     for batch in batches:
-        exact = known.inputs(batch, names) or _inputs(block, names, {}, block.inputs(batch), batch, {})
+        exact = known.inputs(batch, modules) or _inputs(block, names, {}, block.inputs(batch), batch, {})
         if not leaders:
             leaders = _leaders(modules, exact, quantizers)
             names = list(dict.fromkeys(leaders.values()))

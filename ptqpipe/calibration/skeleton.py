@@ -118,9 +118,14 @@ class Skeleton:
 
     def has_room(self, tokens: int, memory_bytes: int, streams: int) -> bool:
         """Whether weights of a layer and so many sets of hidden states of all tokens fit into memory together."""
-        hidden = self.model.config.get_text_config().hidden_size
-        need = streams * tokens * hidden * torch.empty(0, dtype=self.dtype).element_size()
-        return bool(need + max(self.nbytes(name) for name, _ in self.blocks) <= memory_bytes)
+        return streams * tokens <= self.room(memory_bytes)
+
+    def room(self, memory_bytes: int) -> int:
+        """Of how many tokens a set of hidden states fits into memory together with the weights of a layer; negative
+        where those alone do not."""
+        hidden: int = self.model.config.get_text_config().hidden_size
+        left = memory_bytes - max(self.nbytes(name) for name, _ in self.blocks)
+        return left // (hidden * torch.empty(0, dtype=self.dtype).element_size())
 
     def _is_buffer(self, name: str) -> bool:
         parent, _, leaf = name.rpartition(".")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ptqpipe.calibration.paired import Known, kept_streams, paired_moments, quantized_inputs
-from ptqpipe.calibration.runner import Runner
+from ptqpipe.calibration.paired import Known, kept_batches, kept_streams, paired_moments, quantized_inputs
+from ptqpipe.calibration.runner import BATCH_TOKENS, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.source import Source
 from tests.calibration.models import make_model, make_windows, whole_model_inputs
@@ -89,13 +89,14 @@ def test_a_layer_that_has_run_runs_no_more_and_every_bit_stays(
     real = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: (calls.append(1), real(*args))[1])
     found, computed = [], []
-    for keeps in (False, True):
+    for kept in ((), (0,), (0, 1, 2)):
         with (
             Source.open(folders[0]) as source,
-            Runner.open(Skeleton.of(source, dtype=torch.float32), make_windows()) as runner,
+            Runner.open(Skeleton.of(source, dtype=torch.float32), make_windows(2 * (BATCH_TOKENS // 24) + 1)) as runner,
         ):
             block = next(runner.blocks())
-            known = Known(CALLS, range(block.batches) if keeps else ())
+            assert block.batches == 3
+            known = Known(CALLS, kept)
             for batch in range(block.batches):
                 with torch.no_grad(), known.watching(block, batch):
                     block.forward(block.inputs(batch), batch)
@@ -114,13 +115,26 @@ def test_a_layer_that_has_run_runs_no_more_and_every_bit_stays(
                 )
                 found += [tensor for name in unit for tensor in (moments[name].moment, moments[name].cross)]
                 done += unit
-            computed.append(len(calls) / block.batches)
-    # Everything before each group in both models, and once two of q, k and v and one of gate and up to see that they
-    # share an input; or every layer once.
-    assert computed == [2 * (3 + 4 + 6) + 2 + 1, 3 + 1 + 2]
-    assert all(
-        torch.equal(one, other) for one, other in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True)
-    )
+            computed.append(len(calls))
+    # Everything before each group in both models, and in the first batch two of q, k and v and one of gate and up to see
+    # that they share an input; or every layer once.
+    every, once = 2 * (3 + 4 + 6), 3 + 1 + 2
+    assert computed == [3 * every + 2 + 1, once + 2 * every, 3 * once]
+    first, *others = (found[start : start + 14] for start in range(0, 42, 14))
+    assert all(torch.equal(one, other) for each in others for one, other in zip(first, each, strict=True))
+
+
+def test_tensors_are_kept_of_as_many_batches_as_memory_has_room_for(folders: tuple[Path, Path]) -> None:
+    with Source.open(folders[0]) as source:
+        skeleton = Skeleton.of(source, dtype=torch.float32)
+        with Runner.open(skeleton, make_windows(2 * (BATCH_TOKENS // 24) + 1)) as runner:
+            token = 4 * skeleton.model.config.hidden_size
+            weights = max(4 * sum(p.numel() for p in module.parameters()) for _, module in skeleton.blocks)
+            beside = weights + 2 * runner.tokens * token
+            each = kept_streams(skeleton) * (BATCH_TOKENS // 24) * 24 * token
+            for batches in range(3):
+                assert kept_batches(runner, beside + batches * each, streams=2) == batches
+                assert kept_batches(runner, beside + batches * each - 1, streams=2) == max(0, batches - 1)
 
 
 def test_a_tensor_that_the_model_overwrites_is_not_kept_for_the_next_run(folders: tuple[Path, Path]) -> None:
@@ -137,9 +151,10 @@ def test_a_tensor_that_the_model_overwrites_is_not_kept_for_the_next_run(folders
         x[QKV[0]].add_(1)
         assert known.inputs(0, QKV) is None
         assert known.inputs(0, ["mlp.down_proj"]) is not None
-        # all inputs, which some share, and all outputs
+        assert known.inputs(0, ["mlp.down_proj"]) is None  # was given, so it is not kept any more
+        # of every matrix its input or its output
         assert kept_streams(runner.skeleton) * x[QKV[0]].shape[-1] >= sum(
-            sum(block.module.get_submodule(name).weight.shape) for name in CALLS
+            max(block.module.get_submodule(name).weight.shape) for name in CALLS
         )
 
 

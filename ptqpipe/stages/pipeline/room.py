@@ -111,7 +111,7 @@ def memory_of(source: Source, work: PipelineOptions, way: Way | None, *, limit: 
         name = "tune" if way.method else "calibrate"
         *backward, least = (4 * _config_number(config, *_HIDDEN) * n for n in _states(source, work, way))
         more = 4 * max(_tokens(config, work)) * _width(source) if way.method == "gptq" else 0
-        forward = least + more, least
+        forward = min(least + more, max(least, limit)), least  # as much more as there is room for
         hidden = max(next((n for n in each if n <= limit), 0) for each in (backward, forward))
         found[name] = _PROCESS + hidden + _largest_layer(source, way.method), "one decoder layer at a time"
     if work.eval:
@@ -128,13 +128,13 @@ def memory_text(found: dict[str, tuple[int, str]], limit: int) -> str:
 
 
 def _width(source: Source) -> int:
-    """How many numbers a token has in the inputs and outputs of a layer's matrices together, at most: GPTQ in order
+    """How many numbers a token has in the inputs or outputs of a layer's matrices together, at most: GPTQ in order
     keeps them where memory has room."""
     widths: dict[int, int] = defaultdict(int)
     for name, member in Origins.of(source).weights.items():
         layer = layer_of(name)
         if layer is not None:
-            widths[layer] += sum(member.shape)
+            widths[layer] += max(member.shape)
     return max(widths.values(), default=0)
 
 

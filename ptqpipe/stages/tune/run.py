@@ -28,7 +28,7 @@ from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.collect import sums_of_layers
 from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
 from ptqpipe.calibration.likeness import Likeness, left_out, likeness_of, lines_of
-from ptqpipe.calibration.paired import Known, kept_streams
+from ptqpipe.calibration.paired import Known, kept_batches
 from ptqpipe.calibration.reverse import Gradients
 from ptqpipe.calibration.rounding import Learned, Settings, learn, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Block, MtpBlock, Runner
@@ -202,8 +202,7 @@ def _run(
                 work = BlockWork.of(block, prepared, runner)
                 behind = isinstance(block, MtpBlock)  # the model's output, so that no gradient comes from there
                 of_outputs = None if found or behind else gradients(block.name)
-                kept = divided(block.batches, held)[0] if keeps else ()
-                known = Known(work.modules.values(), kept)
+                known = Known(work.modules.values(), divided(block.batches, held)[0][:keeps])
                 _tune_block(
                     work, runner, folder, options, streams, of_outputs, known, collects=collects, on_part=on_part
                 )
@@ -213,9 +212,9 @@ def _run(
 
 def _open_runner(
     skeleton: Skeleton, samples: Samples, options: TuneOptions, machine: Machine, *, spill: Path, collects: bool
-) -> tuple[Runner, bool]:
-    """Of the float model, with hidden states on disk in ``spill`` where memory is short of them; whether there is room
-    for what `Known` keeps, too."""
+) -> tuple[Runner, int]:
+    """Of the float model, with hidden states on disk in ``spill`` where memory is short of them; of how many batches
+    there is room for what `Known` keeps, too."""
     held_out = len(samples.held_out) > 0
     sums = max(sums_of_layers(skeleton, block=False, full=True, held_out=held_out)) if collects else 0
     memory, streams = machine.memory_bytes - BASE_BYTES - sums, 1 if options.method == "layerwise" else 3
@@ -229,8 +228,8 @@ def _open_runner(
         streams=streams,
         images=samples.images,
     )
-    keeps = skeleton.has_room(runner.tokens, memory, streams + kept_streams(skeleton))
-    return runner, keeps and machine.device.type == "cpu"  # whose memory that is
+    of_host = machine.device.type == "cpu"  # whose memory that is
+    return runner, kept_batches(runner, memory, streams=streams) if of_host else 0
 
 
 def _at_head(runner: Runner, look: Callable[[Runner], None]) -> Iterator[Block]:
