@@ -6,7 +6,8 @@
 pipeline  what the tool does
 kl        every bar is the lowest mean KL divergence of one tool on bench-4m in NVFP4, over its methods, with and
           without calibration data
-cost      processor seconds by the number of weights: `--quality good`, `best`, llm-compressor's GPTQ
+cost      processor seconds by the number of weights: `--quality good`, `best`, llm-compressor's GPTQ; hollow: layers
+          of a synthetic model with TinyLlama's widths
 
 Each picture is written for light and for dark pages; its text stays text.
 """
@@ -23,7 +24,7 @@ from matplotlib.patches import FancyBboxPatch
 from quality_table import OWN, Cell, cells_of, comparable
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL, FORMAT = "bench-4m", "nvfp4"
+MODEL, FORMAT, WIDE = "bench-4m", "nvfp4", "tinyllama-1.1b"
 # Page background, text, quiet text, lines, ptqpipe's bars, other bars: both sets keep a contrast of 4.5 for text.
 THEMES = {
     "light": ("#ffffff", "#1f2328", "#59636e", "#d1d9e0", "#0969da", "#b6bfc9"),
@@ -77,23 +78,30 @@ def kl_picture(lines: list[dict[str, Any]], theme: tuple[str, ...]) -> plt.Figur
 
 
 def cost_picture(lines: list[dict[str, Any]], theme: tuple[str, ...]) -> plt.Figure:
-    """A curve each: processor seconds over weights, the last line of each trained model and instruction set."""
+    """A curve each: processor seconds over weights, the last line of each trained model and instruction set. Hollow:
+    some layers of a synthetic model as wide as WIDE."""
     background, text, quiet, line, own, other = theme
-    trained = [one for one in lines if "improved" in one and one.get("trained", True) and one.get("samples", 32) == 32]
-    last = {(one["weights"], one["isa"]): one for one in trained}
+    whole = [one for one in lines if "improved" in one and one.get("samples", 32) == 32]
+    last = {(one["weights"], one["isa"]): one for one in whole if one.get("trained", True)}
+    wide = {(one["weights"], one["isa"]): one for one in whole if one["model"] == WIDE}
     figure, axes = plt.subplots(1, 2, figsize=(9, 2.8), facecolor=background, sharey=True)
     curves = (("best", own, "-"), ("good", own, "--"), ("llm-compressor", other, "-"))
     for ax, isa in zip(axes, ("avx512", "avx2"), strict=True):
         measured = sorted((one for key, one in last.items() if key[1] == isa), key=lambda one: one["weights"])
+        layers = sorted((one for key, one in wide.items() if key[1] == isa), key=lambda one: one["weights"])
         weights = [one["weights"] / 1e6 for one in measured]
         for name, color, style in curves:
             label = f"--quality {name}" if name in {"best", "good"} else f"{name}'s GPTQ"
             seconds = [one[name]["cpu_s"] for one in measured]
             ax.loglog(weights, seconds, style, color=color, marker="o", markersize=4, label=label)
+            for one in layers:
+                place = one["weights"] / 1e6, one[name]["cpu_s"]
+                ax.loglog(*place, color=color, marker="o", markersize=5, markerfacecolor="none")
         ax.set_facecolor(background)
         ax.set_title(f"CPU-seconds, {'AVX-512' if isa == 'avx512' else 'AVX2'}", loc="left", fontsize=10, color=quiet)
         ax.set_xlabel("million weights", fontsize=9, color=quiet)
-        ax.set_xticks(weights, [f"{count:.0f}" for count in weights])
+        ticks = [*weights, *[one["weights"] / 1e6 for one in layers][-1:]]
+        ax.set_xticks(ticks, [f"{count:.0f}" for count in ticks])
         ax.set_yticks([10, 30, 100, 300], ["10", "30", "100", "300"])
         ax.minorticks_off()
         ax.tick_params(colors=text, labelsize=9)

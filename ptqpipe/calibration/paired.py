@@ -139,8 +139,8 @@ def kept_streams(skeleton: Skeleton) -> int:
 
 
 def kept_batches(runner: Runner, memory_bytes: int, *, streams: int) -> int:
-    """Of how many batches `Known` may keep tensors in so much memory, beside the weights of a layer and ``streams`` sets
-    of hidden states of all batches."""
+    """Of how many batches `Known` may keep tensors in so much memory, beside the weights of a layer and ``streams``
+    sets of hidden states of all batches."""
     left = runner.skeleton.room(memory_bytes) - streams * runner.tokens
     return max(0, left) // (kept_streams(runner.skeleton) * max(batch.numel() for batch in runner.batches))
 

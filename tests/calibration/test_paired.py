@@ -116,8 +116,8 @@ def test_a_layer_that_has_run_runs_no_more_and_every_bit_stays(
                 found += [tensor for name in unit for tensor in (moments[name].moment, moments[name].cross)]
                 done += unit
             computed.append(len(calls))
-    # Everything before each group in both models, and in the first batch two of q, k and v and one of gate and up to see
-    # that they share an input; or every layer once.
+    # Everything before each group in both models, and in the first batch two of q, k and v and one of gate and up to
+    # see that they share an input; or every layer once.
     every, once = 2 * (3 + 4 + 6), 3 + 1 + 2
     assert computed == [3 * every + 2 + 1, once + 2 * every, 3 * once]
     first, *others = (found[start : start + 14] for start in range(0, 42, 14))

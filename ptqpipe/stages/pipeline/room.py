@@ -128,13 +128,13 @@ def memory_text(found: dict[str, tuple[int, str]], limit: int) -> str:
 
 
 def _width(source: Source) -> int:
-    """How many numbers a token has in the inputs or outputs of a layer's matrices together, at most: GPTQ in order
-    keeps them where memory has room."""
+    """How many numbers a token has in the inputs and outputs of a layer's matrices together: GPTQ in order keeps the
+    one or the other of each where memory has room, and what is freed in between is not all used again."""
     widths: dict[int, int] = defaultdict(int)
     for name, member in Origins.of(source).weights.items():
         layer = layer_of(name)
         if layer is not None:
-            widths[layer] += max(member.shape)
+            widths[layer] += sum(member.shape)
     return max(widths.values(), default=0)
 
 
