@@ -120,34 +120,50 @@ class Blocks:
 def _sweep_blocks(
     state: _State, fmt: Format, global_scale: torch.Tensor | None, moment: torch.Tensor, blocks: Blocks
 ) -> None:
-    size = fmt.block[1]
-    ladder = scale_ladder(fmt, global_scale, state.exact.device)
-    window = _window(fmt)
-    for block, usable in enumerate(blocks.usable.tolist()):
-        run = slice(block * size, (block + 1) * size)
-        if not usable:
-            continue
-        feedback, weight, inverse = blocks.feedback[block], blocks.weight[block], blocks.inverse[block]
-        decoded = state.exact[run] - state.error[run]
-        # the block's part of the objective is (target - decoded)^T moment (target - decoded), up to a constant
-        target = decoded + inverse @ state.slope[run]
-        current = state.scales[:, block].long() - fmt.scale.first_scale_code
-        codes, scales, cost = choose_block(
-            target,
-            ladder,
-            (current - window).clamp(min=0),
-            count=2 * window + 1,
-            feedback=feedback,
-            weight=weight,
-            element=fmt.element,
-        )
-        better = cost < _cost(target - decoded, feedback, weight) * (1.0 - ENOUGH)
-        codes = torch.where(better, codes, state.codes[run])
-        chosen = torch.where(better, scales, current)
-        error = state.exact[run] - code_values(codes, fmt.element) * ladder[chosen]
-        state.slope.addmm_(moment[:, run], error - state.error[run])
-        state.codes[run], state.error[run] = codes, error
-        state.scales[:, block] = (chosen + fmt.scale.first_scale_code).to(torch.uint8)
+    ladder, size = scale_ladder(fmt, global_scale, state.exact.device), fmt.block[1]
+    columns, usable = len(moment), blocks.usable.tolist()
+    for start in range(0, columns, BLOCK):  # their own slope moves with every block, that of all columns once
+        run = slice(start, min(start + BLOCK, columns))
+        before, near = state.error[run].clone(), state.slope[run].clone()
+        for block in range(start // size, run.stop // size):
+            if usable[block]:
+                here = slice(block * size, (block + 1) * size)
+                moved = _sweep_block(state, near[here.start - start : here.stop - start], ladder, fmt, blocks, block)
+                near.addmm_(moment[run, here], moved)
+        state.slope.addmm_(moment[:, run], state.error[run] - before)
+
+
+def _sweep_block(
+    state: _State, slope: torch.Tensor, ladder: torch.Tensor, fmt: Format, blocks: Blocks, block: int
+) -> torch.Tensor:
+    """Chooses the scale and the codes of one block; what its errors [b, n] have moved by.
+
+    slope  [b, n] of its columns now
+    """
+    size, window = fmt.block[1], _window(fmt)
+    run = slice(block * size, (block + 1) * size)
+    feedback, weight, inverse = blocks.feedback[block], blocks.weight[block], blocks.inverse[block]
+    decoded = state.exact[run] - state.error[run]
+    # the block's part of the objective is (target - decoded)^T moment (target - decoded), up to a constant
+    target = decoded + inverse @ slope
+    current = state.scales[:, block].long() - fmt.scale.first_scale_code
+    codes, scales, cost = choose_block(
+        target,
+        ladder,
+        (current - window).clamp(min=0),
+        count=2 * window + 1,
+        feedback=feedback,
+        weight=weight,
+        element=fmt.element,
+    )
+    better = cost < _cost(target - decoded, feedback, weight) * (1.0 - ENOUGH)
+    codes = torch.where(better, codes, state.codes[run])
+    chosen = torch.where(better, scales, current)
+    error = state.exact[run] - code_values(codes, fmt.element) * ladder[chosen]
+    moved = error - state.error[run]
+    state.codes[run], state.error[run] = codes, error
+    state.scales[:, block] = (chosen + fmt.scale.first_scale_code).to(torch.uint8)
+    return moved
 
 
 def block_metrics(moment: torch.Tensor, fmt: Format) -> Blocks | None:
