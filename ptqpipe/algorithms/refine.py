@@ -121,9 +121,9 @@ def _sweep_blocks(
     state: _State, fmt: Format, global_scale: torch.Tensor | None, moment: torch.Tensor, blocks: Blocks
 ) -> None:
     ladder, size = scale_ladder(fmt, global_scale, state.exact.device), fmt.block[1]
-    columns, usable = len(moment), blocks.usable.tolist()
-    for start in range(0, columns, BLOCK):  # their own slope moves with every block, that of all columns once
-        run = slice(start, min(start + BLOCK, columns))
+    columns, usable, step = len(moment), blocks.usable.tolist(), size * max(1, BLOCK // size)
+    for start in range(0, columns, step):  # their own slope moves with every block, that of all columns once
+        run = slice(start, min(start + step, columns))
         before, near = state.error[run].clone(), state.slope[run].clone()
         for block in range(start // size, run.stop // size):
             if usable[block]:

@@ -140,9 +140,9 @@ def kept_streams(skeleton: Skeleton) -> int:
 
 def kept_batches(runner: Runner, memory_bytes: int, *, streams: int) -> int:
     """Of how many batches `Known` may keep tensors in so much memory, beside the weights of a layer and ``streams``
-    sets of hidden states of all batches."""
+    sets of hidden states of all batches. What is freed in between is not all used again: measured, a quarter more."""
     left = runner.skeleton.room(memory_bytes) - streams * runner.tokens
-    return max(0, left) // (kept_streams(runner.skeleton) * max(batch.numel() for batch in runner.batches))
+    return max(0, left) * 3 // 4 // (kept_streams(runner.skeleton) * max(batch.numel() for batch in runner.batches))
 
 
 def paired_moments(

@@ -78,6 +78,19 @@ def test_error_feedback_lowers_the_output_error_and_refinement_lowers_it_again(n
     assert errors[2] < errors[1]
 
 
+@pytest.mark.parametrize(("size", "columns_"), [(48, 480), (256, 512)])
+def test_blocks_that_do_not_divide_the_columns_that_are_refined_together(
+    size: int, columns_: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "kernel_for", lambda *_: None)
+    w, moment = weights(48, columns_), second_moment(correlated(2000, columns_))
+    q = exact_rtn(w, get_format(f"e2m1/{size}/e8m0"))
+    refined = refine(q, w, moment=moment, sweeps=1)
+    moved = (refined.data != q.data).reshape(48, columns_ // size, -1).any(-1).any(0)
+    assert bool(moved.all())
+    assert output_error(refined, w, moment) < 0.9 * output_error(q, w, moment)
+
+
 def test_refinement_never_raises_the_output_error() -> None:
     w, moment, fmt = weights(48, 128), second_moment(correlated(800, 128)), FORMATS["nvfp4"]
     q = exact_rtn(w, fmt)

@@ -131,10 +131,11 @@ def test_tensors_are_kept_of_as_many_batches_as_memory_has_room_for(folders: tup
             token = 4 * skeleton.model.config.hidden_size
             weights = max(4 * sum(p.numel() for p in module.parameters()) for _, module in skeleton.blocks)
             beside = weights + 2 * runner.tokens * token
-            each = kept_streams(skeleton) * (BATCH_TOKENS // 24) * 24 * token
+            each = kept_streams(skeleton) * (BATCH_TOKENS // 24) * 24
             for batches in range(3):
-                assert kept_batches(runner, beside + batches * each, streams=2) == batches
-                assert kept_batches(runner, beside + batches * each - 1, streams=2) == max(0, batches - 1)
+                more = -(-batches * each * 4 // 3) * token  # a quarter is not for them
+                assert kept_batches(runner, beside + more, streams=2) == batches
+                assert kept_batches(runner, beside + more - 1, streams=2) == max(0, batches - 1)
 
 
 def test_a_tensor_that_the_model_overwrites_is_not_kept_for_the_next_run(folders: tuple[Path, Path]) -> None:
