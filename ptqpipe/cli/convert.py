@@ -217,7 +217,7 @@ def dequantize(given: Given) -> None:
     metavar="NAMES",
     help="Transforms in their order, with commas: smoothquant, awq, aqas, smooth_swiglu, rotate.",
 )
-@click.option("--stats", type=PATH, metavar="DIR", help="Folder of `ptqpipe calibrate`; only rotations need none.")
+@click.option("--stats", type=PATH, metavar="DIR", help="Folder of `ptqpipe calibrate`; Hadamard rotations need none.")
 @click.option("--alpha", type=float, help="Exponent of the inputs in SmoothQuant, or the strength of Smooth-SwiGLU.")
 @click.option(
     "--power-of-two", "powers_of_two", is_flag=True, help="Round factors to powers of two: exact in every float type."
@@ -230,14 +230,22 @@ def dequantize(given: Given) -> None:
     "attention (latent), from v_proj to o_proj (value), from up_proj to down_proj (up).  "
     "[default: each transform's own]",
 )
-@click.option("--block", type=int, default=32, show_default=True, help="Size of the Hadamard blocks, 16 to 128.")
+@click.option("--block", type=int, default=32, show_default=True, help="Channels rotated together, 16 to 256.")
+@click.option(
+    "--learn",
+    type=int,
+    metavar="STEPS",
+    default=0,
+    help="Learn rotations for --format in so many steps, such as 100, on statistics with --moments full,kl.  "
+    "[default: 0, Hadamard matrices]",
+)
 @click.option("--untie", is_flag=True, help="Write an output head that shares the embedding as a tensor of its own.")
 @click.option(
     "--format",
     metavar="NAME",
     default="nvfp4",
     show_default=True,
-    help="Number format for which awq and aqas search.",
+    help="Number format for which awq and aqas search and rotations are learned.",
 )
 @click.option(
     "--dtype",

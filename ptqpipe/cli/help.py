@@ -35,8 +35,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "Quality": (
         "quality", "stats", "rounding", "source", "apply", "search", "global_scale", "algorithm",
         "weighting", "damping", "refine", "low_rank", "low_rank_dtype", "bias_correction", "moments", "method",
-        "metric", "share", "train", "steps", "alpha", "powers_of_two", "edges", "block", "untie", "evaluation", "eval",
-        "report",
+        "metric", "share", "train", "steps", "alpha", "powers_of_two", "edges", "block", "learn", "untie", "evaluation",
+        "eval", "report",
     ),
     "Activations and key-value cache": ("activations", "rotate", "input_amax", "input_scale", "headroom", "kv_cache"),
     "Address": ("url", "host", "port", "allowed_hosts", "api_key", "name", "access_log"),

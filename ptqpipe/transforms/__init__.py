@@ -10,20 +10,25 @@ Tensors and structure in, factors out: nothing here knows files, statistics fold
 handed in as a callable.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Protocol, cast
 
 import torch
 
 from ptqpipe.errors import UsageError, did_you_mean
-from ptqpipe.schemes import ROTATION_BLOCKS as BLOCKS
+from ptqpipe.schemes import ROTATION_BLOCKS
+from ptqpipe.transforms._search import draw
 from ptqpipe.transforms.find_structure import find_structure
 from ptqpipe.transforms.folding import RUN, Folding, Op, apply, is_exact, move_factors
+from ptqpipe.transforms.learn_rotations import Learned, Reader, Rounding, learn
 from ptqpipe.transforms.problem import Consumer, Problem, Quantize, Solution, SolveOptions
-from ptqpipe.transforms.structure import Edge, Matrix, Structure, grouped
+from ptqpipe.transforms.rotate_residual import STREAM
+from ptqpipe.transforms.rotate_values import turns
+from ptqpipe.transforms.structure import Edge, Matrix, Norm, Structure, grouped
 
 SCALINGS = ("smoothquant", "awq", "aqas", "smooth_swiglu")
+BLOCKS = (*ROTATION_BLOCKS, 256)  # channels that a folded rotation may take together; 256 is `folding.RUN`
 ROTATIONS = ("rotate_residual", "rotate_values")
 # Rotations that a reader applies while it runs: `convert --rotate` writes those of linear layers' inputs.
 ONLINE = ("rotate_online", "rotate_down", "rotate_keys", "r3", "r4")
@@ -55,6 +60,7 @@ class Rotation(Protocol):
         embeddings: Sequence[str],
         block: int,
         read: Callable[[str], torch.Tensor],
+        matrices: Mapping[str, torch.Tensor],
     ) -> list[Folding]: ...
 
 

@@ -1,5 +1,5 @@
-"""The changes that a transform makes to a tensor, as data, and applying them: factors along an axis, block Hadamard
-matrices, constants.
+"""The changes that a transform makes to a tensor, as data, and applying them: factors along an axis, block diagonal
+orthogonal matrices, constants.
 
 Computed in float64 on runs of rows, so a tensor of any size needs the memory of a run. An op speaks of the tensor as
 it is stored; ``on_columns`` and ``on_rows`` translate from a logical [out, in] weight. Knows tensors; must not know
@@ -15,7 +15,7 @@ import torch
 from ptqpipe.rotation import signs
 from ptqpipe.transforms.structure import Edge, Matrix, Norm
 
-RUN = 128  # rows of a run are multiples of this: no rotation block lies across two runs
+RUN = 256  # rows of a run are multiples of this: no rotation block lies across two runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,17 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Rotate:
-    """Multiplies by the orthonormal Hadamard matrix in blocks along ``axis``, over [start, start + length)."""
+    """Multiplies by an orthogonal matrix in blocks along ``axis``, over [start, start + length).
+
+    matrices  float64 [length / block, block, block], a row t becoming ``t @ matrix``; None: the Hadamard matrix in each
+    """
 
     axis: int
     block: int
     start: int
     length: int
     expert: int | None = None
+    matrices: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +71,18 @@ def on_rows(matrix: Matrix, factors: torch.Tensor) -> list[Folding]:
     return foldings
 
 
-def rotate_columns(matrix: Matrix, block: int) -> list[Folding]:
-    """W H: the inputs arrive rotated."""
-    return [(matrix.tensor, Rotate(0 if matrix.transposed else 1, block, 0, matrix.shape[1], matrix.expert))]
+def rotate_columns(matrix: Matrix, block: int, matrices: torch.Tensor | None = None) -> list[Folding]:
+    """W R: the inputs arrive rotated. ``matrices`` as in `Rotate`."""
+    axis, length = 0 if matrix.transposed else 1, matrix.shape[1]
+    return [(matrix.tensor, Rotate(axis, block, 0, length, matrix.expert, matrices))]
 
 
-def rotate_rows(matrix: Matrix, block: int) -> list[Folding]:
-    """H W, and H bias: the outputs leave rotated."""
+def rotate_rows(matrix: Matrix, block: int, matrices: torch.Tensor | None = None) -> list[Folding]:
+    """R^T W, and R^T bias: the outputs leave rotated. ``matrices`` as in `Rotate`."""
     axis, length = 1 if matrix.transposed else 0, matrix.shape[0]
-    foldings: list[Folding] = [(matrix.tensor, Rotate(axis, block, matrix.start, length, matrix.expert))]
+    foldings: list[Folding] = [(matrix.tensor, Rotate(axis, block, matrix.start, length, matrix.expert, matrices))]
     if matrix.bias is not None:
-        foldings.append((matrix.bias, Rotate(0, block, matrix.start, length)))
+        foldings.append((matrix.bias, Rotate(0, block, matrix.start, length, matrices=matrices)))
     return foldings
 
 
@@ -146,10 +151,17 @@ def _scale(t: torch.Tensor, op: Scale, first: int) -> None:
 
 
 def _rotate(t: torch.Tensor, op: Rotate, first: int) -> None:
-    part, _, _ = _range(t, op, op.length, first)
+    part, begin, end = _range(t, op, op.length, first)
+    if begin == end:
+        return
     moved = part.movedim(op.axis, -1)
     blocks = moved.reshape(*moved.shape[:-1], -1, op.block)
-    part.copy_((blocks @ hadamard(op.block)).reshape(moved.shape).movedim(-1, op.axis))
+    if op.matrices is None:
+        turned = blocks @ hadamard(op.block)
+    else:
+        here = op.matrices[begin // op.block : end // op.block]
+        turned = (blocks.reshape(-1, *here.shape[:2]).transpose(0, 1) @ here).transpose(0, 1)
+    part.copy_(turned.reshape(moved.shape).movedim(-1, op.axis))
 
 
 def is_exact(ops: Sequence[Op]) -> bool:

@@ -1,11 +1,11 @@
-"""R1: rotates the residual stream by a block Hadamard matrix H, folded into everything that writes or reads it.
+"""R1: rotates the residual stream by a block diagonal matrix R, folded into everything that writes or reads it.
 
 An RMSNorm without weight commutes with an orthogonal matrix, so its weight first moves into the columns of its readers
-(and becomes 1); then embeddings E -> E H, readers W -> W H, writers W -> H W. Source: QuaRot, section 4, in blocks.
+(and becomes 1); then embeddings E -> E R, readers W -> W R, writers W -> R^T W. Source: QuaRot, section 4, in blocks.
 Mean subtraction (LayerNorm) and norms between a sublayer and the stream do not commute: those models are refused.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -14,6 +14,7 @@ from ptqpipe.transforms.folding import Folding, Reset, Rotate, on_columns, rotat
 from ptqpipe.transforms.structure import Edge, Matrix, Norm, Structure
 
 Read = Callable[[str], torch.Tensor]
+STREAM = ""  # the name that the matrices of the residual stream have among those of edges
 
 
 def check(structure: Structure, block: int, *, untie: bool) -> None:
@@ -38,10 +39,14 @@ def check(structure: Structure, block: int, *, untie: bool) -> None:
 
 def fold(
     structure: Structure, edges: Sequence[Edge], *, writers: Sequence[Matrix], embeddings: Sequence[str], block: int,
-    read: Read,
+    read: Read, matrices: Mapping[str, torch.Tensor],
 ) -> list[Folding]:  # fmt: skip
-    """The foldings of some edges, writers and embeddings; ``read`` gives a tensor as it is by now, float64."""
+    """The foldings of some edges, writers and embeddings; ``read`` gives a tensor as it is by now, float64.
+
+    matrices  STREAM -> float64 [hidden / block, block, block]; empty: Hadamard matrices
+    """
     foldings: list[Folding] = []
+    turn = matrices.get(STREAM)
     for edge in edges:
         if not isinstance(edge.producer, Norm):
             continue
@@ -49,7 +54,7 @@ def fold(
         foldings.append((edge.producer.weight, Reset(1.0 - edge.producer.offset)))
         for consumer in edge.consumers:
             foldings += on_columns(consumer, weight)
-            foldings += rotate_columns(consumer, block)
+            foldings += rotate_columns(consumer, block, turn)
     for writer in writers:
-        foldings += rotate_rows(writer, block)
-    return foldings + [(name, Rotate(1, block, 0, structure.hidden)) for name in embeddings]
+        foldings += rotate_rows(writer, block, turn)
+    return foldings + [(name, Rotate(1, block, 0, structure.hidden, matrices=turn)) for name in embeddings]

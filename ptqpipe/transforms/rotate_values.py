@@ -1,9 +1,9 @@
-"""R2: rotates the values of every head by a block Hadamard matrix, and undoes it in the columns of o_proj.
+"""R2: rotates the values of every head by a block diagonal matrix R, and undoes it in the columns of o_proj.
 
-Attention mixes tokens, never channels of a head, so (H V) A H = V A. Source: QuaRot and SpinQuant (R2), here in blocks.
+Attention mixes tokens, never channels of a head, so A V = (A V R) R^T. Source: QuaRot and SpinQuant (R2), in blocks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -29,16 +29,26 @@ def check(structure: Structure, block: int, *, untie: bool) -> None:
 
 def fold(
     structure: Structure, edges: Sequence[Edge], *, writers: Sequence[Matrix], embeddings: Sequence[str], block: int,
-    read: Read,
+    read: Read, matrices: Mapping[str, torch.Tensor],
 ) -> list[Folding]:  # fmt: skip
-    """The foldings of some edges; the residual stream and its writers stay as they are."""
+    """The foldings of some edges; the residual stream and its writers stay as they are.
+
+    matrices  id of an edge -> float64 [channels / block, block, block]; Hadamard matrices where it has none
+    """
     foldings: list[Folding] = []
     for edge in edges:
         if edge.kind == "value" and isinstance(edge.producer, Matrix):
-            foldings += rotate_rows(edge.producer, block)
+            known = matrices.get(edge.id)
+            foldings += rotate_rows(edge.producer, block, known)
+            columns = None if known is None else known[turns(edge, block)]
             for consumer in edge.consumers:
-                foldings += rotate_columns(consumer, block)
+                foldings += rotate_columns(consumer, block, columns)
     return foldings
+
+
+def turns(edge: Edge, block: int) -> torch.Tensor:
+    """int64 [K / block]: the block of channels that each block of input columns of an edge's consumers reads."""
+    return edge.channel_of()[::block] // block
 
 
 def _start(edge: Edge) -> int:

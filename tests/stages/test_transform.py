@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
-from ptqpipe.checkpoint import OF_WEIGHTS
+from ptqpipe.checkpoint import OF_WEIGHTS, CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.cli import main
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, PtqError, UsageError
@@ -104,6 +104,53 @@ def test_both_rotations_keep_the_logits(tmp_path: Path, kind: str) -> None:
     model, ids = make_model(tmp_path / "model", kind), token_ids()
     run(model, tmp_path / "out", TransformOptions("rotate", block=16, untie=kind == "gemma"), None)
     check_same_logits(model, tmp_path / "out", ids)
+
+
+def with_gradients(model: Path, stats: Path) -> Path:
+    """The statistics, with mean squares of gradients at the outputs of every layer: any numbers above zero."""
+    entries, file = CheckpointReader.open(model).entries, stats / "block.safetensors"
+    tensors = load_file(file)
+    for name in json.loads((stats / "stats.json").read_text())["modules"]:
+        n = entries[f"{name}.weight"].shape[1 if "attn.c_" in name or "mlp.c_" in name else 0]
+        tensors[f"{name}.output_moment"] = torch.rand(n, generator=torch.Generator().manual_seed(n)) + 0.1
+    save_file(tensors, file)
+    return stats
+
+
+@pytest.mark.parametrize(
+    ("kind", "apply"),
+    [
+        *((kind, "rotate") for kind in ("llama", "llama_bias", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe")),
+        ("gpt2", "rotate_values"),
+        ("gemma2", "rotate_values"),
+    ],
+)
+def test_learned_rotations_keep_the_logits(tmp_path: Path, kind: str, apply: str) -> None:
+    model, ids = make_model(tmp_path / "model", kind), token_ids()
+    stats = with_gradients(model, make_statistics(model, tmp_path / "stats", ids))
+    options = TransformOptions(apply, block=32, learn=12, untie=kind == "gemma", format="nvfp4_w4a4")
+    done = run(model, tmp_path / "out", options, stats)
+    learned = done.record["learned"]
+    assert learned["steps"] == 12
+    assert {one["transform"] for one in learned["rotations"]} >= {"rotate_values"}
+    assert sum(one["error"] for one in learned["rotations"]) < sum(one["plain_error"] for one in learned["rotations"])
+    check_same_logits(model, tmp_path / "out", ids)
+    again = run(model, tmp_path / "again", options, stats)
+    assert again.record["learned"] == learned
+
+
+def test_rotations_are_learned_from_full_moments_and_gradients_alone(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    stats = make_statistics(model, tmp_path / "stats", token_ids())
+    options = TransformOptions("rotate", block=32, learn=2, format="fp8")
+    with pytest.raises(UsageError, match=r"no gradients of .*--moments full,kl"):
+        transform(model, tmp_path / "out", stats=stats, options=options)
+    with_gradients(model, stats)
+    tensors = load_file(stats / "block.safetensors")
+    save_file({name: t for name, t in tensors.items() if "full_moment" not in name}, stats / "block.safetensors")
+    with pytest.raises(UsageError, match=r"no full moment of .*--moments full,kl"):
+        transform(model, tmp_path / "out", stats=stats, options=options)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
@@ -304,6 +351,11 @@ REFUSED: list[tuple[str, str, TransformOptions, str]] = [
     ("alpha", "llama", TransformOptions("smoothquant", alpha=1.5), "--alpha 1.5"),
     ("dtype", "llama", TransformOptions("rotate", dtype="fp8"), "--dtype 'fp8'"),
     ("edges", "llama", TransformOptions("smoothquant", edges=("norm", "down")), "--edges 'down'"),
+    ("learned without statistics", "llama", TransformOptions("rotate", learn=5, format="fp8"), "--moments full,kl"),
+    ("learned for weights", "llama", TransformOptions("rotate", learn=5, format="nvfp4"), "nvfp4 has none"),
+    ("steps", "llama", TransformOptions("rotate", learn=-1, format="fp8"), "--learn -1"),
+    ("learned beside", "llama", TransformOptions("aqas,rotate", learn=5, format="fp8"), "--learn beside aqas"),
+    ("nothing to learn", "llama", TransformOptions("aqas", learn=5, format="fp8"), "--learn beside aqas"),
     ("format", "llama", TransformOptions("awq", format="nvfp5"), "unknown format 'nvfp5'"),
 ]
 

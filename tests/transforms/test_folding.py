@@ -45,6 +45,18 @@ def test_a_rotation_is_the_product_with_its_dense_matrix(axis: int, start: int, 
     assert torch.allclose(apply(w, [Rotate(axis, 32, start, length)]), expected, atol=1e-13)
 
 
+@pytest.mark.parametrize(("axis", "start", "length"), [(0, 32, 128), (1, 64, 32)])
+def test_a_rotation_by_given_matrices_is_the_product_with_each_block(axis: int, start: int, length: int) -> None:
+    """Rows in runs as well: each meets the matrices of its own blocks."""
+    w = torch.randn(2 * RUN, 96, dtype=torch.float64)
+    matrices = torch.linalg.qr(torch.randn(length // 32, 32, 32, dtype=torch.float64))[0]
+    whole = torch.eye(w.shape[axis], dtype=torch.float64)
+    whole[start : start + length, start : start + length] = torch.block_diag(*matrices)
+    op = Rotate(axis, 32, start, length, matrices=matrices)
+    found = torch.cat([apply(w[first : first + RUN], [op], first=first) for first in (0, RUN)])
+    assert torch.allclose(found, whole.T @ w if axis == 0 else w @ whole, atol=1e-13)
+
+
 def test_runs_of_rows_give_the_bits_of_the_whole() -> None:
     w = torch.randn(3 * RUN + 5, 64).bfloat16()
     ops: list[Op] = [

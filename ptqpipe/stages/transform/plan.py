@@ -4,6 +4,7 @@ Everything that cannot be folded exactly is refused here, before anything is rea
 know how factors are found.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,10 +13,16 @@ from ptqpipe.dtypes import FLOAT_DTYPES, FLOATS
 from ptqpipe.errors import UsageError
 from ptqpipe.machine import Job
 from ptqpipe.rewriting import CopyTensor
-from ptqpipe.schemes import get_scheme
+from ptqpipe.schemes import Activation, get_scheme
 from ptqpipe.source import Source
 from ptqpipe.transforms import BLOCKS, ROTATIONS, SCALINGS, Edge, Matrix, Structure, get_scaling, grouped
 
+EIGHT_BITS = (
+    Activation.MXFP8,
+    Activation.FP8_TOKEN,
+    Activation.FP8_GROUP,
+    Activation.FP8_TENSOR_STATIC,
+)  # inputs in E4M3
 EDGE_KINDS = ("norm", "latent", "value", "up")
 
 
@@ -27,7 +34,8 @@ class TransformOptions:
     alpha           of SmoothQuant and Smooth-SwiGLU; None: their defaults
     powers_of_two   factors are powers of two
     edges           kinds of edges that scalings use; None: each transform's own
-    block           size of the Hadamard blocks
+    block           channels that a rotation takes together
+    learn           steps in which rotations are learned; 0: they are Hadamard matrices
     untie           a head that is the embedding becomes a tensor of its own
     dtype           of what changes: bf16, fp16, fp32; None: the source's where that is exact, else fp32
     format          the scheme that searches quantize with
@@ -39,6 +47,7 @@ class TransformOptions:
     powers_of_two: bool = False
     edges: tuple[str, ...] | None = None
     block: int = 32
+    learn: int = 0
     untie: bool = False
     dtype: str | None = None
     format: str = "nvfp4"
@@ -60,7 +69,9 @@ def check_options(options: TransformOptions, names: Sequence[str]) -> None:
     if options.dtype is not None and options.dtype not in FLOATS:
         raise UsageError(f"--dtype {options.dtype!r} is unknown; use {', '.join(FLOATS)}")
     if options.block not in BLOCKS:
-        raise UsageError(f"--block {options.block} is no size of a Hadamard block; use {', '.join(map(str, BLOCKS))}")
+        raise UsageError(f"--block {options.block} is no size of a rotation; use {', '.join(map(str, BLOCKS))}")
+    if options.learn:
+        _check_learning(options, names)
     if any(name in SCALINGS and get_scaling(name).NEEDS_QUANTIZER for name in names):
         get_scheme(options.format)
     if options.alpha is not None and not 0.0 <= options.alpha <= 1.0:
@@ -75,6 +86,30 @@ def check_options(options: TransformOptions, names: Sequence[str]) -> None:
             f"{late} after {rotated} would use statistics of channels that are rotated away; scale first, or calibrate "
             "the rotated model and transform that"
         )
+
+
+def _check_learning(options: TransformOptions, names: Sequence[str]) -> None:
+    """UsageError where nothing would be learned, or not what the statistics are of."""
+    scaling = next((name for name in names if name in SCALINGS), None)
+    if options.learn < 0:
+        raise UsageError(f"--learn {options.learn} is no number of steps; expected 0 (Hadamard matrices) or more")
+    if scaling is not None:
+        raise UsageError(
+            f"--learn beside {scaling}: rotations are learned on statistics of the model as it is; rotate first, then "
+            f"calibrate the rotated model and apply {scaling} to that"
+        )
+    activation = get_scheme(options.format).activation
+    if not (activation.four_bits or activation in EIGHT_BITS):
+        raise UsageError(
+            f"--learn lowers the error of quantized inputs, but {options.format} has none in FP4 or FP8; name a "
+            "--format such as mxfp4, nvfp4_w4a4 or fp8"
+        )
+
+
+def block_of(name: str, options: TransformOptions, structure: Structure) -> int:
+    """The channels that one rotation takes together: learned ones of values stay inside a head."""
+    heads = [edge.head_dim for edge in structure.edges if edge.kind == "value"]
+    return math.gcd(options.block, *heads) if options.learn and name == "rotate_values" else options.block
 
 
 def is_exact(names: Sequence[str], options: TransformOptions, structure: Structure) -> bool:

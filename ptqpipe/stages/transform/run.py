@@ -28,6 +28,7 @@ from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.dequantize import with_dtype
 from ptqpipe.stages.transform import plan
+from ptqpipe.stages.transform.learn import learn_rotations
 from ptqpipe.stages.transform.plan import Component, TransformOptions
 from ptqpipe.stages.transform.weights import Weights, input_quantizer, make_problem, weight_quantizer
 from ptqpipe.statistics import Statistics
@@ -62,6 +63,8 @@ class Transformation(Rewrite[Component | CopyTensor]):
     exact       whether every factor is a power of two that only multiplies
     dtype       of the tensors that change; None: each its own
     origins     output name -> source name where they differ (a head that was the embedding)
+    matrices    rotation -> its learned matrices, as its ``fold`` takes them
+    learned     what the record says of those
     """
 
     options: TransformOptions
@@ -71,6 +74,8 @@ class Transformation(Rewrite[Component | CopyTensor]):
     exact: bool
     dtype: str | None
     origins: Mapping[str, str]
+    matrices: Mapping[str, Mapping[str, torch.Tensor]]
+    learned: Sequence[Mapping[str, Any]]
 
     @property
     def head(self) -> dict[str, Any]:
@@ -86,6 +91,7 @@ class Transformation(Rewrite[Component | CopyTensor]):
             "exact": self.exact,
             "dtype": self.dtype,
             "untied": sorted(self.origins),
+            **({"learned": {"steps": self.options.learn, "rotations": list(self.learned)}} if self.learned else {}),
         }
 
     @property
@@ -105,13 +111,14 @@ class Transformation(Rewrite[Component | CopyTensor]):
     def fold(self, name: str, job: Component, weights: Weights) -> list[Folded]:
         """Adds what one transform folds in this component; one entry of the record for each edge."""
         if name in ROTATIONS:
+            block = plan.block_of(name, self.options, self.structure)
             foldings = get_rotation(name).fold(
-                self.structure, job.edges, writers=job.writers, embeddings=job.embeddings, block=self.options.block,
-                read=weights.whole,
+                self.structure, job.edges, writers=job.writers, embeddings=job.embeddings, block=block,
+                read=weights.whole, matrices=self.matrices.get(name, {}),
             )  # fmt: skip
             weights.add(foldings)
             changed = list(dict.fromkeys(tensor for tensor, _ in foldings))
-            return [({"transform": name, "block": self.options.block, "tensors": changed}, None)] if changed else []
+            return [({"transform": name, "block": block, "tensors": changed}, None)] if changed else []
         edges = [edge for edge in job.edges if edge.kind in (self.options.edges or get_scaling(name).EDGES)]
         return [self._scale(name, edge, weights) for edge in edges]
 
@@ -188,25 +195,32 @@ def prepare(
     structure = find_structure(source.tensors, source.reader.config)
     for name in names:
         if name in ROTATIONS:
-            get_rotation(name).check(structure, options.block, untie=options.untie)
+            get_rotation(name).check(structure, plan.block_of(name, options, structure), untie=options.untie)
     exact = plan.is_exact(names, options, structure) and options.dtype in (None, "fp32")
     dtype = options.dtype if options.dtype is not None else None if exact else "fp32"
     jobs, origins = plan.make_jobs(source, structure, names, dtype=dtype, options=options)
     groups = [[job.spec] if isinstance(job, CopyTensor) else job.specs for job in jobs]
     layout = ShardLayout.plan(groups, shard_bytes=options.shard_bytes)
-    statistics = _open_statistics(stats, source, names, opened)
-    return Transformation(
-        out, source, layout, tuple(jobs), options, names, structure, statistics, exact, dtype, origins
-    )
+    statistics = _open_statistics(stats, source, names, opened, learn=bool(options.learn))
+    matrices: dict[str, dict[str, torch.Tensor]] = {}
+    learned: list[dict[str, Any]] = []
+    if options.learn and statistics is not None:
+        matrices, learned = learn_rotations(names, structure, Weights(source.reader, origins), statistics, options)
+    work = (out, source, layout, tuple(jobs), options, names, structure, statistics, exact, dtype, origins)
+    return Transformation(*work, matrices, learned)
 
 
-def _open_statistics(stats: Path | None, source: Source, names: Sequence[str], opened: ExitStack) -> Statistics | None:
-    needing = next((name for name in names if name in SCALINGS), None)
+def _open_statistics(
+    stats: Path | None, source: Source, names: Sequence[str], opened: ExitStack, *, learn: bool
+) -> Statistics | None:
+    needing = "--learn" if learn else next((name for name in names if name in SCALINGS), None)
     if needing is None:
         return None
     if stats is None:
+        moments = " --moments full,kl" if learn else ""
         raise UsageError(
-            f"{needing} needs --stats; make them with: ptqpipe calibrate {source.reader.path} --data TEXT -o STATS"
+            f"{needing} needs --stats; make them with: ptqpipe calibrate {source.reader.path} --data TEXT{moments} "
+            "-o STATS"
         )
     statistics = opened.enter_context(Statistics.open(Path(stats)))
     check_model(statistics, source)
