@@ -167,7 +167,9 @@ def produce(job: Job, runs: Runs, stats: Path) -> dict[str, Any]:
     if job.entry.tool != OWN:
         return runs.cost(job.entry.tool, [peer_command(job)])
     rest = own_steps(job, stats)
-    alone = job.entry.quality is not None or (job.entry.tune is not None and job.entry.transform is None)
+    alone = (
+        job.entry.quality is not None or job.entry.learn or (job.entry.tune is not None and job.entry.transform is None)
+    )
     if not job.entry.calibrated or alone:
         return runs.cost(OWN, rest)
     first = calibrated(job, stats, runs)

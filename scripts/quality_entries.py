@@ -65,6 +65,7 @@ class Entry:
     options     of `ptqpipe convert`, or of the peer's script
     transform   ptqpipe: what `transform --apply` does first, on statistics of the model; then it is calibrated again,
                 unless tuned
+    learn       ptqpipe: steps in which rotations are learned and folded before all this, on statistics of their own
     tune        ptqpipe: options of `tune`, whose codes are converted; None: no tuning
     quality     ptqpipe: `convert --data TEXT --quality` of this name, one command; None: the stages one by one. Under
                 a budget, one of its options, the format does not count
@@ -81,6 +82,7 @@ class Entry:
     calibrated: bool = False
     options: tuple[str, ...] = ()
     transform: str | None = None
+    learn: int = 0
     tune: tuple[str, ...] | None = None
     own_text: bool = False
     quality: str | None = None
@@ -97,7 +99,7 @@ class Entry:
         return self.calibrated or self.own_text or (fmt == "nvfp4_w4a4" and self.tool != "ptqpipe")
 
 
-def _ours(name: str, *options: str, **more: str | tuple[str, ...] | bool | None) -> Entry:
+def _ours(name: str, *options: str, **more: str | tuple[str, ...] | bool | int | None) -> Entry:
     formats = more.pop("formats", FORMATS)
     return Entry("ptqpipe", name, formats, bool(more.pop("calibrated", True)), options, **more)  # type: ignore[arg-type]
 
@@ -141,6 +143,14 @@ ENTRIES = (
         "aqas + two-sided gptq in order, head and embedding trained",
         transform="aqas",
         tune=TRAINED,
+        formats=FOUR_BIT_INPUTS,
+    ),
+    _ours("learned rotations + two-sided gptq in order", learn=100, tune=TWO_SIDED, formats=("fp8",)),
+    _ours(
+        "learned rotations + aqas + two-sided gptq in order",
+        learn=100,
+        transform="aqas",
+        tune=TWO_SIDED,
         formats=FOUR_BIT_INPUTS,
     ),
     _ours("tune after gptq in order", tune=("--method", "gptq+learned")),
@@ -208,11 +218,10 @@ def peer_command(job: Job) -> list[str]:
     return [*head, *config, *entry.options, *narrow, *text, *export]
 
 
-def calibrate_command(source: Path, stats: Path, job: Job) -> list[str]:
+def calibrate_command(source: Path, stats: Path, job: Job, moments: str = "diagonal,block,full") -> list[str]:
     """`ptqpipe calibrate` on the same rows that every peer gets."""
-    rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens)]
-    moments = ["--moments", "diagonal,block,full"]
-    head = ["-m", "ptqpipe", "calibrate", str(source), "--data", str(job.calibration), *rows, *moments]
+    rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens), "--moments", moments]
+    head = ["-m", "ptqpipe", "calibrate", str(source), "--data", str(job.calibration), *rows]
     return [*head, "-o", str(stats), "--workers", "1", "-q"]
 
 
@@ -238,6 +247,14 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
         else:
             data, rows = [str(own)], count
             job = replace(job, calibration=own, rows=count)
+    if entry.learn:
+        turned, gradients = (job.out.with_name(job.out.name + tail) for tail in ("-turned", "-gradients"))
+        steps.append(calibrate_command(source, gradients, job, "diagonal,full,kl"))
+        fold = [*tool, "transform", str(source), "--apply", "rotate", "--learn", str(entry.learn), "--block", "256"]
+        fold += ["--stats", str(gradients), "--format", job.fmt, "--untie", "--dtype", "fp32", "-o", str(turned)]
+        steps.append([*fold, *quiet[-3:]])
+        source, stats = turned, job.out.with_name(job.out.name + "-stats")
+        steps += [calibrate_command(source, stats, job)] if entry.transform else []
     if entry.transform:
         fold = [*tool, "transform", str(source), "--apply", entry.transform, "--stats", str(stats)]
         steps.append([*fold, "--format", job.fmt, "--untie", "--dtype", "fp32", "-o", str(floats), *quiet[-3:]])

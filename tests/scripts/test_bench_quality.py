@@ -148,6 +148,24 @@ def test_own_text_beside_the_calibration_text_is_as_many_rows_of_each(modules: A
     assert convert[convert.index("--rounding") + 1] == learn[learn.index("-o") + 1]
 
 
+def test_learned_rotations_come_before_the_factors_and_both_are_found_on_statistics_of_their_own(
+    modules: Any, tmp_path: Path
+) -> None:
+    entries = modules("quality_entries")
+    name = "learned rotations + aqas + two-sided gptq in order"
+    (entry,) = (one for one in entries.ENTRIES if one.name == name)
+    job = entries.Job(entry, "mxfp4", DEMO, tmp_path / "out", tmp_path / "rows", 1, 40, 64)
+    first, rotate, again, scale, tune, convert = entries.own_steps(job, tmp_path / "stats")
+    chain = [str(DEMO)]
+    for calibrate, fold in ((first, rotate), (again, scale)):
+        assert calibrate[2:4] == ["calibrate", chain[-1]]
+        assert fold[2:4] == ["transform", chain[-1]]
+        assert fold[fold.index("--stats") + 1] == calibrate[calibrate.index("-o") + 1] != str(tmp_path / "stats")
+        chain.append(fold[fold.index("-o") + 1])
+    assert "kl" in first[first.index("--moments") + 1]
+    assert tune[3] == convert[3] == chain[-1]
+
+
 def line(tool: str, entry: str, kl: float, *, calibrated: bool = False, seed: int | None = None) -> dict[str, Any]:
     """A result whose KL is the same in every one of four windows of three tokens."""
     costs = {"cpu_s": 1.0, "peak_rss_mib": 1, "seconds": 1.0}
