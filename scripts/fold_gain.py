@@ -15,8 +15,9 @@ Every fold starts from what `transform --apply aqas` makes, and leaves the float
     factors   a factor for each channel that AQAS has one for, by gradient descent on the model's KL divergence with
               quantized inputs and float weights, from AQAS's own
 
-"error" is the error of the inputs on tokens that the search has not seen, relative to that before it. Llama-like
-models whose layers have biases are not understood. Needs the hf extra.
+"error" is the error of the inputs on tokens that the search has not seen, relative to that before it; "first" and
+"last" the divergence x 1000 at the beginning and the end of descent. For Llama-like models without biases whose widths
+the formats' blocks divide. Needs the hf extra.
 """
 
 import argparse
@@ -163,9 +164,22 @@ def quantize(floats: Path, out: Path, data: Path, scheme: str, rows: torch.Tenso
     ptqpipe.convert(floats, format=scheme, rounding=codes, out=out, workers=1)
 
 
+def check(model: Any, scheme: str) -> None:
+    """SystemExit for a model that this cannot fold."""
+    block = GROUP[get_scheme(scheme).activation]
+    for name, module in model.model.layers.named_modules():
+        if isinstance(module, torch.nn.Linear) and (module.bias is not None or module.in_features % block):
+            raise SystemExit(
+                f"{name} has {module.in_features} inputs{'' if module.bias is None else ' and a bias'}, expected a "
+                f"multiple of {block} and no bias; choose another model"
+            )
+
+
 def measure(args: argparse.Namespace, texts: Texts, scratch: Path) -> None:
     """Prints the lines."""
     source, rows = load_model(args.model), texts.rows(args.seed)
+    for scheme in args.formats:
+        check(source, scheme)
     other = read_text(args.other, lambda: load_tokenizer(args.model), max_tokens=OTHER_TOKENS).tokens
     measured = [(text, Remembered(partial(model_logits, source))) for text in (texts.held_out, other)]
     data, stats = scratch / "rows.jsonl", scratch / "stats"
