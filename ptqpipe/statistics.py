@@ -8,6 +8,7 @@ means over tokens, so statistics of several processes merge by their counts. Thi
 """
 
 import math
+import re
 from collections.abc import KeysView, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ STATS_VERSION = 1
 BLOCK = 16  # columns of a block moment
 QUANTILES = (0.99, 0.999, 0.9999)
 
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)|(?<=\[)\d+(?=\]$)")
+
 _MODULE = {"key": str, "tokens": COUNT, "measured": bool, "quantiles": {"*": NUMBER}, "held_tokens?": COUNT}
 _FIELDS = {
     "digest": str,
@@ -32,6 +35,11 @@ _FIELDS = {
     "attention?": {"*": dict},
     "files?": {"*": str},
 }
+
+
+def of_all_experts(module: str) -> str:
+    """What names the same projection of all experts of a layer; the name itself of what is no expert."""
+    return _EXPERT.sub("*", module)
 
 
 class KnownInputs(Protocol):
@@ -144,6 +152,18 @@ class Statistics(OpenFolder):
         if found is None or found.dtype != "F32" or found.shape != (outputs,):
             return None
         return self._read(name)
+
+    def pairs(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Inputs and gradients of the model's loss at them, both bfloat16 [tokens, K], of some tokens at the input of a
+        module, summed over the modules that share it; experts of a layer have those of all of them. None where they
+        were not collected."""
+        key = of_all_experts(self.key(module))
+        names = [f"{key}.pair_inputs", f"{key}.pair_gradients"]
+        entries = [self._reader.entries.get(name) for name in names]
+        if any(entry is None or entry.dtype != "BF16" or len(entry.shape) != 2 for entry in entries):
+            return None
+        x, h = map(self._read, names)
+        return (x, h) if x.shape == h.shape else None
 
     def held_out(self, module: str) -> bool:
         """Whether there are moments of held-out samples of a module."""

@@ -249,7 +249,7 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
             job = replace(job, calibration=own, rows=count)
     if entry.learn:
         turned, gradients = (job.out.with_name(job.out.name + tail) for tail in ("-turned", "-gradients"))
-        steps.append(calibrate_command(source, gradients, job, "diagonal,full,kl"))
+        steps.append(calibrate_command(source, gradients, job, "diagonal,pairs"))
         fold = [*tool, "transform", str(source), "--apply", "rotate", "--learn", str(entry.learn), "--block", "256"]
         fold += ["--stats", str(gradients), "--format", job.fmt, "--untie", "--dtype", "fp32", "-o", str(turned)]
         steps.append([*fold, *quiet[-3:]])

@@ -18,8 +18,7 @@ from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
 from ptqpipe.families import Family, family_of
 from ptqpipe.runtime.experts import first_stack, is_turned
-
-_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)|(?<=\[)\d+(?=\]$)")
+from ptqpipe.statistics import of_all_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Slot:
     @property
     def group(self) -> str | None:
         """What stands in for each other: the same projection of all experts. None for what is no expert."""
-        found = _EXPERT.sub("*", self.names[0])
+        found = of_all_experts(self.names[0])
         return found if found != self.names[0] else None
 
 

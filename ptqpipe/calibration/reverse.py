@@ -19,7 +19,7 @@ It must not know formats, files or what the moments are for.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.merge import merge_added
 from ptqpipe.calibration.moments import symmetric
+from ptqpipe.calibration.pairs import Pair, PairCollector, nbytes as pair_bytes
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
@@ -47,10 +48,12 @@ class Gradients:
     outputs  module of the block -> E[g g^T] of every run of OUT_ROWS of its outputs, [b, b] each: what lies between
              two runs counts as zero
     last     E[g g^T] by runs likewise, at the output of the block itself
+    pairs    input of linear layers, by its name in statistics -> inputs and gradients at it, where they are kept
     """
 
     outputs: Mapping[str, Sequence[torch.Tensor]]
     last: Sequence[torch.Tensor]
+    pairs: Mapping[str, Pair] = field(default_factory=dict)
 
 
 def rows_of(outputs: Sequence[torch.Tensor], places: torch.Tensor) -> list[torch.Tensor]:
@@ -106,6 +109,7 @@ def reverse(
     step: int = 1,
     at_head: Callable[[], None] = lambda: None,
     of_ranks: tuple[int, int] = (0, 1),
+    pairs: bool = False,
 ) -> Iterator[tuple[str, Gradients]]:
     """(name of a block, its gradients), the last block first. Uses the runner up.
 
@@ -117,6 +121,7 @@ def reverse(
     at_head  called once, with the head's weights loaded, while the runner has what the last block returned
     of_ranks  (rank, world) of this process among those that share the windows: window i of the runner is number
               rank + i * world of all; every process gets the gradients of all windows
+    pairs     whether to keep pairs, too; of this process's windows alone
 
     NumericsError for hidden states or gradients that are not finite.
     """
@@ -147,11 +152,12 @@ def reverse(
             with runner.loaded(before) as block, torch.no_grad():
                 keep(before + 1, _after(block, entering[before]))
         with runner.loaded(index) as block:
-            sums = _through(block, modules(block), entering[index], gradients)
+            collector = PairCollector(block.name, block.module, block.origins, runner.tokens) if pairs else None
+            sums = _through(block, modules(block), entering[index], gradients, collector)
             merge_added(sums, world=world)
             means = {name: of.means() for name, of in sums.items() if of.total > 0}
             last = means.pop("")
-            yield block.name, Gradients(means, last)
+            yield block.name, Gradients(means, last, {} if collector is None else collector.pairs())
         entering.pop(index).close()
 
 
@@ -166,17 +172,22 @@ def reverse_model(
     modules: Callable[[Block], Sequence[str]],
     at_head: Callable[[Runner], None] = lambda runner: None,
     of_ranks: tuple[int, int] = (0, 1),
+    pairs: bool = False,
 ) -> Iterator[tuple[str, Gradients]]:
     """`reverse` of a whole model, with the hidden states in memory or, where they do not fit, in ``spill``, a folder
     that exists. Each process takes its share of the samples, of which `thinned` says how many are enough.
 
     memory_bytes  what weights of a block, hidden states and sums may take together
     at_head       as `reverse` calls it; of the runner
+    pairs         as `reverse` keeps them
     """
     share = slice(of_ranks[0], None, of_ranks[1])
     windows, held_out = samples.windows[share], samples.held_out[share]
     count, tokens = len(skeleton.blocks), windows.numel() + held_out.numel()
-    memory_bytes -= max(nbytes(_widths(module)) for _, module in skeleton.blocks)
+    memory_bytes -= max(
+        nbytes(_widths(module)) + (pair_bytes(name, module, skeleton.origins) if pairs else 0)
+        for name, module in skeleton.blocks
+    )
     step = 1 if skeleton.has_room(tokens, memory_bytes, streams(count, 1)) else least_step(count)
     runner = Runner.open(
         skeleton,
@@ -203,6 +214,7 @@ def reverse_model(
             step=step,
             at_head=partial(at_head, runner),
             of_ranks=of_ranks,
+            pairs=pairs,
         )
 
 
@@ -277,17 +289,22 @@ class _GradientSums:
 
 
 def _through(
-    block: Block, modules: Sequence[str], entering: Activations, leaving: Activations
+    block: Block,
+    modules: Sequence[str],
+    entering: Activations,
+    leaving: Activations,
+    pairs: PairCollector | None,
 ) -> dict[str, _GradientSums]:
     """Sums of the gradients in a block, at its modules and, by the name "", at its output; ``leaving`` then has those
-    at its input."""
+    at its input, and ``pairs`` what it collects."""
     sums = {name: _GradientSums() for name in ("", *modules)}
     for batch in range(block.batches):
         x = entering.get(batch).to(block.device).requires_grad_(True)
         gradient = leaving.get(batch).to(block.device)
         rows = gradient.flatten(0, -2).float()
         sums[""].add(rows, torch.ones(len(rows), device=block.device))
-        with torch.enable_grad(), _watched(block.module, modules, sums):
+        kept = contextlib.nullcontext() if pairs is None else pairs.batch(len(rows))
+        with torch.enable_grad(), _watched(block.module, modules, sums), kept:
             out = block.forward(x, batch)
             (found,) = torch.autograd.grad(out, x, gradient)
         if not bool(torch.isfinite(found).all()):

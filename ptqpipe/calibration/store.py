@@ -19,7 +19,8 @@ from ptqpipe.calibration.reverse import Gradients
 from ptqpipe.checkpoint import write_tensors
 from ptqpipe.inputs import InputStatistics, Moments
 
-OUTPUTS_FILE = "outputs.safetensors"
+OUTPUTS = "outputs"
+OUTPUTS_FILE = f"{OUTPUTS}.safetensors"
 LEAST_EXPERT_TOKENS = 16  # an expert with fewer has no statistics of its own
 
 
@@ -76,21 +77,36 @@ def write_block(
 
 def write_outputs(
     folder: Path, found: Iterable[tuple[str, Gradients]], origins: Mapping[str, Sequence[str]]
-) -> BlockRecord:
+) -> dict[str, BlockRecord]:
     """Writes ``outputs.safetensors``: of each linear module that is one tensor of the checkpoint the mean squares of
-    the gradients at its outputs; its part of stats.json.
+    the gradients at its outputs; and of each block with pairs ``<block>.pairs.safetensors``. Their parts of stats.json,
+    by the files' names without the ending.
 
     found    (name of a block, its gradients)
     origins  parameter of the model -> checkpoint tensors that make it
     """
-    tensors = {}
+    tensors, records = {}, {}
     for block, gradients in found:
         for name, runs in gradients.outputs.items():
             made_of = origins[f"{block}.{name}.weight"]
             if len(made_of) == 1:
                 module = made_of[0].removesuffix(".weight")
                 tensors[f"{module}.output_moment"] = torch.cat([run.diagonal() for run in runs])
-    return BlockRecord({}, {}, (), OUTPUTS_FILE, write_tensors(folder / OUTPUTS_FILE, tensors))
+        if gradients.pairs:
+            pairs = {f"{key}.pair_inputs": x for key, (x, _) in gradients.pairs.items()}
+            pairs |= {f"{key}.pair_gradients": h for key, (_, h) in gradients.pairs.items()}
+            records[pairs_of(block)] = _record(folder, pairs_of(block), pairs)
+    return {**records, OUTPUTS: _record(folder, OUTPUTS, tensors)}
+
+
+def pairs_of(block: str) -> str:
+    """The name of a block's pairs in stats.json's journal, and of their file."""
+    return f"{block}.pairs"
+
+
+def _record(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> BlockRecord:
+    file = f"{name}.safetensors"
+    return BlockRecord({}, {}, (), file, write_tensors(folder / file, tensors))
 
 
 def _gathered(

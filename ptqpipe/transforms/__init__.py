@@ -18,7 +18,6 @@ import torch
 
 from ptqpipe.errors import UsageError, did_you_mean
 from ptqpipe.schemes import ROTATION_BLOCKS
-from ptqpipe.transforms._search import draw
 from ptqpipe.transforms.find_structure import find_structure
 from ptqpipe.transforms.folding import RUN, Folding, Op, apply, is_exact, move_factors
 from ptqpipe.transforms.learn_rotations import Learned, Reader, Rounding, learn

@@ -1,17 +1,17 @@
 """Rotations that are learned: block diagonal orthogonal matrices R that make the quantized inputs of layers cost least.
 
 What a rotation changes is the error of a layer's input, e = Q(x R) - x R, of which the model's KL divergence loses, to
-second order and with outputs taken as independent,
+second order and with tokens taken as independent,
 
-    1/2 E[e^T (R^T B R) e],    B = W^T diag(E[g^2]) W,    g = dLoss/d(W x)
+    1/2 E[(e . h R)^2],    h = dLoss/dx
 
-summed over the layers that read what is rotated. R = exp(P - P^T) for each block, from R = 1, by Adam over P. Rounding
-has no gradient, so an error counts as a multiple of its local step, sqrt(x^2 + floor * amax^2), which has one. The
-multiple is one number for all where an error counts by itself (the diagonal), and what it is at present where one error
-meets another: with 4 bits many are as large as the input itself and have its sign; with 8 bits they are as good as
-independent, and only the diagonal counts. Blocks on the diagonal of B are kept. Source: the idea, with activations
-alone quantized, SpinQuant (Liu et al. 2024, arXiv 2405.16406), which descends on the loss of the whole model instead.
-Must not know formats or files.
+of which sum_i e_i^2 (h R)_i^2 is made small. What lies outside of this diagonal, products of errors of two columns, is
+left out: its mean is small, and over some thousand tokens it is mostly noise, from which R would be learned.
+
+R = exp(P - P^T) for each block, from R = 1, by Adam over P, on pairs (x, h) of tokens. Rounding has no gradient, so an
+error counts as a multiple, one for all, of its local step, sqrt(x^2 + floor * amax^2), which has one. Source: the idea,
+with activations alone quantized, SpinQuant (Liu et al. 2024, arXiv 2405.16406), which descends on the loss of the whole
+model instead. Must not know formats or files.
 """
 
 import math
@@ -23,7 +23,7 @@ import torch
 from ptqpipe.transforms.folding import hadamard
 from ptqpipe.transforms.problem import Quantize
 
-BATCH = 512  # inputs of each reader that a step sees
+BATCH = 1536  # inputs of each reader that a step sees
 _RATE, _WARM_UP, _SEED = 0.02, 10, 20240526
 _TINY = 1e-30
 
@@ -32,16 +32,18 @@ _TINY = 1e-30
 class Reader:
     """Layers that read one rotated input, K = n * block columns.
 
-    inputs   float32 [T, K], before the rotation
-    minds    float32 [n, block, block]: B of each block of columns
-    turns    int64 [n]: the matrix that turns each block of columns
-    share    what the reader counts
+    inputs     float32 [T, K], before the rotation
+    gradients  float32 [T, K] of the model's loss at them
+    turns      int64 [n]: the matrix that turns each block of columns
     """
 
     inputs: torch.Tensor
-    minds: torch.Tensor
+    gradients: torch.Tensor
     turns: torch.Tensor
-    share: float = 1.0
+
+    def __getitem__(self, rows: torch.Tensor | slice) -> "Reader":
+        """Some of the tokens."""
+        return Reader(self.inputs[rows], self.gradients[rows], self.turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Rounding:
 
     group  columns that share one scale; 0: all of a token
     floor  the share of the largest square of the group at which local steps stop falling with the number; 0: they
-           never do, and errors are taken as independent
+           never do
     """
 
     quantize: Quantize
@@ -86,7 +88,7 @@ def learn(readers: Sequence[Reader], *, count: int, block: int, rounding: Roundi
         turned = matrices.detach().float().requires_grad_(True)
         for reader, last in zip(readers, kept, strict=True):  # one reader's graph at a time
             rows = torch.randint(max(1, len(reader.inputs) - last), (BATCH,), generator=generator)
-            _loss(reader, reader.inputs[rows], turned, rounding).backward()  # type: ignore[no-untyped-call]
+            _loss(reader[rows], turned, rounding).backward()  # type: ignore[no-untyped-call]
         matrices.backward(None if turned.grad is None else turned.grad.double())  # type: ignore[no-untyped-call]
         descent.step()
     eye = torch.eye(block, dtype=torch.float64)
@@ -103,32 +105,26 @@ def _orthogonal(skew: torch.Tensor) -> torch.Tensor:
 
 def _judge(readers: Sequence[Reader], kept: Sequence[int], matrices: torch.Tensor, rounding: Rounding) -> float:
     return sum(
-        float(_loss(reader, reader.inputs[-last:], matrices, rounding))
-        for reader, last in zip(readers, kept, strict=True)
+        float(_loss(reader[slice(-last, None)], matrices, rounding)) for reader, last in zip(readers, kept, strict=True)
     )
 
 
-def _loss(reader: Reader, inputs: torch.Tensor, matrices: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Half of the mean over tokens of e^T (R^T B R) e, with a gradient for ``matrices`` float32 [count, block, block].
-
-    inputs  float32 [T, K], rows of the reader's
-    """
+def _loss(reader: Reader, matrices: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """Half of the mean over a reader's tokens of the sum of e_i^2 (h R)_i^2, with a gradient for ``matrices`` float32
+    [count, block, block]."""
     turns = matrices[reader.turns]
-    n, block, _ = turns.shape
-    x = (inputs.reshape(-1, n, block).transpose(0, 1) @ turns).transpose(0, 1).flatten(1)
+    x, h = (_turned(each, turns) for each in (reader.inputs, reader.gradients))
     known = x.detach()
-    step = _local_step(x, rounding)
     error = rounding.quantize(known) - known
-    turned = turns.mT @ reader.minds @ turns  # R^T B R
-    minds = turned.diagonal(dim1=1, dim2=2).flatten()
-    weight, multiples = minds.detach(), error / step.detach()
-    alone = (error.square() @ weight).sum() / (step.detach().square() @ weight).sum().clamp(min=_TINY)
-    loss = alone * (step.square() @ minds).sum()
-    if rounding.floor:
-        error = multiples * step
-        blocks = error.reshape(-1, n, block).transpose(0, 1)  # [n, T, block]
-        loss = loss + ((blocks @ turned) * blocks).sum() - (error.square() @ minds).sum()
-    return reader.share * loss / (2 * len(inputs))
+    by_steps = (_local_step(x, rounding) * h).square().sum()
+    multiple = (error * h.detach()).square().sum() / by_steps.detach().clamp(min=_TINY)
+    return multiple * by_steps / (2 * len(x))
+
+
+def _turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """float32 [T, K]: rows times the matrices [n, block, block] of their blocks."""
+    n, block, _ = turns.shape
+    return (x.reshape(-1, n, block).transpose(0, 1) @ turns).transpose(0, 1).flatten(1)
 
 
 def _local_step(x: torch.Tensor, rounding: Rounding) -> torch.Tensor:

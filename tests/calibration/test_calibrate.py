@@ -447,7 +447,7 @@ def test_what_does_not_fit_the_model_is_one_clear_line(tmp_path: Path) -> None:
         calibrate(model, [str(bad)], out, options=options(windows))
     with pytest.raises(UsageError, match="--seqlen 100 is more than the model's 64 positions"):
         calibrate(model, [str(good)], out, options=options(windows, samples=1, seqlen=100))
-    with pytest.raises(UsageError, match="'diag' is unknown; use diagonal, block, full, kl"):
+    with pytest.raises(UsageError, match="'diag' is unknown; use diagonal, block, full, kl, pairs"):
         calibrate(model, [str(good)], out, options=options(windows, moments=("diag",)))
     with pytest.raises(UsageError, match="'float8' is unknown"):
         calibrate(model, [str(good)], out, options=options(windows, dtype="float8"))

@@ -162,7 +162,7 @@ def test_learned_rotations_come_before_the_factors_and_both_are_found_on_statist
         assert fold[2:4] == ["transform", chain[-1]]
         assert fold[fold.index("--stats") + 1] == calibrate[calibrate.index("-o") + 1] != str(tmp_path / "stats")
         chain.append(fold[fold.index("-o") + 1])
-    assert "kl" in first[first.index("--moments") + 1]
+    assert "pairs" in first[first.index("--moments") + 1]
     assert tune[3] == convert[3] == chain[-1]
 
 

@@ -14,16 +14,18 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
-from ptqpipe.checkpoint import OF_WEIGHTS, CheckpointReader
+from ptqpipe.checkpoint import OF_WEIGHTS
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.cli import main
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, PtqError, UsageError
 from ptqpipe.rewriting import Done
 from ptqpipe.source import Source
+from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.transform.factors import find_factors
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import transform
 from tests import tiny
+from tests.calibration.models import make_windows, write_windows
 from tests.transforms.models import logits, make_model, make_statistics, token_ids
 
 pytest.importorskip("transformers")
@@ -106,15 +108,12 @@ def test_both_rotations_keep_the_logits(tmp_path: Path, kind: str) -> None:
     check_same_logits(model, tmp_path / "out", ids)
 
 
-def with_gradients(model: Path, stats: Path) -> Path:
-    """The statistics, with mean squares of gradients at the outputs of every layer: any numbers above zero."""
-    entries, file = CheckpointReader.open(model).entries, stats / "block.safetensors"
-    tensors = load_file(file)
-    for name in json.loads((stats / "stats.json").read_text())["modules"]:
-        n = entries[f"{name}.weight"].shape[1 if "attn.c_" in name or "mlp.c_" in name else 0]
-        tensors[f"{name}.output_moment"] = torch.rand(n, generator=torch.Generator().manual_seed(n)) + 0.1
-    save_file(tensors, file)
-    return stats
+def make_pairs(model: Path, out: Path) -> Path:
+    """Statistics with pairs of inputs and gradients at them, as calibration collects them."""
+    rows = write_windows(out.with_name("rows.jsonl"), make_windows(samples=60))
+    options = CalibrateOptions(samples=60, seqlen=24, moments=("diagonal", "pairs"), holdout=0)
+    calibrate(model, [str(rows)], out, options=options)
+    return out
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,7 @@ def with_gradients(model: Path, stats: Path) -> Path:
 )
 def test_learned_rotations_keep_the_logits(tmp_path: Path, kind: str, apply: str) -> None:
     model, ids = make_model(tmp_path / "model", kind), token_ids()
-    stats = with_gradients(model, make_statistics(model, tmp_path / "stats", ids))
+    stats = make_pairs(model, tmp_path / "stats")
     options = TransformOptions(apply, block=32, learn=12, untie=kind == "gemma", format="nvfp4_w4a4")
     done = run(model, tmp_path / "out", options, stats)
     learned = done.record["learned"]
@@ -139,16 +138,22 @@ def test_learned_rotations_keep_the_logits(tmp_path: Path, kind: str, apply: str
     assert again.record["learned"] == learned
 
 
-def test_rotations_are_learned_from_full_moments_and_gradients_alone(tmp_path: Path) -> None:
+def test_rotations_are_learned_from_pairs_alone(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
-    stats = make_statistics(model, tmp_path / "stats", token_ids())
     options = TransformOptions("rotate", block=32, learn=2, format="fp8")
-    with pytest.raises(UsageError, match=r"no gradients of .*--moments full,kl"):
+    stats = make_statistics(model, tmp_path / "moments", token_ids())
+    with pytest.raises(UsageError, match=r"no pairs of .*--moments diagonal,pairs"):
         transform(model, tmp_path / "out", stats=stats, options=options)
-    with_gradients(model, stats)
-    tensors = load_file(stats / "block.safetensors")
-    save_file({name: t for name, t in tensors.items() if "full_moment" not in name}, stats / "block.safetensors")
-    with pytest.raises(UsageError, match=r"no full moment of .*--moments full,kl"):
+    stats = make_pairs(model, tmp_path / "stats")
+    file = stats / "model.layers.1.pairs.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.self_attn.o_proj.pair_gradients"][5, 3] = float("nan")
+    save_file(tensors, file)
+    content = json.loads((stats / "stats.json").read_text())
+    with pytest.raises(CheckpointError, match=r"pairs\.safetensors' is damaged"):
+        transform(model, tmp_path / "out", stats=stats, options=options)
+    (stats / "stats.json").write_text(json.dumps({**content, "files": {}}))
+    with pytest.raises(NumericsError, match=r"NaN or inf for 'model\.layers\.1\.self_attn\.o_proj'"):
         transform(model, tmp_path / "out", stats=stats, options=options)
     assert not (tmp_path / "out").exists()
 
@@ -351,7 +356,7 @@ REFUSED: list[tuple[str, str, TransformOptions, str]] = [
     ("alpha", "llama", TransformOptions("smoothquant", alpha=1.5), "--alpha 1.5"),
     ("dtype", "llama", TransformOptions("rotate", dtype="fp8"), "--dtype 'fp8'"),
     ("edges", "llama", TransformOptions("smoothquant", edges=("norm", "down")), "--edges 'down'"),
-    ("learned without statistics", "llama", TransformOptions("rotate", learn=5, format="fp8"), "--moments full,kl"),
+    ("learned without statistics", "llama", TransformOptions("rotate", learn=5, format="fp8"), "diagonal,pairs"),
     ("learned for weights", "llama", TransformOptions("rotate", learn=5, format="nvfp4"), "nvfp4 has none"),
     ("steps", "llama", TransformOptions("rotate", learn=-1, format="fp8"), "--learn -1"),
     ("learned beside", "llama", TransformOptions("aqas,rotate", learn=5, format="fp8"), "--learn beside aqas"),

@@ -1,4 +1,4 @@
-"""calibrate --moments kl: how much the model minds an error at each output of its linear layers."""
+"""calibrate --moments kl and pairs: how much the model minds an error at outputs and inputs of its linear layers."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ def learned_from(samples: Samples, world: int) -> Samples:
 
 
 def collect_outputs(
-    source: Source, samples: Samples, output: BlockFolder, machine: Machine, *, ranks: Ranks, seed: int
-) -> BlockRecord | None:
-    """Runs the model backwards on `learned_from`, and writes what the gradients at the outputs say. Every rank runs its
-    share of the samples; the first one writes, the others return None."""
+    source: Source, samples: Samples, output: BlockFolder, machine: Machine, *, ranks: Ranks, seed: int, pairs: bool
+) -> dict[str, BlockRecord]:
+    """Runs the model backwards on `learned_from`, and writes what the gradients at the outputs say, with ``pairs`` also
+    these. Every rank runs its share of the samples; the first one writes, the others return nothing."""
     skeleton = Skeleton.of(source, dtype=torch.float32)
     found = reverse_model(
         skeleton,
@@ -35,6 +35,7 @@ def collect_outputs(
         spill=output.paths.partial,
         modules=linear_modules,
         of_ranks=(ranks.rank, ranks.world),
+        pairs=pairs,
     )
     shown = machine.progress and ranks.rank == 0
     with counting_bar(len(skeleton.blocks), "layers", shown=shown, title="backwards") as advance:
@@ -46,5 +47,5 @@ def collect_outputs(
 
         if ranks.rank != 0:
             deque(counted(), maxlen=0)
-            return None
+            return {}
         return write_outputs(output.paths.growing, counted(), skeleton.origins)

@@ -25,9 +25,10 @@ from ptqpipe.calibration.collect import Collector, find_attention, sums_of_layer
 from ptqpipe.calibration.data import HELD_SHARE, Samples, load_samples, tokens_digest
 from ptqpipe.calibration.likeness import Likeness, left_out, likeness_of, lines_of
 from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
+from ptqpipe.calibration.pairs import nbytes as pairs_bytes
 from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.skeleton import Skeleton
-from ptqpipe.calibration.store import BlockRecord, digest_of, write_block
+from ptqpipe.calibration.store import OUTPUTS, BlockRecord, digest_of, pairs_of, write_block
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, check_place, name_of, resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.machine import BASE_BYTES, Machine, Ranks, compute_threads, counting_bar, peak_bytes, threads
@@ -38,8 +39,8 @@ from ptqpipe.source import Source
 from ptqpipe.stages.calibrate.outputs import collect_outputs, learned_from
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
 
-MOMENTS = ("diagonal", "block", "full", "kl")
-HEAD, OUTPUTS = "head", "outputs"
+MOMENTS = ("diagonal", "block", "full", "kl", "pairs")
+HEAD = "head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class CalibrateOptions:
     holdout  further windows whose moments are kept apart, for judging; None: one for every eight samples, where the
              data have as many. They double the moments, in memory and on disk
     moments  of MOMENTS; the diagonal is always there. "kl": the gradients at outputs, by a run backwards, from which
-             `plan` estimates the KL divergence
+             `plan` estimates the KL divergence. "pairs": inputs of some tokens and gradients at them, too, by the same
+             run, from which `transform --learn` learns rotations
     dtype    what the model computes in: float32, float64, bfloat16, float16, or auto for the checkpoint's own
     """
 
@@ -123,9 +125,11 @@ def calibrate(
             if log is not None and ranks.rank == 0:
                 described = _described(samples, skeleton, options, collecting)
                 log(with_note(f"{name_of(path)} on {described}", config, images=samples.shown))
-            if "kl" in options.moments and OUTPUTS not in output.done:
-                record = collect_outputs(source, samples, output, machine, ranks=ranks, seed=options.seed)
-                output.commit(OUTPUTS, record.to_json() if record is not None else {})
+            if _backwards(options) and OUTPUTS not in output.done:
+                pairs = "pairs" in options.moments
+                made = collect_outputs(source, samples, output, machine, ranks=ranks, seed=options.seed, pairs=pairs)
+                for name, part in made.items() if ranks.rank == 0 else [(OUTPUTS, None)]:  # the outputs are the last
+                    output.commit(name, part.to_json() if part is not None else {})
             with _open_runner(skeleton, samples, output, collecting, machine) as runner:
                 found = run_blocks(runner, output, collecting, samples, shown=machine.progress)
             if ranks.rank != 0:
@@ -153,8 +157,18 @@ def _check_shared(samples: Samples, options: CalibrateOptions, ranks: Ranks) -> 
     """UsageError for samples that these processes cannot share."""
     if ranks.world > options.samples:
         raise UsageError(f"{ranks.world} processes for {options.samples} samples; start fewer, or raise --samples")
-    if "kl" in options.moments and samples.images:
-        raise UsageError("--moments kl does not go with rows with images; leave kl out, or give rows of text")
+    backwards = _backwards(options)
+    if backwards and samples.images:
+        raise UsageError(
+            f"--moments {backwards[0]} does not go with rows with images; leave it out, or give rows of text"
+        )
+    if "pairs" in options.moments and ranks.world > 1:
+        raise UsageError(f"--moments pairs does not go with {ranks.world} processes; start one, without torchrun")
+
+
+def _backwards(options: CalibrateOptions) -> list[str]:
+    """The kinds that are asked for of those that run the model backwards."""
+    return [kind for kind in ("kl", "pairs") if kind in options.moments]
 
 
 def _no_held_out(samples: Samples, options: CalibrateOptions) -> str:
@@ -218,13 +232,15 @@ def _sum_bytes(skeleton: Skeleton, collecting: Collecting) -> list[int]:
 
 
 def _described(samples: Samples, skeleton: Skeleton, options: CalibrateOptions, collecting: Collecting) -> str:
-    """The header: which samples, how much there is to run, and what the statistics take. They are stored in float32."""
+    """The header: which samples, how much there is to run, and what statistics take. Moments are stored in float32."""
     (count, seqlen), held_out, sums = samples.windows.shape, len(samples.held_out), _sum_bytes(skeleton, collecting)
+    blocks = skeleton.blocks if "pairs" in options.moments else ()
+    pairs = [pairs_bytes(name, module, skeleton.origins) for name, module in blocks]
     return (
         f"{count} samples of {seqlen} tokens, {held_out} more held out (of {samples.candidates} windows, seed "
         f"{options.seed})\n{(count + held_out) * seqlen:,} tokens through {len(skeleton.blocks)} layers in "
-        f"{options.dtype}\nmoments {', '.join(_kinds(options))}: at most {disk_size(sum(sums) / 2)} on disk, "
-        f"{memory_size(max(sums))} in memory"
+        f"{options.dtype}\nmoments {', '.join(_kinds(options))}: at most {disk_size(sum(sums) / 2 + sum(pairs))} on "
+        f"disk, {memory_size(max([*sums, *pairs]))} in memory"
     )
 
 
@@ -236,7 +252,8 @@ def _content(
     source: Source, samples: Samples, options: CalibrateOptions, output: BlockFolder, skeleton: Skeleton, *, world: int
 ) -> dict[str, Any]:
     """stats.json. ``world``: how many processes shared the samples."""
-    every = (*(name for name, _ in (*skeleton.blocks, *skeleton.mtp)), HEAD, OUTPUTS)
+    names = [name for name, _ in (*skeleton.blocks, *skeleton.mtp)]
+    every = (*names, HEAD, OUTPUTS, *map(pairs_of, names))
     units = [name for name in every if output.done.get(name)]
     blocks = {name: output.done[name] for name in units}
     return {

@@ -217,7 +217,7 @@ def _open_statistics(
     if needing is None:
         return None
     if stats is None:
-        moments = " --moments full,kl" if learn else ""
+        moments = " --moments diagonal,pairs" if learn else ""
         raise UsageError(
             f"{needing} needs --stats; make them with: ptqpipe calibrate {source.reader.path} --data TEXT{moments} "
             "-o STATS"

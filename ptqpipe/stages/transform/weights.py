@@ -135,10 +135,10 @@ def make_problem(
     full = searched and len(groups) * columns.numel() ** 2 <= FULL_ELEMENTS
     for group in groups:
         members = [consumer for consumer in quantized if consumer.group == group]
-        inputs += [inputs_of(member, statistics, columns, full=False, block=False) for member in members]
+        inputs += [_inputs(member, statistics, columns, full=False, block=False) for member in members]
         if searched:
             rows = torch.cat([weights.sample(member, SAMPLE_ELEMENTS // len(quantized)) for member in members])
-            consumers.append(Consumer(rows, inputs_of(members[0], statistics, columns, full=full, block=True)))
+            consumers.append(Consumer(rows, _inputs(members[0], statistics, columns, full=full, block=True)))
     return Problem(
         edge.id,
         edge.channels,
@@ -149,7 +149,7 @@ def make_problem(
     )
 
 
-def inputs_of(
+def _inputs(
     consumer: Matrix, statistics: Statistics, columns: torch.Tensor, *, full: bool, block: bool
 ) -> InputStatistics:
     """Statistics of a consumer's inputs after all changes so far; ``full`` and ``block``: which moments may be read."""
