@@ -7,7 +7,7 @@ they are not quantized.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +16,17 @@ from ptqpipe.calibration.collect import find_slots
 from ptqpipe.calibration.experts import is_stacked
 
 PAIRS = 8192  # tokens of which pairs are kept
+LEAST, NUMBERS = 256, 1 << 30  # fewer where all of a model would have more numbers, but not below the least
 _SEED = 20240526
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """x and h, both bfloat16 [tokens, K]."""
 
 
-def places_of(tokens: int) -> torch.Tensor:
-    """int64 [PAIRS or fewer]: of so many tokens in a row those that are kept, one drawn from each of equal runs: all
+def places_of(tokens: int, most: int) -> torch.Tensor:
+    """int64 [``most`` or fewer]: of so many tokens in a row those that are kept, one drawn from each of equal runs: all
     samples, and all places in them, have their share."""
-    count = min(tokens, PAIRS)
+    count = min(tokens, most)
     within = torch.rand(count, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
     return ((torch.arange(count) + within) * tokens / max(1, count)).long()
 
@@ -43,22 +44,36 @@ def watched_modules(name: str, module: torch.nn.Module, origins: Mapping[str, tu
     return found
 
 
-def nbytes(name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]]) -> int:
-    """What the pairs of a block take at their peak, when the parts of all batches are joined; less where layers share
-    an input."""
+def most_tokens(blocks: Sequence[tuple[str, torch.nn.Module]], origins: Mapping[str, tuple[str, ...]]) -> int:
+    """Of how many tokens a model's pairs are kept; layers that share an input count as if they did not."""
+    columns = sum(sum(_columns(name, module, origins)) for name, module in blocks)
+    return max(LEAST, min(PAIRS, NUMBERS // max(1, 2 * columns)))
+
+
+def nbytes(name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]], most: int) -> int:
+    """What the pairs of a block, of ``most`` tokens, take at their peak, when the parts of all batches are joined; less
+    where layers share an input."""
+    columns = _columns(name, module, origins)
+    return (sum(columns) + max(columns, default=0)) * most * 2 * 2
+
+
+def _columns(name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]]) -> list[int]:
+    """Of the input of each module that is watched."""
     slots = {slot.id: slot.columns for slot in find_slots(name, module, origins)}
-    paths = watched_modules(name, module, origins)
-    columns = [slots.get(f"{name}.{path}") or slots[f"{name}.{path}[0].up"] for path in paths]
-    return sum(columns) * PAIRS * 2 * 2 + max(columns, default=0) * PAIRS * 2 * 2
+    return [
+        slots.get(f"{name}.{path}") or slots[f"{name}.{path}[0].up"] for path in watched_modules(name, module, origins)
+    ]
 
 
 class PairCollector:
     """The pairs of one block, batch by batch."""
 
-    def __init__(self, name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]], tokens: int) -> None:
-        """``tokens``: of all batches together."""
+    def __init__(
+        self, name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]], *, tokens: int, most: int
+    ) -> None:
+        """``tokens``: of all batches together, of which ``most`` are kept."""
         self._module, self._names = module, watched_modules(name, module, origins)
-        self._places, self._begun = places_of(tokens), 0
+        self._places, self._begun = places_of(tokens, most), 0
         self._found: dict[str, list[Pair]] = {}
 
     @contextlib.contextmanager

@@ -30,7 +30,7 @@ from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.merge import merge_added
 from ptqpipe.calibration.moments import symmetric
-from ptqpipe.calibration.pairs import Pair, PairCollector, nbytes as pair_bytes
+from ptqpipe.calibration.pairs import Pair, PairCollector, most_tokens, nbytes as pair_bytes
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
@@ -109,7 +109,7 @@ def reverse(
     step: int = 1,
     at_head: Callable[[], None] = lambda: None,
     of_ranks: tuple[int, int] = (0, 1),
-    pairs: bool = False,
+    pairs: int = 0,
 ) -> Iterator[tuple[str, Gradients]]:
     """(name of a block, its gradients), the last block first. Uses the runner up.
 
@@ -121,7 +121,7 @@ def reverse(
     at_head  called once, with the head's weights loaded, while the runner has what the last block returned
     of_ranks  (rank, world) of this process among those that share the windows: window i of the runner is number
               rank + i * world of all; every process gets the gradients of all windows
-    pairs     whether to keep pairs, too; of this process's windows alone
+    pairs    of how many tokens to keep pairs, too; of this process's windows alone
 
     NumericsError for hidden states or gradients that are not finite.
     """
@@ -152,7 +152,8 @@ def reverse(
             with runner.loaded(before) as block, torch.no_grad():
                 keep(before + 1, _after(block, entering[before]))
         with runner.loaded(index) as block:
-            collector = PairCollector(block.name, block.module, block.origins, runner.tokens) if pairs else None
+            known = (block.name, block.module, block.origins)
+            collector = PairCollector(*known, tokens=runner.tokens, most=pairs) if pairs else None
             sums = _through(block, modules(block), entering[index], gradients, collector)
             merge_added(sums, world=world)
             means = {name: of.means() for name, of in sums.items() if of.total > 0}
@@ -179,14 +180,14 @@ def reverse_model(
 
     memory_bytes  what weights of a block, hidden states and sums may take together
     at_head       as `reverse` calls it; of the runner
-    pairs         as `reverse` keeps them
+    pairs         whether to keep them, of `most_tokens`
     """
     share = slice(of_ranks[0], None, of_ranks[1])
     windows, held_out = samples.windows[share], samples.held_out[share]
     count, tokens = len(skeleton.blocks), windows.numel() + held_out.numel()
+    kept = most_tokens(skeleton.blocks, skeleton.origins) if pairs else 0
     memory_bytes -= max(
-        nbytes(_widths(module)) + (pair_bytes(name, module, skeleton.origins) if pairs else 0)
-        for name, module in skeleton.blocks
+        nbytes(_widths(module)) + pair_bytes(name, module, skeleton.origins, kept) for name, module in skeleton.blocks
     )
     step = 1 if skeleton.has_room(tokens, memory_bytes, streams(count, 1)) else least_step(count)
     runner = Runner.open(
@@ -214,7 +215,7 @@ def reverse_model(
             step=step,
             at_head=partial(at_head, runner),
             of_ranks=of_ranks,
-            pairs=pairs,
+            pairs=kept,
         )
 
 

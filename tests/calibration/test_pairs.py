@@ -91,7 +91,7 @@ def test_they_are_inputs_and_the_sum_of_what_their_layers_pass_back(
     windows = load_samples([str(text)], path, samples=ROWS, seqlen=TOKENS, seed=0, holdout=0).windows
     experts = f"{BLOCK[kind]}.mlp.experts" if kind == "mixtral" else None
     model, seen = whole_model(path, windows, experts)
-    kept = places_of(windows.numel())
+    kept = places_of(windows.numel(), 2048)
     with Statistics.open(tmp_path / "stats") as opened:
         assert opened.content["settings"]["moments"] == ["diagonal", "pairs"]
         names = [f"{BLOCK[kind]}.{name}" for name in SHARED[kind]]
@@ -113,10 +113,10 @@ def test_they_are_inputs_and_the_sum_of_what_their_layers_pass_back(
 
 
 def test_kept_tokens_are_one_of_every_few_and_not_always_the_same_of_them() -> None:
-    found = places_of(8 * PAIRS)
+    found = places_of(8 * PAIRS, PAIRS)
     assert torch.equal(found // 8, torch.arange(PAIRS))
     assert set((found % 8).tolist()) == set(range(8))
-    assert torch.equal(places_of(100), torch.arange(100))
+    assert torch.equal(places_of(100, PAIRS), torch.arange(100))
 
 
 def test_a_run_that_was_stopped_behind_the_reverse_pass_goes_on_to_the_same_bytes(
@@ -146,7 +146,7 @@ def test_several_processes_are_one_clear_line(text: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-def test_what_they_take_at_most_is_what_is_kept_of_every_input(text: Path, tmp_path: Path) -> None:
+def test_what_they_take_at_most_is_what_is_kept_of_every_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer: q, k, v, gate and up with inputs counted each, and the largest input once more while its parts are
     joined."""
     from ptqpipe.calibration.skeleton import Skeleton
@@ -159,4 +159,8 @@ def test_what_they_take_at_most_is_what_is_kept_of_every_input(text: Path, tmp_p
         config = skeleton.model.config
         columns = 5 * config.hidden_size + config.num_attention_heads * config.head_dim + config.intermediate_size
         largest = max(config.hidden_size, config.num_attention_heads * config.head_dim, config.intermediate_size)
-        assert pairs.nbytes(name, module, skeleton.origins) == (columns + largest) * PAIRS * 2 * 2
+        assert pairs.nbytes(name, module, skeleton.origins, 7) == (columns + largest) * 7 * 2 * 2
+        every = 2 * columns * len(skeleton.blocks)
+        for numbers, tokens in ((1, 256), (300 * every + 1, 300), (1 << 60, PAIRS)):
+            monkeypatch.setattr(pairs, "NUMBERS", numbers)
+            assert pairs.most_tokens(skeleton.blocks, skeleton.origins) == tokens

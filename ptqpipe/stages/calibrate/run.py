@@ -25,7 +25,7 @@ from ptqpipe.calibration.collect import Collector, find_attention, sums_of_layer
 from ptqpipe.calibration.data import HELD_SHARE, Samples, load_samples, tokens_digest
 from ptqpipe.calibration.likeness import Likeness, left_out, likeness_of, lines_of
 from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
-from ptqpipe.calibration.pairs import nbytes as pairs_bytes
+from ptqpipe.calibration.pairs import most_tokens, nbytes as pairs_bytes
 from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import OUTPUTS, BlockRecord, digest_of, pairs_of, write_block
@@ -235,7 +235,8 @@ def _described(samples: Samples, skeleton: Skeleton, options: CalibrateOptions, 
     """The header: which samples, how much there is to run, and what statistics take. Moments are stored in float32."""
     (count, seqlen), held_out, sums = samples.windows.shape, len(samples.held_out), _sum_bytes(skeleton, collecting)
     blocks = skeleton.blocks if "pairs" in options.moments else ()
-    pairs = [pairs_bytes(name, module, skeleton.origins) for name, module in blocks]
+    most = most_tokens(blocks, skeleton.origins)
+    pairs = [pairs_bytes(name, module, skeleton.origins, most) for name, module in blocks]
     return (
         f"{count} samples of {seqlen} tokens, {held_out} more held out (of {samples.candidates} windows, seed "
         f"{options.seed})\n{(count + held_out) * seqlen:,} tokens through {len(skeleton.blocks)} layers in "
