@@ -22,7 +22,7 @@ LINE = 80  # columns
 PACKAGES: dict[str, tuple[str, ...]] = {
     "containers": (),
     "search": ("least", "objective", "proof"),
-    "transforms": ("find_structure", "folding", "problem", "structure"),
+    "transforms": ("find_structure", "folding", "learn_rotations", "problem", "structure"),
 }
 
 _COLUMNS = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TRT", "transformers": "HF"}
