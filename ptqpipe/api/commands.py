@@ -40,6 +40,7 @@ from ptqpipe.stages.calibrate import run as calibrate_stage, text as calibrate_t
 from ptqpipe.stages.convert import run as convert_stage
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.text import converted_text, missing_config
+from ptqpipe.stages.generate import GenerateOptions
 from ptqpipe.stages.pipeline import text as pipeline_text
 from ptqpipe.stages.pipeline.call import check_alone, container_of_all, for_reader, formats_for
 from ptqpipe.stages.pipeline.run import Made, pipeline
@@ -205,13 +206,10 @@ def calibrate(model: str | Path, data: Data, out: str | Path, **options: Any) ->
     return finished("calibrate", done, calibrate_text.render, facts)
 
 
-_OWN_TEXT = {
-    "samples": (int, 128), "seqlen": (int | None, None), "seed": (int, 0), "dtype": (str, "float32"),
-    "overwrite": (bool, False),
-}  # fmt: skip
+_OWN_TEXT = keywords_of(GenerateOptions, "temperature", "length", "prompts")
 
 
-@command(_OWN_TEXT, run_keywords(COMPUTING), DEVICE)
+@command(_OWN_TEXT, {"overwrite": (bool, False)}, run_keywords(COMPUTING), DEVICE)
 def generate(
     model: str | Path,
     out: str | Path,
@@ -238,7 +236,10 @@ def generate(
     own["length"] = tuple(length) if isinstance(length, Iterable) else (length,)
     machine = machine_of(options, memory=COMPUTING, waits=False)
     with data_names(prompts) as names:
-        done = generate_stage.generate(model, Path(out), prompts=names, machine=machine, **own)
+        asked = GenerateOptions(**own, prompts=tuple(names))
+        done = generate_stage.generate(
+            model, Path(out), options=asked, overwrite=options.get("overwrite", False), machine=machine
+        )
     content = done.content
     facts = {"windows": f"{content['samples']} of {content['seqlen']} tokens", "held out": str(content["held_out"])}
     return finished("generate", done, lambda done: f"{done.out}: {facts}", facts)

@@ -137,19 +137,9 @@ def generate(given: Given) -> None:
 
     machine = given.machine(given.device, waits=False)
     done = stage.generate(
-        given.model,
-        given.out,
-        samples=given.samples,
-        seqlen=given.seqlen,
-        seed=given.seed,
-        temperature=given.temperature,
-        length=given.length,
-        prompts=given.prompts,
-        dtype=given.dtype,
-        overwrite=given.overwrite,
-        machine=machine,
+        given.model, given.out, options=given.into(stage.GenerateOptions), overwrite=given.overwrite, machine=machine,
         log=given.log,
-    )
+    )  # fmt: skip
     samples, held_out, seqlen = (done.content[name] for name in ("samples", "held_out", "seqlen"))
     given.show(
         f"{done.out}: {samples} windows of {seqlen} tokens and {held_out} more to hold out, in {done.seconds:.1f} s"

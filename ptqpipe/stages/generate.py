@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -20,27 +21,37 @@ HOTTEST = 2.0
 TOKEN_BYTES = 8  # of a token and its comma in the file, at most, but for vocabularies of millions
 
 
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """Which text a model writes.
+
+    samples  what `calibrate` will be asked for: one window more for every eight is written, which it holds out
+    seqlen   None: 2048, or the positions of the model where they are fewer
+    temperature, length  windows take turns in them; several texts of so many tokens fill one (`Texts`)
+    prompts  files, or data sets by name, with rows that texts begin with: of each at most half of a text
+    dtype    what the model computes in, as `calibrate` has it
+    """
+
+    samples: int = 128
+    seqlen: int | None = None
+    seed: int = 0
+    temperature: tuple[float, ...] = (1.0,)
+    length: tuple[int, ...] = ()
+    prompts: tuple[str, ...] = ()
+    dtype: str = "float32"
+
+
 def generate(
     model: str | Path,
     out: Path,
     *,
-    samples: int = 128,
-    seqlen: int | None = None,
-    seed: int = 0,
-    temperature: Sequence[float] = (1.0,),
-    length: Sequence[int] = (),
-    prompts: Sequence[str] = (),
-    dtype: str = "float32",
+    options: GenerateOptions,
     overwrite: bool = False,
     machine: Machine | None = None,
     log: Callable[[str], None] | None = None,
 ) -> Finished:
     """Writes ``out``, one {"input_ids": [...]} a line; the content says how many. The whole model is loaded.
 
-    samples  what `calibrate` will be asked for: one window more for every eight is written, which it holds out
-    seqlen   None: 2048, or the positions of the model where they are fewer
-    temperature, length  windows take turns in them; several texts of so many tokens fill one (`Texts`)
-    prompts  files, or data sets by name, with rows that texts begin with: of each at most half of a text
     machine  its workers are the most threads; a small model uses fewer
     log      called with a line when everything has been checked and the model is about to be loaded
 
@@ -51,33 +62,32 @@ def generate(
     machine = machine or Machine(compute_threads())
     path = resolve_source(str(model))
     config = read_config(path)
-    if seqlen is None:
-        seqlen = default_length(config)
+    samples, seqlen = options.samples, default_length(config) if options.seqlen is None else options.seqlen
     held_out = samples // HELD_SHARE
     count = samples + held_out
     check_windows(config, samples=samples, seqlen=seqlen)
-    _check_texts(temperature, length, seqlen)
-    check_seed(seed)
-    dtype_of(dtype, config)
+    _check_texts(options, seqlen)
+    check_seed(options.seed)
+    dtype_of(options.dtype, config)
     check_device(str(machine.device))
     check_file(out, nbytes=count * (seqlen * TOKEN_BYTES + 20))
     if out.suffix != ".jsonl":  # calibrate goes by the ending, and would take rows of tokens for words
         raise UsageError(f"-o {out} does not end in .jsonl, which says that it holds rows; give {out.stem}.jsonl")
     if out.exists() and not overwrite:
         raise OutputExists(f"{out} exists; --overwrite replaces it, or give another -o")
-    texts = Texts(tuple(temperature), tuple(length), _begins(prompts, path))
+    texts = Texts(options.temperature, options.length, _begins(options.prompts, path))
     if log is not None:
         header = f"{model} writes {samples} windows of {seqlen} tokens and {held_out} to hold out; it is loaded first"
         log(with_note(header, config))
     begin = getattr(config.get_text_config(), "bos_token_id", None)
-    loaded = load_model(path, dtype=dtype, device=str(machine.device))
+    loaded = load_model(path, dtype=options.dtype, device=str(machine.device))
     most = threads_for(loaded, samples=count, seqlen=seqlen, most=machine.workers)
     with counting_bar(count * seqlen, "tokens", shown=machine.progress) as advance, threads(most):
         windows = windows_of(
             loaded,
             samples=count,
             seqlen=seqlen,
-            seed=seed,
+            seed=options.seed,
             begin=begin if isinstance(begin, int) else None,
             texts=texts,
             on_tokens=lambda tokens: advance(tokens, ""),
@@ -87,12 +97,12 @@ def generate(
     return Finished(out, content, time.monotonic() - begun, peak_bytes())
 
 
-def _check_texts(temperature: Sequence[float], length: Sequence[int], seqlen: int) -> None:
+def _check_texts(options: GenerateOptions, seqlen: int) -> None:
     """UsageError for temperatures and lengths that no text has."""
-    for heat in temperature or (0.0,):
+    for heat in options.temperature or (0.0,):
         if not 0.0 < heat <= HOTTEST:
             raise UsageError(f"--temperature {heat:g}: expected a number above 0, at most {HOTTEST:g}")
-    for tokens in length:
+    for tokens in options.length:
         if not 2 <= tokens <= seqlen:
             raise UsageError(f"--length {tokens}: expected 2 or more, and at most the {seqlen} tokens of a window")
 

@@ -21,7 +21,7 @@ from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.check import check_load
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.evaluate.run import Options, evaluate
-from ptqpipe.stages.generate import generate
+from ptqpipe.stages.generate import GenerateOptions, generate
 from ptqpipe.stages.serve.checks import check_checkpoint
 from ptqpipe.stages.serve.tower import Tower
 from ptqpipe.stages.transform.plan import TransformOptions
@@ -92,7 +92,8 @@ def test_calibrated_converted_evaluated_and_served(
     assert verify(out.out, source=model, statistics=stats, workers=1).ok
     result = evaluate(str(out.out), source=str(model), options=Options(data=(str(data),), seqlen=16), log=said.append)
     assert 0 < result["kl"][0]["mean"] < 0.3
-    assert generate(model, tmp_path / "own.jsonl", samples=2, seqlen=16, log=said.append).content["samples"] == 2
+    written = generate(model, tmp_path / "own.jsonl", options=GenerateOptions(samples=2, seqlen=16), log=said.append)
+    assert written.content["samples"] == 2
     assert [NOTE in line for line in said] == [True] * 3
     check_checkpoint(str(out.out), tp=1, packed=True)
     oracle, prompts = load(out.out, dtype="float32"), [(5, 6, 7, 8), tuple(range(9, 39))]

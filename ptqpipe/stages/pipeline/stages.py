@@ -26,7 +26,7 @@ from ptqpipe.stages.convert import run as conversion
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.evaluate import run as evaluation
 from ptqpipe.stages.evaluate.text import write as write_evaluation
-from ptqpipe.stages.generate import generate
+from ptqpipe.stages.generate import GenerateOptions, generate
 from ptqpipe.stages.pipeline import call
 from ptqpipe.stages.pipeline.room import Disk, disk_of, memory_of, memory_text
 from ptqpipe.stages.pipeline.table import Way, words_of
@@ -184,7 +184,8 @@ class Pipeline:
     def _generate(self) -> None:
         if not self._own_text.exists():
             count, _ = call.own_share(self.work.data, self.work.samples)
-            generate(self.path, self._own_text, **self.windows() | {"samples": count}, machine=self.computing)
+            options = GenerateOptions(**self.windows() | {"samples": count})
+            generate(self.path, self._own_text, options=options, machine=self.computing)
         self.texts.append(f"{self._own_text}={self._own_weight!r}" if self.texts else str(self._own_text))
 
     def _calibrate(self) -> None:

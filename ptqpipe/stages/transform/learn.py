@@ -18,10 +18,8 @@ from ptqpipe.stages.transform.weights import Weights, input_quantizer
 from ptqpipe.statistics import Statistics, of_all_experts
 from ptqpipe.transforms import STREAM, Edge, Learned, Matrix, Norm, Reader, Rounding, Structure, learn, turns
 
-LEAST, ELEMENTS = (
-    256,
-    1 << 29,
-)  # tokens are left out where all pairs together would have more numbers, down to the least
+ELEMENTS = 1 << 29  # numbers of all pairs together: of more, tokens are left out
+LEAST = 256  # tokens that stay whatever they take
 COARSE = 0.09  # the floor of local steps of E2M1: its lowest step, 0.5 / 6 of the maximum, against those of E4M3
 
 
