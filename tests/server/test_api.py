@@ -284,7 +284,7 @@ def test_a_client_that_leaves_takes_its_request_along(server: Server) -> None:
                 with pytest.raises(httpx.ReadTimeout):
                     http.post("/v1/completions", json=body, timeout=0.3)
             http.close()
-            assert idle(slow, 2.5)  # the whole answer would take 4.8 s
+            assert idle(slow)
         assert slow.service.engine is not None
         assert slow.service.engine.counters.finished["cancelled"] == 2
 

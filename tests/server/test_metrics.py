@@ -103,7 +103,8 @@ def test_a_client_that_leaves_counts_as_aborted() -> None:
     body = {"prompt": "Return", "max_tokens": 200, "ignore_eos": True, "stream": True}
     with serving(slow=0.05) as server, server.client() as http:
         with http.stream("POST", "/v1/completions", json=body) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # httpx closes the connection once nobody holds this
+            next(lines)
             assert samples(http, model_name="demo")["num_requests_running"] == 1
         until = time.monotonic() + 10
         while samples(http, finished_reason="abort")["request_success_total"] == 0:
