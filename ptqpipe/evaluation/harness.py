@@ -10,6 +10,7 @@ import io
 import json
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -98,7 +99,6 @@ def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, progress: boo
     check_tasks(request)
     from datasets.exceptions import DatasetsError
     from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
 
     manager = _manager(request)
     specs = [_local_config(n, request.task_data) if n in _local_names() else n for n in request.names]
@@ -109,7 +109,7 @@ def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, progress: boo
             raise UsageError(
                 f"the tasks {', '.join(request.names)} cannot be loaded: {first_line(error)}; local_ tasks need no hub"
             ) from None
-        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=request.batch_size)
+        lm = _language_model()(pretrained=model, tokenizer=tokenizer, batch_size=request.batch_size)
         with _without_git(), _in_one_process():
             found = simple_evaluate(
                 model=lm,
@@ -119,7 +119,36 @@ def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, progress: boo
                 bootstrap_iters=RESAMPLES,
                 log_samples=True,
             )
+    if lm.cut:
+        warnings.warn(
+            f"{lm.cut} requests of the tasks are longer than the {lm.max_length} tokens that the model takes: their "
+            "beginnings are cut off, as lm-eval does",
+            stacklevel=2,
+        )
     return [metric for name, task in tasks.items() for metric in _metrics(name, task, found)]
+
+
+@cache
+def _language_model() -> Any:
+    """lm-eval's class for Hugging Face models. It looks at lengths before the model runs: UsageError for an answer that
+    is longer than what the model takes, which lm-eval asserts; ``cut`` counts requests whose beginning it cuts off."""
+    from lm_eval.models.huggingface import HFLM
+
+    class LanguageModel(HFLM):  # type: ignore[misc]
+        cut = 0
+
+        def _loglikelihood_tokens(self, requests: list[Any], *rest: Any, **named: Any) -> Any:
+            longest = max((len(answer) for _, _, answer in requests), default=0)
+            if longest > self.max_length:
+                raise UsageError(
+                    f"a task has an answer of {longest} tokens, and the model takes {self.max_length}; leave that task "
+                    "out, or its later samples with --limit"
+                )
+            room = self.max_length + 1  # the last token is not read
+            self.cut += sum(len(question) + len(answer) > room for _, question, answer in requests)
+            return super()._loglikelihood_tokens(requests, *rest, **named)
+
+    return LanguageModel
 
 
 def compare(metric: TaskMetric, baseline: TaskMetric, *, resamples: int = RESAMPLES, seed: int = SEED) -> Comparison:

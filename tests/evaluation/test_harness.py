@@ -133,6 +133,26 @@ def test_perplexity_is_that_of_lm_eval(model: Any, tokenizer: Any) -> None:
     assert -float(ours.nll.double().sum()) == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.filterwarnings("error")
+def test_answers_longer_than_the_context_are_refused_and_cut_questions_told(
+    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.config, "max_position_embeddings", 24)
+    query, short, long = "def " * 30, "return", "return " * 40
+    counts = [len(tokenizer(" " + choice.strip())["input_ids"]) for choice in (short, long)]
+    assert counts[0] < 24 < counts[1]
+    for choice in (short, long):
+        row = {"query": query, "choices": [choice, "x"], "gold": 0}
+        (tmp_path / "piqa.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"query": "a"}) + "\n")
+        request = TaskRequest(("local_piqa",), task_data=tmp_path)
+        if choice == long:
+            with pytest.raises(UsageError, match=r"an answer of \d+ tokens, and the model takes 24; leave"):
+                run_tasks(model, tokenizer, request)
+        else:
+            with pytest.warns(UserWarning, match="^2 requests of the tasks are longer than the 24 tokens"):
+                run_tasks(model, tokenizer, request)
+
+
 def test_limit_takes_the_first_samples(model: Any, tokenizer: Any, data: Path) -> None:
     found = run_tasks(model, tokenizer, TaskRequest(("local_piqa",), task_data=data, limit=1))
     assert [metric.samples for metric in found] == [1, 1]
