@@ -23,12 +23,18 @@ class Leader:
     """Rank 0's runner: the same as a `ModelRunner`, on all ranks of ``group`` at once.
 
     watch  what runs each message to the others, which waits until they take it
+    lost   makes the message of a failed operation's reason: who knows which rank has ended can say so
     """
 
     def __init__(
-        self, runner: ModelRunner, group: dist.ProcessGroup | None = None, *, watch: RunCollective | None = None
+        self,
+        runner: ModelRunner,
+        group: dist.ProcessGroup | None = None,
+        *,
+        watch: RunCollective | None = None,
+        lost: Callable[[str], str] = "a rank does not answer: {}".format,
     ) -> None:
-        self._runner, self._group, self._watch = runner, group, watch
+        self._runner, self._group, self._watch, self._lost = runner, group, watch, lost
         self.blocks, self.block_size = runner.blocks, runner.block_size
         self.max_seqs, self.state_bytes = runner.max_seqs, runner.state_bytes
 
@@ -40,14 +46,14 @@ class Leader:
             self._send(packed)
             return self._runner.run(batch)
         except RuntimeError as error:
-            raise PtqError(f"a rank does not answer: {one_line(str(error), limit=300)}") from error
+            raise PtqError(self._lost(one_line(str(error), limit=300))) from error
 
     def beat(self) -> None:
         """Lets the others know that the leader lives. PtqError when one does not."""
         try:
             self._broadcast_word(_BEAT)
         except RuntimeError as error:
-            raise PtqError(f"a rank does not answer: {one_line(str(error), limit=300)}") from error
+            raise PtqError(self._lost(one_line(str(error), limit=300))) from error
 
     def close(self) -> None:
         """Ends the others. Those that have ended already are ignored."""

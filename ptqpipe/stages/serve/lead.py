@@ -79,7 +79,7 @@ class Lead:
         with LoadingBar(self.log) as bar, watched(lambda done, total: self._loading(bar, done, total)):
             runner = _runner(options, ranks.place, self.context, self.all_reduce, watchdog)
         if ranks.place.size > 1:
-            self.leader = Leader(runner, watch=watchdog)
+            self.leader = Leader(runner, watch=watchdog, lost=ranks.lost)
         engine = _engine(options, runner, self.leader or runner, self.tokenizer, self.context)
         if not isinstance(self.processor, str):
             engine.see = Tower(Path(options.ckpt), runner.dtype, str(runner.model.device), self.log).see

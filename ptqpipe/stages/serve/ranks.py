@@ -24,6 +24,7 @@ from ptqpipe.stages.serve.watchdog import LOOK_S, STOPPED_S, Stopped
 
 TIMEOUT = timedelta(minutes=10)  # of one collective; ranks load at different speeds
 _GRACE_S = 5.0
+_LOST_S = 2.0  # from a connection that closes to the end of its process
 _CACHE_PART = 4  # of the memory that is free after loading, one part is the cache's
 
 
@@ -155,17 +156,35 @@ class OtherRanks:
     def _watch(self, failed: Callable[[str], None]) -> None:
         stopped = Stopped()
         while not self._closing:
-            for rank, process in self.processes.items():
-                how, code = "", process.poll()
-                if code is not None:
-                    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-                elif stopped.look(process.pid):
-                    how = f"has been stopped for {STOPPED_S:g} s"
-                if how and not self._closing:
-                    self.broken = True
-                    failed(f"rank {rank} (process {process.pid}) {how}; the service cannot go on without it")
-                    return
+            fault = self._fault(stopped)
+            if fault and not self._closing:
+                self.broken = True
+                failed(fault)
+                return
             time.sleep(LOOK_S)
+
+    def _fault(self, stopped: Stopped | None = None) -> str:
+        """Which rank has ended, or been stopped, and how; "" where none has."""
+        for rank, process in self.processes.items():
+            how, code = "", process.poll()
+            if code is not None:
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            elif stopped is not None and stopped.look(process.pid):
+                how = f"has been stopped for {STOPPED_S:g} s"
+            if how:
+                return f"rank {rank} (process {process.pid}) {how}; the service cannot go on without it"
+        return ""
+
+    def lost(self, reason: str) -> str:
+        """What a failed operation of the ranks comes from: the one that has ended, else ``reason``.
+
+        A rank's connections close a moment before the system tells that it has ended.
+        """
+        deadline = time.monotonic() + _LOST_S
+        while not (fault := self._fault()) and self.processes and time.monotonic() < deadline:
+            time.sleep(LOOK_S / 10)
+        self.broken |= bool(fault)
+        return fault or f"a rank does not answer: {reason}"
 
     def failing(self, failed: Callable[[str], None]) -> Callable[[str], None]:
         """``failed`` for whoever else finds that a rank does not work: the ranks are then killed, not waited for."""
