@@ -1,5 +1,6 @@
 """Claims about the supervisor of vLLM: what it starts, what it clears away. No vLLM needed: the child is a script."""
 
+import ctypes
 import mmap
 import os
 import re
@@ -25,7 +26,7 @@ from ptqpipe.stages.serve import vllm as stage
 from ptqpipe.stages.serve.vllm import Environment, VllmService, command, environment, find_environment
 
 FOUND = Environment(python="/env/bin/python", vllm="0.32.0", plugin=True, cpu=True)
-# A child that maps a segment, starts a grandchild that maps another and heeds no SIGTERM, and then ends as told.
+# A child that maps a segment, starts a grandchild that maps another and heeds no SIGTERM, and ends as told, when told.
 CHILD = """
 import mmap, os, signal, subprocess, sys, time
 def hold(name):
@@ -39,11 +40,20 @@ if sys.argv[1] == "worker":
 else:
     kept = hold(sys.argv[2])
     worker = subprocess.Popen([sys.executable, sys.argv[0], "worker", sys.argv[3]])
-    while not os.path.exists(f"/dev/shm/{sys.argv[3]}"):
+    while not os.path.exists(sys.argv[4]):
         time.sleep(0.01)
-    time.sleep(float(sys.argv[4]))
     os._exit(int(sys.argv[5]))
 """
+
+
+@pytest.fixture(autouse=True)
+def _orphans_are_again_those_of_init() -> Iterator[None]:
+    """A supervisor takes in the orphans of its descendants for as long as it runs; here that is this test's time.
+
+    Nobody would ask for the exit codes of those that later tests of this process leave, and they would stay zombies.
+    """
+    yield
+    ctypes.CDLL(None, use_errno=True).prctl(processes._PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 @pytest.fixture
@@ -66,10 +76,30 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def wait_for(condition: Callable[[], bool]) -> None:
     """Until it holds; a test that waits in vain fails."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def start(child: Path, names: tuple[str, str], code: int) -> ProcessTree:
+    """A tree whose child ends with ``code``, once it may (`supervise`)."""
+    command = [sys.executable, str(child), "child", *names, str(child.with_name("may end")), str(code)]
+    return ProcessTree.start(command, dict(os.environ))
+
+
+def supervise(tree: ProcessTree, child: Path, segments: set[str]) -> None:
+    """Until the child ends, which it may when these segments were seen: how long a look takes is no matter."""
+
+    def seen() -> bool:
+        tree.look()
+        return segments <= tree.segments
+
+    wait_for(seen)
+    child.with_name("may end").touch()
+    while tree.running():
+        tree.look()
+        tree.wait(0.05)
 
 
 def test_orphans_and_their_segments_are_cleared_and_nothing_else(child: Path, names: tuple[str, str]) -> None:
@@ -77,10 +107,8 @@ def test_orphans_and_their_segments_are_cleared_and_nothing_else(child: Path, na
     other = SHM / f"ptqpipe_test_{os.getpid()}_other"
     other.write_bytes(b"mine")
     try:
-        tree = ProcessTree.start([sys.executable, str(child), "child", *names, "0.5", "3"], dict(os.environ))
-        while tree.running():
-            tree.look()
-            tree.wait(0.05)
+        tree = start(child, names, 3)
+        supervise(tree, child, set(names))
         assert tree.code == 3
         orphans = tree.members()
         assert len(orphans) == 1
@@ -99,12 +127,10 @@ def test_orphans_and_their_segments_are_cleared_and_nothing_else(child: Path, na
 
 
 def test_a_segment_that_someone_else_maps_stays(child: Path, names: tuple[str, str]) -> None:
-    tree = ProcessTree.start([sys.executable, str(child), "child", *names, "0.5", "0"], dict(os.environ))
+    tree = start(child, names, 0)
     wait_for(lambda: (SHM / names[0]).exists() and (SHM / names[0]).stat().st_size == 4096)
     with open(SHM / names[0], "r+b") as file, mmap.mmap(file.fileno(), 4096):
-        while tree.running():
-            tree.look()
-            tree.wait(0.05)
+        supervise(tree, child, set(names))
         tree.clear()
         assert (SHM / names[0]).exists()
         assert not (SHM / names[1]).exists()
@@ -112,10 +138,8 @@ def test_a_segment_that_someone_else_maps_stays(child: Path, names: tuple[str, s
 
 def test_a_segment_that_was_there_before_stays(child: Path, names: tuple[str, str]) -> None:
     (SHM / names[0]).write_bytes(b"x" * 4096)
-    tree = ProcessTree.start([sys.executable, str(child), "child", *names, "0.3", "0"], dict(os.environ))
-    while tree.running():
-        tree.look()
-        tree.wait(0.05)
+    tree = start(child, names, 0)
+    supervise(tree, child, {names[1]})
     tree.clear()
     assert (SHM / names[0]).exists()
 
