@@ -88,7 +88,7 @@ def serving(
         yield Server(f"http://127.0.0.1:{socket.getsockname()[1]}", service)
     finally:
         service.stop()
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 
