@@ -31,7 +31,7 @@ SPECIAL = {"pipe": "a pipe", "zero": "a device", "urandom": "a device", "folder"
 
 @pytest.fixture(autouse=True)
 def _impatient() -> Iterator[None]:
-    """A reader that waits or swallows is stopped after 20 seconds, or at 4 GB more than there are now."""
+    """A reader that waits or swallows is stopped after 60 seconds, or at 4 GB more than there are now."""
 
     def stop(*_: object) -> None:
         raise AssertionError("it waited for ever")
@@ -39,7 +39,7 @@ def _impatient() -> Iterator[None]:
     held = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     before, limits = signal.signal(signal.SIGALRM, stop), resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (held + 4 * 2**30, limits[1]))
-    signal.alarm(20)
+    signal.alarm(60)
     try:
         yield
     finally:

@@ -8,7 +8,6 @@ import copy
 import json
 import random
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,12 +153,11 @@ def test_mutated_headers_are_refused_or_read_as_the_library_reads_them(seed: int
     for text, data in files:
         path.write_bytes(struct.pack("<Q", len(text)) + text + data)
         assert accepted(tmp_path)
-    count, started = 0, time.monotonic()
+    count = 0
     for _ in range(HEADER_MUTATIONS // 4):
         path.write_bytes(mutate_file(*rng.choice(files), rng))
         count += accepted(tmp_path)
     assert 0.02 < count / (HEADER_MUTATIONS // 4) < 0.9  # both outcomes are exercised
-    assert time.monotonic() - started < 120
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -203,7 +203,7 @@ def test_the_second_thread_ends_with_its_overlap() -> None:
     (courier,) = set(threading.enumerate()) - before
     del steps
     gc.collect()
-    courier.join(20)
+    courier.join(60)
     assert not courier.is_alive()
 
 

@@ -47,7 +47,7 @@ def setup(tree: Path, *arguments: str, **environment: str) -> subprocess.Complet
         env=kept | environment,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
 

@@ -305,13 +305,16 @@ def test_as_many_units_run_at_once_as_memory_has_room_for(
     room: int, model: Path, stats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_once: list[int] = [0]
-    running, lock = [0], threading.Lock()
+    running, lock, together = [0], threading.Lock(), threading.Event()
     real = gptq.quantize
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         with lock:
             running[0] += 1
             at_once[0] = max(at_once[0], running[0])
+            if at_once[0] == room:
+                together.set()
+        together.wait(60)  # for the others, and then a little for one too many
         time.sleep(0.05)
         try:
             return real(*args, **kwargs)

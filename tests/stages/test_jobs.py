@@ -1,6 +1,7 @@
 """Claims about running jobs: memory that they wait for, the order they run in, and the end after an error."""
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -138,13 +139,15 @@ def test_the_first_error_ends_the_run_after_the_jobs_in_flight() -> None:
             assert in_flight.wait(SECONDS)
             failed.set()
             raise ValueError("the second job")
+        else:
+            time.sleep(0.01)
         seen.append(job.id)
 
     failed = threading.Event()
     with pytest.raises(ValueError, match="the second job"):
         run_jobs([named(number) for number in range(1000)], do, threads=2)
     assert seen[0] == "0"
-    assert len(seen) < 10
+    assert len(seen) < 500  # as few as begin until the other thread, however busy the machine is, has raised
 
 
 def test_records_come_in_the_order_of_the_jobs() -> None:

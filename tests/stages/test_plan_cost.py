@@ -63,13 +63,16 @@ def test_a_moment_that_several_weights_share_is_read_once(
 def test_as_many_units_are_estimated_at_once_as_memory_has_room_for(
     room: int, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running, most, lock = [0], [0], threading.Lock()
+    running, most, lock, together = [0], [0], threading.Lock(), threading.Event()
     real = cost._unit_errors
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         with lock:
             running[0] += 1
             most[0] = max(most[0], running[0])
+            if most[0] == room:
+                together.set()
+        together.wait(60)  # for the second, and then a little for one too many
         time.sleep(0.05)
         try:
             return real(*args, **kwargs)
