@@ -2,13 +2,17 @@
 
 import functools
 import gc
+import getpass
 import os
 import signal
 import ssl
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests import quick_disk, template
@@ -18,6 +22,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 quick_disk.install()  # before ptqpipe is imported
 # No test speaks TLS, and each client of HTTP would read all root certificates for it: 25 ms of a core.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
+# The same examples in every run, however long a busy machine takes to draw them.
+hypothesis.settings.register_profile(
+    "tests", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("tests")
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -55,6 +64,27 @@ def shared_dir() -> Path:
     if not path.is_dir():
         pytest.skip(f"no shared assets at {path} (PTQPIPE_SHARED names another place)")
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_files_go_with_the_tests_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """torchrun and Chromium leave theirs behind; pytest keeps the folders of its last three runs alone.
+
+    The C++ that torch.compile makes stays where torch keeps it, for the next run.
+    """
+    cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    folder = str(tmp_path_factory.mktemp("tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache))
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _numbers_without_a_seed_do_not_depend_on_the_tests_before() -> None:
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -221,7 +221,7 @@ def test_powers_of_two_at_both_ends_of_their_range(name):
 finite = st.floats(min_value=-(2.0**20), max_value=2.0**20, width=32).filter(lambda v: v == 0 or abs(v) > 2.0**-60)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(values=st.lists(finite, min_size=32, max_size=32), data=st.data())
 def test_any_block_at_all(values, data):
     w = torch.tensor(values, dtype=FLOAT32).unsqueeze(0)

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Page:
         self._count += 1
         await self._socket.send_json({"id": self._count, "method": method, "params": params})
         while True:
-            message = json.loads((await self._socket.receive(timeout=30)).data)
+            message = json.loads((await self._socket.receive(timeout=120)).data)
             if message.get("method") == "Runtime.exceptionThrown":
                 self.problems.append(json.dumps(message["params"]["exceptionDetails"]))
             if message.get("method") == "Log.entryAdded" and message["params"]["entry"]["level"] == "error":
@@ -48,7 +48,7 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    async def until(self, script: str, seconds: float = 30) -> None:
+    async def until(self, script: str, seconds: float = 90) -> None:
         """Waits until an expression is true."""
         for _ in range(int(seconds / 0.05)):
             if await self.value(script):
@@ -74,12 +74,15 @@ def started() -> str:
 
     def end() -> None:
         process.terminate()
-        process.wait(20)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        process.kill()
+        process.wait()
         folder.cleanup()
 
     atexit.register(end)
     told = Path(folder.name) / "DevToolsActivePort"
-    for _ in range(600):
+    for _ in range(1800):
         if told.exists() and len(told.read_text().splitlines()) == 2:
             break
         time.sleep(0.1)

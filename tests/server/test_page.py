@@ -25,12 +25,13 @@ pytestmark = [
 ]
 
 
-async def ask(page: browser.Page, message: str) -> None:
+async def ask(page: browser.Page, message: str, tokens: int = 40) -> None:
+    """``tokens``: of the answer at most; as many as there may be where it is to be stopped before its end."""
     await page.until(
         "document.readyState === 'complete' && document.querySelector('#model').textContent.includes('demo')"
     )
     await page.value(
-        "document.querySelector('#temperature').value = 0; document.querySelector('#max_tokens').value = 40"
+        f"document.querySelector('#temperature').value = 0; document.querySelector('#max_tokens').value = {tokens}"
     )
     await page.value("document.querySelector('#input').focus()")
     await page.call("Input.insertText", text=message)
@@ -80,7 +81,7 @@ def test_a_question_is_answered_with_its_speed(
 def test_stop_ends_the_answer_and_errors_are_shown() -> None:
     async def main(url: str) -> None:
         async with browser.opened(url, width=800, height=600, dark=False) as page:
-            await ask(page, "Return")
+            await ask(page, "Return", tokens=200)
             await page.until("document.querySelector('#send').textContent === 'Stop'")
             await page.until("+document.querySelector('#count').textContent > 1")
             await page.value("document.querySelector('#send').click()")
@@ -105,7 +106,7 @@ def test_stop_ends_the_answer_and_errors_are_shown() -> None:
 def test_while_an_answer_is_written_its_end_is_marked_and_who_reads_above_stays_there() -> None:
     async def main(url: str) -> None:
         async with browser.opened(url, width=800, height=320, dark=False) as page:
-            await ask(page, "Return")
+            await ask(page, "Return", tokens=200)
             await page.until("document.querySelector('.turn.writing') !== null")
             mark = "getComputedStyle(document.querySelector('.writing > div'), '::after').content"
             assert await page.value(mark.replace("> div", "> .text")) == '"▍"'  # before the first token
