@@ -588,10 +588,18 @@ class Kept:
     def __del__(self, say=print):
         say("taken apart")
 
+ending, shutdown = threading.Event(), threading._shutdown
+
 def work():
-    time.sleep(0.3)
+    ending.wait(60)
     print("worked")
 
+def wait_for_threads():  # what the interpreter calls first when it ends
+    threading._shutdown = shutdown
+    ending.set()
+    shutdown()
+
+threading._shutdown = wait_for_threads
 kept = Kept()
 atexit.register(print, "asked")
 if sys.argv[1:]:
