@@ -537,7 +537,7 @@ def test_ctrl_c_while_the_command_line_is_imported_leaves_no_trace() -> None:
         "sys.meta_path.insert(0, Interrupts())\n"
         "from ptqpipe.__main__ import run; run()"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (130, "")
 
 

@@ -85,7 +85,7 @@ def test_bash_gets_its_answer_without_torch(tmp_path: Path) -> None:
     )
     words = {"COMP_WORDS": "ptqpipe convert m --format nvf", "COMP_CWORD": "4", "_PTQPIPE_COMPLETE": "bash_complete"}
     done = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, **words}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], env={**os.environ, **words}, capture_output=True, text=True, timeout=240
     )
     names = ("nvfp4", "nvfp4a16", "nvfp4_w4a16", "nvfp4_w4a4", "nvfp4a4")
     assert done.stdout.splitlines() == [f"plain,{name}" for name in names]

@@ -294,7 +294,7 @@ def test_any_order_of_imports_registers(imports: str) -> None:
 
 def test_importing_ptqpipe_does_not_import_transformers() -> None:
     code = "import sys, ptqpipe; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 def test_containers_know_what_is_taken() -> None:

@@ -100,7 +100,7 @@ def test_answers_are_those_of_transformers(service: tuple[str, Path, str]) -> No
     again = ask(url, parts).json()
     assert again["choices"][0]["message"]["content"].replace(" ", "") == right.replace(" ", "")
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    assert httpx.get(f"{url}/v1/models").json()["data"][0]["details"]["images"] is True
+    assert httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["details"]["images"] is True
 
 
 @pytest.mark.usefixtures("forks")

@@ -52,6 +52,6 @@ def test_the_tables_fit_80_columns_and_the_json_is_the_same() -> None:
 
 def test_the_list_is_printed_without_torch() -> None:
     script = "import sys; from ptqpipe.cli import main; main(['formats'], standalone_mode=False); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=240)
     assert "nvfp4_w4a4" in done.stdout
     assert {"torch", "numpy", "transformers"} & set(done.stdout.splitlines()[-1].split()) == set()

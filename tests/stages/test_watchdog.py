@@ -142,5 +142,5 @@ def test_a_child_ends_with_a_parent_that_is_killed() -> None:
 
 
 def test_a_child_whose_parent_has_gone_before_it_looks_ends_at_once() -> None:
-    done = subprocess.run([sys.executable, "-c", CHILD.format(parent=1 << 30)], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", CHILD.format(parent=1 << 30)], capture_output=True, timeout=240)
     assert (done.returncode, done.stdout) == (1, b"")

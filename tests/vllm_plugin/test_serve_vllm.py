@@ -314,7 +314,7 @@ def test_it_is_ready_when_the_child_itself_answers(port: int, monkeypatch: pytes
         said.append(line)
         if line.startswith("ready"):
             with suppress(OSError):  # it goes without an answer
-                urlopen(f"http://127.0.0.1:{port}/end", timeout=10)
+                urlopen(f"http://127.0.0.1:{port}/end", timeout=60)
 
     with pytest.raises(PtqError, match="ended by itself while serving, with code 3"):
         stage.serve_vllm(VllmService("ckpt", port=port), inherited=dict(os.environ), log=ends_when_it_is_ready)

@@ -57,7 +57,7 @@ def test_graphs_with_and_without_our_operators_have_different_keys() -> None:
 
 def test_the_entry_point_imports_neither_torch_nor_transformers_nor_vllm() -> None:
     code = "import sys, ptqpipe.vllm_plugin; print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.strip() == "[]"
 
 
