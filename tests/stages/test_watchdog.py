@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ptqpipe.stages.serve import ranks
+from ptqpipe.stages.serve.ranks import OtherRanks, Place
 from ptqpipe.stages.serve.watchdog import LOOK_S, STOPPED_S, Stopped, Watchdog
 
 LOOKS = 5
@@ -104,6 +106,23 @@ def test_a_process_counts_as_stopped_after_a_while_and_not_when_it_goes_on(sleep
     sleeper.send_signal(signal.SIGSTOP)
     os.waitpid(sleeper.pid, os.WUNTRACED)
     assert [stopped.look(sleeper.pid) for _ in range(most)] == [False] * (most - 1) + [True]
+
+
+def test_of_ranks_that_have_ended_the_one_that_was_killed_is_named(
+    sleeper: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ended because that one did not answer it."""
+    monkeypatch.setattr(ranks, "_LOST_S", 0.3)
+    found = OtherRanks(Place(size=3), {1: sleeper})
+    assert (found.lost("reset by peer"), found.broken) == ("a rank does not answer: reset by peer", False)
+    ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    ended.wait()
+    found.processes = {1: ended, 2: sleeper}
+    assert found.lost("reset by peer").startswith(f"rank 1 (process {ended.pid}) ended with code 1; ")
+    sleeper.kill()
+    sleeper.wait()
+    assert found.lost("reset by peer").startswith(f"rank 2 (process {sleeper.pid}) was killed by signal 9; ")
+    assert found.broken
 
 
 PARENT = """

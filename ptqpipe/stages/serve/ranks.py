@@ -164,9 +164,13 @@ class OtherRanks:
             time.sleep(LOOK_S)
 
     def _fault(self, stopped: Stopped | None = None) -> str:
-        """Which rank has ended, or been stopped, and how; "" where none has."""
-        for rank, process in self.processes.items():
-            how, code = "", process.poll()
+        """Which rank has ended, or been stopped, and how; "" where none has. Of several, one that was killed.
+
+        The others end a moment later, because it does not answer them.
+        """
+        codes = {rank: process.poll() for rank, process in self.processes.items()}
+        for rank in sorted(codes, key=lambda rank: codes[rank] or 0):
+            process, code, how = self.processes[rank], codes[rank], ""
             if code is not None:
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
             elif stopped is not None and stopped.look(process.pid):
