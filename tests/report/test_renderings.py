@@ -75,7 +75,7 @@ def test_the_page_runs_in_a_browser(sourced: Report, tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(render_html(sourced), encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
     command = ["chromium", *flags, f"--user-data-dir={tmp_path}/profile", f"file://{tmp_path}/page.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     assert "CONSOLE" not in done.stderr
     tables = done.stdout[done.stdout.index('<table id="all">') :]
     rows = tables[: tables.index("</table>")].count("<tr")
