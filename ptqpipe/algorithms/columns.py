@@ -14,7 +14,6 @@ from ptqpipe.formats import Codec, Format
 from ptqpipe.qtensor import QTensor, code_values, from_blocks, nearest_codes, scale_values, to_blocks
 
 BLOCK = 128  # columns between two updates of all later ones
-FEW_ROWS, FEW_COLUMNS = 64, 2048  # where there are more of both, products are better left to torch
 
 
 def has_block_scales(fmt: Format) -> bool:
@@ -41,8 +40,7 @@ def nearest(target: torch.Tensor, s: torch.Tensor, element: Codec) -> tuple[torc
 def in_one(name: str, exact: torch.Tensor, *arguments: Any) -> Any:
     """What the kernel of this name makes of all columns of ``exact`` [columns, rows] in one pass; None where it is for
     the caller to go through them. Its sums come in the order of the columns, those of torch's products in their own."""
-    columns, rows = exact.shape
-    kernel = kernel_for(exact.device, name) if columns <= FEW_COLUMNS or rows <= FEW_ROWS else None
+    kernel = kernel_for(exact.device, name)
     return None if kernel is None else kernel(exact, *arguments)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ptqpipe.algorithms import columns
+from ptqpipe.algorithms import gptq, refine as refinement
 from ptqpipe.algorithms.columns import absmax_index, choose_block, descend, feed_forward, scale_ladder
 from ptqpipe.algorithms.gptq import codes_at, codes_at_entry
 from ptqpipe.algorithms.metric import Metric, descending, make_metric, output_error
@@ -105,7 +105,7 @@ def test_codes_and_scales_chosen_block_by_block(isa: str, name: str, rows: int) 
 @pytest.mark.parametrize("rows", ROWS)
 def test_sweeps(isas: tuple[str, ...], name: str, rows: int) -> None:
     """On every instruction set; what they are held to is computed once."""
-    fmt, width = get_format(name), 96
+    fmt, width = get_format(name), 160  # more than one run of 128 columns
     moment, size = metric_of(width, fmt).moment, fmt.block[1]
     blocks = block_metrics(moment, fmt)
     assert blocks is not None
@@ -131,6 +131,22 @@ def test_sweeps(isas: tuple[str, ...], name: str, rows: int) -> None:
             assert torch.equal(found, steps[0]), isa
             assert cpu_columns.sweep_rows(exact, error.clone(), fixed, s.contiguous(), moment, 1, fmt.element)
             assert torch.equal(fixed, by_columns), isa
+
+
+@pytest.mark.parametrize("rows", [128, 150])
+def test_sweeps_of_many_rows_are_those_of_each_few(isa: str, rows: int) -> None:
+    """A row's codes do not depend on the rows that are swept with it."""
+    fmt, width = get_format("nvfp4"), 160
+    metric, w = metric_of(width, fmt), 0.02 * torch.randn(rows, width, generator=generator(rows))
+    g = w.abs().amax() / fmt.max_product
+    q = codes_at_entry(w, fmt, metric=metric, global_scale=g)
+    whole = refine(q, w, moment=metric.moment, sweeps=2)
+    assert not torch.equal(whole.data, q.data)
+    for start in range(0, rows, 5):
+        count = min(5, rows - start)
+        part = refine(q.narrow(0, start, count), w[start : start + count], moment=metric.moment, sweeps=2)
+        assert torch.equal(part.data, whole.data[start : start + count])
+        assert torch.equal(part.scales, whole.scales[start : start + count])
 
 
 def slope_of(moment: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
@@ -195,9 +211,10 @@ def test_a_pass_loses_no_more_than_torchs_products(monkeypatch: pytest.MonkeyPat
     metric = metric_of(width, fmt) if entry else make_metric(metric_of(width, get_format("mxfp4")).moment)
     g = w.abs().amax() / fmt.max_product if fmt.has_global else None
     errors = []
-    for few in (columns.FEW_ROWS, 0):
-        monkeypatch.setattr(columns, "FEW_ROWS", few)
-        monkeypatch.setattr(columns, "FEW_COLUMNS", few)
+    for by_torch in (False, True):
+        if by_torch:
+            for module in (gptq, refinement):
+                monkeypatch.setattr(module, "in_one", lambda *_: None)
         if entry:
             q = codes_at_entry(w, fmt, metric=metric, global_scale=g)
         else:

@@ -137,6 +137,9 @@ struct ptq_pass {
     int32_t threads;
 };
 
+// Floats that a pass over some rows works in.
+static inline int64_t pass_room(int64_t columns, int64_t rows) { return (4 * columns + 256) * rows; }
+
 enum { PTQ_WIRE_INT8 = 0, PTQ_WIRE_INT6 = 1, PTQ_WIRE_INT4 = 2, PTQ_WIRE_E4M3 = 3, PTQ_WIRE_E2M1 = 4 };  // element
 enum { PTQ_WIRE_BF16_SCALE = 0, PTQ_WIRE_E8M0_SCALE = 1, PTQ_WIRE_E4M3_SCALE = 2 };                     // scale
 enum { PTQ_WIRE_ENCODE = 0, PTQ_WIRE_DECODE = 1, PTQ_WIRE_REDUCE = 2, PTQ_WIRE_SUM = 3 };                                 // step
@@ -204,7 +207,7 @@ struct ptq_ops {
     int32_t (*encode)(const struct ptq_encode *job);
     int32_t (*quantize_long)(const struct ptq_long *job);
     int32_t (*columns)(const struct ptq_columns *job);
-    // Rows [first, last), in work [4, columns, 16] on a cache line; UNSUPPORTED before anything is written.
+    // Rows [first, last), in work of pass_room on a cache line; UNSUPPORTED before anything is written.
     int32_t (*pass)(const struct ptq_pass *job, int64_t first, int64_t last, float *work);
     const struct ptq_linear_ops *linear;
     int32_t (*collective)(const struct ptq_collective *job);

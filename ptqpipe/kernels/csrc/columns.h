@@ -44,14 +44,13 @@ template <class E> static void feed_forward(const struct ptq_columns *job, int64
     }
 }
 
-// stride  of the moment's rows
-template <class E> static void descend(const struct ptq_columns *job, int64_t row, int64_t stride) {
+template <class E> static void descend(const struct ptq_columns *job, int64_t row) {
     const int b = (int)job->columns;
     const int64_t n = job->rows, left = n - row;
     vf slope[MAX_COLUMNS];
     for (int i = 0; i < b; ++i) slope[i] = load_some(job->slope + i * n + row, left, 0.0f);
     for (int i = 0; i < b; ++i) {
-        const float *m = job->matrix + i * stride;
+        const float *m = job->matrix + (int64_t)i * b;
         const vf exact = load_some(job->exact + i * n + row, left, 0.0f);
         const vf before = load_some(job->error + i * n + row, left, 0.0f);
         const vf target = m[i] > 0.0f ? (exact - before) + slope[i] * (1.0f / m[i]) : exact;
@@ -59,7 +58,7 @@ template <class E> static void descend(const struct ptq_columns *job, int64_t ro
         const vf e = exact - found.decoded, moved = e - before;
         store_codes(job->codes + i * n + row, left, found.code);
         store_some(job->error + i * n + row, left, e);
-        for (int j = 0; j < b; ++j) slope[j] = slope[j] + job->matrix[j * stride + i] * moved;
+        for (int j = 0; j < b; ++j) slope[j] = slope[j] + job->matrix[j * b + i] * moved;
     }
     for (int i = 0; i < b; ++i) store_some(job->slope + i * n + row, left, slope[i]);
 }
@@ -135,7 +134,7 @@ template <class E, int B> static void choose_block(const struct ptq_columns *job
 template <class E> static int32_t run_columns(const struct ptq_columns *job) {
     for (int64_t row = 0; row < job->rows; row += W) {
         if (job->kind == PTQ_FEED_FORWARD) feed_forward<E>(job, row);
-        else if (job->kind == PTQ_DESCEND) descend<E>(job, row, job->columns);
+        else if (job->kind == PTQ_DESCEND) descend<E>(job, row);
         else if (job->columns == 16) choose_block<E, 16>(job, row, nullptr);
         else if (job->columns == 32) choose_block<E, 32>(job, row, nullptr);
         else choose_block<E, 0>(job, row, nullptr);

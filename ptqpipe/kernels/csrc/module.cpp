@@ -71,7 +71,7 @@ EXPORT int32_t ptq_columns_step(const char *name, const struct ptq_columns *job)
     return ops ? ops->columns(job) : PTQ_UNSUPPORTED;
 }
 
-enum { PASS_ROWS = 64 };  // that one part of a pass has, where there are enough
+enum { PASS_ROWS = 128 };  // that one part of a pass has at most
 
 struct pass_call {
     const struct ptq_pass *job;
@@ -84,7 +84,7 @@ static void pass_part(void *argument, int64_t part) {
     static thread_local kept_room room;
     struct pass_call *c = (struct pass_call *)argument;
     const int64_t first = part * c->rows, last = first + c->rows;
-    float *work = (float *)room.of((size_t)c->job->columns * 4 * (size_t)c->rows * sizeof(float));
+    float *work = (float *)room.of((size_t)pass_room(c->job->columns, c->rows) * sizeof(float));
     if (work) c->ops->pass(c->job, first, last < c->job->rows ? last : c->job->rows, work);
     else c->failed = true;
 }
@@ -93,7 +93,8 @@ EXPORT int32_t ptq_columns_pass(const char *name, const struct ptq_pass *job) {
     const struct ptq_ops *ops = ops_called(name);
     const int32_t status = ops ? ops->pass(job, 0, 0, nullptr) : PTQ_UNSUPPORTED;
     if (status != PTQ_OK) return status;
-    const int64_t rows = job->rows < PASS_ROWS * job->threads ? 16 : PASS_ROWS;  // no thread without rows
+    const int64_t share = (job->rows + job->threads * 16 - 1) / (job->threads * 16) * 16;  // no thread without rows
+    const int64_t rows = share > PASS_ROWS ? PASS_ROWS : share > 0 ? share : 16;
     struct pass_call c = {job, ops, rows, {false}};
     in_parallel(pass_part, &c, (job->rows + rows - 1) / rows, job->threads);
     return c.failed ? PTQ_NO_MEMORY : PTQ_OK;

@@ -4,13 +4,23 @@
 // A lane is a row and its state stays in the cache of one core from the first column to the last. Sums over columns are
 // added in the order of the columns, each product and sum rounded by itself, so a row's codes depend on nothing beside it.
 // Where there are enough rows, several vectors of them go through the columns side by side: then a number of the matrix is
-// read once for all of them.
+// read once for all of them. What refinement changes is a few codes of every row, and others in each: a row's slope, whose
+// columns lie side by side, moves by those of the row alone.
 
-enum { SUMS = W >= 16 ? 16 : 8, TOGETHER = W >= 16 ? 4 : 2, FEED_RUN = 128, SWEEP_RUN = 32 };
+enum { SUMS = W >= 16 ? 16 : 8, TOGETHER = W >= 16 ? 4 : 2, FEED_RUN = 128, SWEEP_RUN = 128, SWEPT = 128, MOVED = 8 };
+// FEED_RUN, SWEEP_RUN: columns between two updates of all others. SWEPT: rows that are refined together. MOVED: vectors of
+// columns of a row's slope that move at once.
+
+struct Move { int32_t column; float by; };
 
 // W rows of one pass, column by column, and what a step of columns.h is given.
 struct Rows {
-    vf *exact, *error, *slope, *s;
+    vf *exact, *error, *s;
+    float *slope;  // [W, stride]: a row's columns lie side by side, unlike those of the others
+    int64_t stride;
+    int32_t moved[W];          // columns of each row that the slope does not know yet
+    Move moves[W][SWEEP_RUN];  // these, ascending
+    alignas(64) vf near[SWEEP_RUN];  // the slope of the columns at hand, which knows them
     struct ptq_columns step;
     alignas(64) float target[MAX_COLUMNS * W], cost[W];
     alignas(64) uint8_t codes[MAX_COLUMNS * W];
@@ -21,8 +31,10 @@ INLINE void set_up(Rows *rows, const struct ptq_pass *job, int64_t row, float *w
     const int64_t k = job->columns, n = job->rows;
     rows->exact = (vf *)work;
     rows->error = rows->exact + k;
-    rows->slope = rows->error + k;
-    rows->s = rows->slope + k;
+    rows->s = rows->error + k;
+    rows->slope = (float *)(rows->s + k);
+    // Whole steps of move_slopes, and not a power of two: then all rows would share a set of the cache.
+    rows->stride = (k + MOVED * W - 1) / (MOVED * W) * MOVED * W + W;
     for (int64_t i = 0; i < k; ++i) rows->exact[i] = load_some(job->exact + i * n + row, n - row, 0.0f);
     struct ptq_columns step = {};
     step.rows = W;
@@ -92,44 +104,93 @@ template <int G> INLINE void targets(const struct ptq_pass *job, const Rows *row
     }
 }
 
-// What some columns have moved by, in G vectors of rows, and the matrix's rows of these columns.
-template <int G> struct Moved {
-    int64_t count;
-    const float *matrix[MAX_COLUMNS];
-    vf by[MAX_COLUMNS][G];
-};
-
-// Takes a column in, unless no row has moved in it: adding zeros would change nothing.
-template <int G> INLINE void take(Moved<G> *moved, const struct ptq_pass *job, int64_t column, const vf *by) {
-    vi changed = splat(0);
-    for (int g = 0; g < G; ++g) changed |= bits(abs_of(by[g]));
-    if (!any(less(splat(0), changed))) return;
-    moved->matrix[moved->count] = job->matrix + column * job->columns;
-    for (int g = 0; g < G; ++g) moved->by[moved->count][g] = by[g];
-    ++moved->count;
-}
-
-template <int C, int G> INLINE void move_slopes(const Moved<G> *moved, Rows *rows, int64_t i) {
-    vf sum[C][G];
-    for (int c = 0; c < C; ++c)
-        for (int g = 0; g < G; ++g) sum[c][g] = rows[g].slope[i + c];
-    for (int64_t j = 0; j < moved->count; ++j) {
-        const float *m = moved->matrix[j] + i;
-        for (int c = 0; c < C; ++c)
-            for (int g = 0; g < G; ++g) sum[c][g] = sum[c][g] + m[c] * moved->by[j][g];
+// A column in which some of W rows have moved.
+INLINE void take(Rows *rows, int64_t column, vf by) {
+    for (unsigned lanes = lane_bits(less(splat(0), bits(abs_of(by)))); lanes; lanes &= lanes - 1) {
+        const int lane = __builtin_ctz(lanes);
+        rows->moves[lane][rows->moved[lane]++] = {(int32_t)column, by[lane]};
     }
-    for (int c = 0; c < C; ++c)
-        for (int g = 0; g < G; ++g) rows[g].slope[i + c] = sum[c][g];
 }
 
-// slope[i] += sum over the moved columns j of moment[j, i] * by[j], for every column i.
-template <int G> INLINE void move_slopes(const struct ptq_pass *job, Rows *rows, Moved<G> *moved) {
-    constexpr int C = SUMS / G;
-    const int64_t n = moved->count ? job->columns : 0;
-    int64_t i = 0;
-    for (; i + C <= n; i += C) move_slopes<C, G>(moved, rows, i);
-    for (; i < n; ++i) move_slopes<1, G>(moved, rows, i);
-    moved->count = 0;
+// Columns [i, i + C vectors) of the matrix's rows from `first` on that are wanted, zeros behind its end, one row after the
+// other: where it lies, rows a power of two apart share a set of the cache.
+template <int C>
+INLINE void gather(vf *part, const struct ptq_pass *job, int64_t first, int count, int64_t i, const bool *wanted) {
+    const int64_t k = job->columns, left = k - i;
+    for (int j = 0; j < count; ++j) {
+        if (!wanted[j]) continue;
+        const float *m = job->matrix + (first + j) * k + i;
+        for (int c = 0; c < C * W; c += 16) __builtin_prefetch(m + C * W + c, 0, 2);  // of the next part
+        if (left >= C * W) memcpy(part + j * C, m, C * sizeof(vf));
+        else
+            for (int c = 0; c < C; ++c)
+                part[j * C + c] = load_some(m + c * W, left > c * W ? left - c * W : 0, 0.0f);
+    }
+}
+
+// Every row's slope by its own moves, in `count` columns from `first` on: slope[i] += the sum over them of
+// moment[column, i] * by, for every column i.
+static void move_slopes(const struct ptq_pass *job, Rows *rows, int vectors, int64_t first, int count) {
+    enum { C = MOVED };
+    vf part[SWEEP_RUN * C];
+    bool wanted[SWEEP_RUN] = {};
+    for (int row = 0; row < vectors * W; ++row) {
+        const Rows *of = rows + row / W;
+        for (int j = 0; j < of->moved[row % W]; ++j) wanted[of->moves[row % W][j].column - first] = true;
+    }
+    for (int64_t i = 0; i < job->columns; i += C * W) {
+        gather<C>(part, job, first, count, i, wanted);
+        for (int row = 0; row < vectors * W; ++row) {
+            const Rows *of = rows + row / W;
+            const int moved = of->moved[row % W];
+            const Move *moves = of->moves[row % W];
+            if (!moved) continue;
+            vf sum[C], *slope = (vf *)(of->slope + row % W * of->stride + i);
+            for (int c = 0; c < C; ++c) sum[c] = slope[c];
+            for (int j = 0; j < moved; ++j)
+                for (int c = 0; c < C; ++c) sum[c] = sum[c] + part[(moves[j].column - first) * C + c] * moves[j].by;
+            for (int c = 0; c < C; ++c) slope[c] = sum[c];
+        }
+    }
+    for (int g = 0; g < vectors; ++g) memset(rows[g].moved, 0, sizeof rows[g].moved);
+}
+
+// Every row's slope by the errors of `count` columns from `first` on, which all rows have.
+static void add_slopes(const struct ptq_pass *job, Rows *rows, int vectors, int64_t first, int count) {
+    enum { C = 2, R = W >= 16 ? 8 : 4 };  // vectors of columns, and rows, side by side
+    vf part[SWEEP_RUN * C];
+    bool wanted[SWEEP_RUN];
+    memset(wanted, 1, sizeof wanted);
+    for (int64_t i = 0; i < job->columns; i += C * W) {
+        gather<C>(part, job, first, count, i, wanted);
+        for (int row = 0; row < vectors * W; row += R) {
+            const Rows *of = rows + row / W;
+            const float *error = (const float *)(of->error + first) + row % W;
+            float *slope = of->slope + row % W * of->stride + i;
+            vf sum[R][C];
+            for (int r = 0; r < R; ++r)
+                for (int c = 0; c < C; ++c) sum[r][c] = ((vf *)(slope + r * of->stride))[c];
+            for (int j = 0; j < count; ++j)
+                for (int r = 0; r < R; ++r)
+                    for (int c = 0; c < C; ++c) sum[r][c] = sum[r][c] + part[j * C + c] * error[j * W + r];
+            for (int r = 0; r < R; ++r)
+                for (int c = 0; c < C; ++c) ((vf *)(slope + r * of->stride))[c] = sum[r][c];
+        }
+    }
+}
+
+INLINE void load_near(Rows *rows, int64_t start, int count) {
+    float *near = (float *)rows->near;
+    for (int lane = 0; lane < W; ++lane)
+        for (int i = 0; i < count; ++i) near[i * W + lane] = rows->slope[lane * rows->stride + start + i];
+}
+
+// Column start + i has moved: its slope behind it, of `count` columns from `start` on, and what is left for the others.
+INLINE void move_near(const struct ptq_pass *job, Rows *rows, int64_t start, int i, int behind, int count, vf by) {
+    if (!any(less(splat(0), bits(abs_of(by))))) return;
+    const float *m = job->matrix + (start + i) * job->columns + start;
+    for (int j = behind; j < count; ++j) rows->near[j] = rows->near[j] + m[j] * by;
+    take(rows, start + i, by);
 }
 
 // Codes at fixed scales.
@@ -204,9 +265,10 @@ template <class E, int B, int G> static void enter_rows(const struct ptq_pass *j
 }
 
 // The scale and codes of one block of W rows, taken where they are better with all other blocks fixed; what its columns
-// have moved by.
+// have moved by. slope: of its columns.
 template <class E, int B>
-INLINE void sweep_block(const struct ptq_pass *job, int64_t row, Rows *rows, int64_t block, int b, vf *moved) {
+INLINE void sweep_block(const struct ptq_pass *job, int64_t row, Rows *rows, int64_t block, int b, const vf *slope,
+                        vf *moved) {
     const int64_t n = job->rows, lanes = n - row < W ? n - row : W, start = block * b;
     const float *feedback = job->feedback + block * b * b, *inverse = job->inverse + block * b * b;
     const float *weight = job->weight + start;
@@ -214,7 +276,7 @@ INLINE void sweep_block(const struct ptq_pass *job, int64_t row, Rows *rows, int
     vf *t = (vf *)rows->target;
     for (int i = 0; i < b; ++i) {
         vf pull = splat(0.0f);
-        for (int j = 0; j < b; ++j) pull = pull + inverse[i * b + j] * rows->slope[start + j];
+        for (int j = 0; j < b; ++j) pull = pull + inverse[i * b + j] * slope[j];
         t[i] = (rows->exact[start + i] - rows->error[start + i]) + pull;
         left[i] = t[i] - (rows->exact[start + i] - rows->error[start + i]);
     }
@@ -249,84 +311,84 @@ INLINE void sweep_block(const struct ptq_pass *job, int64_t row, Rows *rows, int
     }
 }
 
-template <class E, int B, int G>
-static void sweep_blocks(const struct ptq_pass *job, int64_t row, Rows *rows, Moved<G> *moved) {
+template <class E, int B> static void sweep_blocks(const struct ptq_pass *job, int64_t row, Rows *rows, int vectors) {
     const int b = B ? B : (int)job->block;
-    for (int64_t block = 0; block < job->columns / b; ++block) {
-        if (!job->usable[block]) continue;
-        vf by[G][B ? B : MAX_COLUMNS], column[G];
-        for (int g = 0; g < G; ++g) sweep_block<E, B>(job, row + g * W, rows + g, block, b, by[g]);
-        for (int i = 0; i < b; ++i) {
-            for (int g = 0; g < G; ++g) column[g] = by[g][i];
-            take<G>(moved, job, block * b + i, column);
+    for (int64_t start = 0; start < job->columns; start += SWEEP_RUN) {
+        const int count = (int)(job->columns - start < SWEEP_RUN ? job->columns - start : SWEEP_RUN);
+        for (int g = 0; g < vectors; ++g) {
+            vf by[B ? B : MAX_COLUMNS];
+            load_near(rows + g, start, count);
+            for (int i = 0; i < count; i += b) {
+                if (!job->usable[(start + i) / b]) continue;
+                sweep_block<E, B>(job, row + g * W, rows + g, (start + i) / b, b, rows[g].near + i, by);
+                for (int j = 0; j < b; ++j) move_near(job, rows + g, start, i + j, i + b, count, by[j]);
+            }
         }
-        move_slopes<G>(job, rows, moved);
+        move_slopes(job, rows, vectors, start, count);
     }
 }
 
 // Every code in turn, with all others fixed.
-template <class E, int G> static void sweep_columns(const struct ptq_pass *job, int64_t row, Rows *rows, Moved<G> *moved) {
+template <class E> static void sweep_columns(const struct ptq_pass *job, int64_t row, Rows *rows, int vectors) {
     const int64_t k = job->columns;
     for (int64_t start = 0; start < k; start += SWEEP_RUN) {
-        const int b = (int)(k - start < SWEEP_RUN ? k - start : SWEEP_RUN);
-        vf by[SWEEP_RUN][G], near[SWEEP_RUN];
-        for (int g = 0; g < G; ++g) {
+        const int count = (int)(k - start < SWEEP_RUN ? k - start : SWEEP_RUN);
+        for (int g = 0; g < vectors; ++g) {
             Rows *one = rows + g;
-            for (int i = 0; i < b; ++i) by[i][g] = one->error[start + i], near[i] = one->slope[start + i];
-            one->step.columns = b;
-            one->step.exact = (const float *)(one->exact + start);
-            one->step.error = (float *)(one->error + start);
-            one->step.slope = (float *)near;
-            one->step.s = (const float *)(one->s + start);
-            one->step.matrix = job->matrix + start * k + start;
-            descend<E>(&one->step, 0, k);
-            for (int i = 0; i < b; ++i) by[i][g] = one->error[start + i] - by[i][g];
-            put_codes(job, start, row + g * W, one->codes, b);
+            load_near(one, start, count);
+            for (int i = 0; i < count; ++i) {
+                const float m = job->matrix[(start + i) * k + start + i];
+                const vf exact = one->exact[start + i], before = one->error[start + i];
+                const vf target = m > 0.0f ? (exact - before) + one->near[i] * (1.0f / m) : exact;
+                const Step<E> found = step_of<E>(target, one->s[start + i]);
+                const vf e = exact - found.decoded;
+                store_codes(one->codes + i * W, W, found.code);
+                one->error[start + i] = e;
+                move_near(job, one, start, i, i + 1, count, e - before);
+            }
+            put_codes(job, start, row + g * W, one->codes, count);
         }
-        for (int i = 0; i < b; ++i) take<G>(moved, job, start + i, by[i]);
-        move_slopes<G>(job, rows, moved);
+        move_slopes(job, rows, vectors, start, count);
     }
 }
 
-template <class E, int B, int G> static void sweep_rows(const struct ptq_pass *job, int64_t row, Rows *rows) {
+template <class E, int B> static void sweep_rows(const struct ptq_pass *job, int64_t row, Rows *rows, int vectors) {
     const int64_t k = job->columns, n = job->rows;
-    Moved<G> moved;
-    moved.count = 0;
-    for (int g = 0; g < G; ++g) {
+    for (int g = 0; g < vectors; ++g) {
         const int64_t at = row + g * W;
-        for (int64_t i = 0; i < k; ++i) {
-            rows[g].error[i] = load_some(job->error + i * n + at, n - at, 0.0f);
-            rows[g].slope[i] = splat(0.0f);
-        }
+        for (int64_t i = 0; i < k; ++i) rows[g].error[i] = load_some(job->error + i * n + at, n - at, 0.0f);
+        memset(rows[g].slope, 0, (size_t)(rows[g].stride * W) * sizeof(float));
+        memset(rows[g].moved, 0, sizeof rows[g].moved);
         if (!job->usable) load_scales(rows + g, job, at);
     }
-    for (int64_t i = 0; i < k; ++i) {
-        vf by[G];
-        for (int g = 0; g < G; ++g) by[g] = rows[g].error[i];
-        take<G>(&moved, job, i, by);
-        if (i % SWEEP_RUN == SWEEP_RUN - 1 || i == k - 1) move_slopes<G>(job, rows, &moved);
-    }
+    for (int64_t i = 0; i < k; i += SWEEP_RUN) add_slopes(job, rows, vectors, i, (int)(k - i < SWEEP_RUN ? k - i : SWEEP_RUN));
     for (int64_t sweep = 0; sweep < job->sweeps; ++sweep) {
         if (job->usable) {
-            sweep_blocks<E, B, G>(job, row, rows, &moved);
-            for (int g = 0; g < G; ++g) load_ladder(rows + g, job, row + g * W);
+            sweep_blocks<E, B>(job, row, rows, vectors);
+            for (int g = 0; g < vectors; ++g) load_ladder(rows + g, job, row + g * W);
         }
-        sweep_columns<E, G>(job, row, rows, &moved);
+        sweep_columns<E>(job, row, rows, vectors);
     }
 }
 
-template <class E, int B, int G> static void run_rows(const struct ptq_pass *job, int64_t row, float *work) {
-    Rows rows[G];
-    for (int g = 0; g < G; ++g) set_up(rows + g, job, row + g * W, work + g * 4 * W * job->columns);
+// `vectors` of rows from `row` on; G of them, unless they are swept.
+template <class E, int B, int G> static void run_rows(const struct ptq_pass *job, int64_t row, int vectors, float *work) {
+    Rows rows[SWEPT / W];
+    for (int g = 0; g < vectors; ++g) set_up(rows + g, job, row + g * W, work + g * pass_room(job->columns, W));
     if (job->kind == PTQ_FEED) feed_rows<E, G>(job, row, rows);
     else if (job->kind == PTQ_ENTER) enter_rows<E, B, G>(job, row, rows);
-    else sweep_rows<E, B, G>(job, row, rows);
+    else sweep_rows<E, B>(job, row, rows, vectors);
 }
 
 template <class E, int B> static void run_pass(const struct ptq_pass *job, int64_t first, int64_t last, float *work) {
-    int64_t row = first;
-    for (; row + TOGETHER * W <= last; row += TOGETHER * W) run_rows<E, B, TOGETHER>(job, row, work);
-    for (; row < last; row += W) run_rows<E, B, 1>(job, row, work);
+    for (int64_t row = first; row < last;) {
+        const int left = (int)((last - row + W - 1) / W);
+        int vectors = left < TOGETHER ? 1 : TOGETHER;
+        if (job->kind == PTQ_SWEEP) vectors = left < SWEPT / W ? left : SWEPT / W;
+        if (vectors == TOGETHER) run_rows<E, B, TOGETHER>(job, row, vectors, work);
+        else run_rows<E, B, 1>(job, row, vectors, work);
+        row += vectors * W;
+    }
 }
 
 template <class E> static int32_t run_pass(const struct ptq_pass *job, int64_t first, int64_t last, float *work) {
