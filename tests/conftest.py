@@ -28,6 +28,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("tests")
 
+# Whoever starts the tests in the background of a shell has SIGINT ignored, and processes that tests start inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
 
