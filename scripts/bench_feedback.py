@@ -1,5 +1,5 @@
-"""CPU time of error feedback and refinement (NVFP4, as `--algorithm gptq` does them) by the width of the weight, on every
-instruction set that is named.
+"""CPU time of error feedback and refinement (NVFP4, as `--algorithm gptq` does them) by the width of the weight, on
+each instruction set.
 
 Prints one JSON line an instruction set and width: milliseconds of this process on one thread, medians of the rounds, of
 "feedback" (GPTQ with scales at block entry), "start" (refinement without a sweep: what its first slope costs) and
