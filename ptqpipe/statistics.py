@@ -157,13 +157,21 @@ class Statistics(OpenFolder):
         """Inputs and gradients of the model's loss at them, both bfloat16 [tokens, K], of some tokens at the input of a
         module, summed over the modules that share it; experts of a layer have those of all of them. None where they
         were not collected."""
-        key = of_all_experts(self.key(module))
-        names = [f"{key}.pair_inputs", f"{key}.pair_gradients"]
-        entries = [self._reader.entries.get(name) for name in names]
-        if any(entry is None or entry.dtype != "BF16" or len(entry.shape) != 2 for entry in entries):
+        if self.pair_shape(module) is None:
             return None
-        x, h = map(self._read, names)
-        return (x, h) if x.shape == h.shape else None
+        x, h = map(self._read, self._pair_names(module))
+        return x, h
+
+    def pair_shape(self, module: str) -> tuple[int, int] | None:
+        """(tokens, K) of `pairs`, from the header. None where they were not collected."""
+        first, second = (self._reader.entries.get(name) for name in self._pair_names(module))
+        if first is None or second is None or (first.dtype, first.shape) != (second.dtype, second.shape):
+            return None
+        return (first.shape[0], first.shape[1]) if first.dtype == "BF16" and len(first.shape) == 2 else None
+
+    def _pair_names(self, module: str) -> tuple[str, str]:
+        key = of_all_experts(self.key(module))
+        return f"{key}.pair_inputs", f"{key}.pair_gradients"
 
     def held_out(self, module: str) -> bool:
         """Whether there are moments of held-out samples of a module."""

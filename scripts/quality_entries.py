@@ -258,7 +258,7 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
     if entry.learn:
         turned, gradients = (job.out.with_name(job.out.name + tail) for tail in ("-turned", "-gradients"))
         steps.append(calibrate_command(source, gradients, job, "diagonal,pairs"))
-        fold = [*tool, "transform", str(source), "--apply", "rotate", "--learn", str(entry.learn), "--block", "256"]
+        fold = [*tool, "transform", str(source), "--apply", "rotate", "--learn", str(entry.learn)]
         fold += ["--stats", str(gradients), "--format", job.fmt, "--untie", "--dtype", "fp32", "-o", str(turned)]
         steps.append([*fold, *quiet[-3:]])
         source, stats = turned, job.out.with_name(job.out.name + "-stats")

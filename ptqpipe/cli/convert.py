@@ -230,7 +230,11 @@ def dequantize(given: Given) -> None:
     "attention (latent), from v_proj to o_proj (value), from up_proj to down_proj (up).  "
     "[default: each transform's own]",
 )
-@click.option("--block", type=int, default=32, show_default=True, help="Channels rotated together, 16 to 256.")
+@click.option(
+    "--block",
+    type=int,
+    help="Channels rotated together, 16 to 256.  [default: 32; with --learn the largest that divides the hidden size]",
+)
 @click.option(
     "--learn",
     type=int,

@@ -84,6 +84,10 @@ class Rewrite(ABC, Generic[J]):
     def do(self, job: J, writer: CheckpointWriter, share: Share) -> Mapping[str, Any]:
         """Writes the tensors of a job at their places; its journal entry (JSON). Called on many threads."""
 
+    def begin(self, writer: CheckpointWriter, machine: Machine) -> None:
+        """Called on each rank when it is clear that the output may be written, before any job, on the first rank before
+        the others: finds what several jobs need, where the journals do not have it yet, and keeps it there."""
+
     def committed(self, job: J, writer: CheckpointWriter) -> None:
         """Called when a job's entry is in the journal, though perhaps not on disk yet (`CheckpointWriter.flush`). On
         many threads."""
@@ -225,6 +229,10 @@ def rewrite(
         if log is not None and ranks.rank == 0:
             sizes = f"{disk_size(work.source.reader.nbytes)} -> {disk_size(work.layout.file_bytes)}"
             log(f"{name_of(work.source.reader.path)} -> {work.out}: {len(work.source.tensors)} tensors, {sizes}")
+        ranks.barrier_unless_first()
+        with one_thread_each():
+            work.begin(writer, machine)
+        ranks.barrier_if_first()
         _do_jobs(work, writer, machine, ranks)
         writer.flush()
         if ranks.rank != 0:

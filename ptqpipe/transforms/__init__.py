@@ -20,7 +20,7 @@ from ptqpipe.errors import UsageError, did_you_mean
 from ptqpipe.schemes import ROTATION_BLOCKS
 from ptqpipe.transforms.find_structure import find_structure
 from ptqpipe.transforms.folding import RUN, Folding, Op, apply, is_exact, move_factors
-from ptqpipe.transforms.learn_rotations import Learned, Reader, Rounding, learn
+from ptqpipe.transforms.learn_rotations import BATCH, Learned, Reader, Rounding, learn
 from ptqpipe.transforms.problem import Consumer, Problem, Quantize, Solution, SolveOptions
 from ptqpipe.transforms.rotate_residual import STREAM
 from ptqpipe.transforms.rotate_values import turns

@@ -15,8 +15,10 @@ model instead. Must not know formats or files.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -26,24 +28,28 @@ from ptqpipe.transforms.problem import Quantize
 BATCH = 1536  # inputs of each reader that a step sees
 _RATE, _WARM_UP, _SEED = 0.02, 10, 20240526
 _TINY = 1e-30
+_AT_ONCE = 1 << 17  # numbers of matrices whose exponential is differentiated together: that holds some 90 copies
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
     """Layers that read one rotated input, K = n * block columns.
 
-    inputs     float32 [T, K], before the rotation
-    gradients  float32 [T, K] of the model's loss at them
+    inputs     floats [T, K] of any dtype, multiplied by ``gain``
+    gradients  floats [T, K] of the model's loss at them
     turns      int64 [n]: the matrix that turns each block of columns
+    gain       float32 [K]: what the rotation goes before, a norm's weight
     """
 
     inputs: torch.Tensor
     gradients: torch.Tensor
     turns: torch.Tensor
+    gain: torch.Tensor
 
-    def __getitem__(self, rows: torch.Tensor | slice) -> "Reader":
-        """Some of the tokens."""
-        return Reader(self.inputs[rows], self.gradients[rows], self.turns)
+    def before(self, rows: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and gradients of some tokens where the rotation is, float32 [t, K]: 0 where the gain is."""
+        x, h = self.inputs[rows].float(), self.gradients[rows].float()
+        return torch.where(self.gain == 0, 0.0, x / self.gain), h * self.gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +77,18 @@ class Learned:
     error: float
 
 
-def learn(readers: Sequence[Reader], *, count: int, block: int, rounding: Rounding, steps: int) -> Learned:
-    """``count`` matrices, each of ``block`` rows, for some readers. The same ones every time.
+def learn(
+    readers: Sequence[Reader],
+    *,
+    count: int,
+    block: int,
+    rounding: Rounding,
+    steps: int,
+    threads: int = 1,
+    stepped: Callable[[], None] = lambda: None,
+) -> Learned:
+    """``count`` matrices, each of ``block`` rows, for some readers. The same ones every time, with any number of
+    threads, which take a reader each. ``stepped`` is called after every step.
 
     The last quarter of the inputs is kept to judge by.
     """
@@ -80,40 +96,65 @@ def learn(readers: Sequence[Reader], *, count: int, block: int, rounding: Roundi
     generator = torch.Generator().manual_seed(_SEED)
     skew = torch.zeros(count, block, block, dtype=torch.float64, requires_grad=True)
     descent = torch.optim.Adam([skew], lr=_RATE, betas=(0.9, 0.99))
-    for step in range(steps):
-        warm = min(1.0, (step + 1) / _WARM_UP)
-        descent.param_groups[0]["lr"] = _RATE * warm * (1 + math.cos(math.pi * step / steps)) / 2
-        descent.zero_grad()
-        matrices = _orthogonal(skew)
-        turned = matrices.detach().float().requires_grad_(True)
-        for reader, last in zip(readers, kept, strict=True):  # one reader's graph at a time
-            rows = torch.randint(max(1, len(reader.inputs) - last), (BATCH,), generator=generator)
-            _loss(reader[rows], turned, rounding).backward()  # type: ignore[no-untyped-call]
-        matrices.backward(None if turned.grad is None else turned.grad.double())  # type: ignore[no-untyped-call]
-        descent.step()
+    with ThreadPoolExecutor(threads) as pool:
+        for step in range(steps):
+            warm = min(1.0, (step + 1) / _WARM_UP)
+            descent.param_groups[0]["lr"] = _RATE * warm * (1 + math.cos(math.pi * step / steps)) / 2
+            descent.zero_grad()
+            matrices = _orthogonal(skew.detach())
+            rows = [
+                torch.randint(max(1, len(reader.inputs) - last), (BATCH,), generator=generator)
+                for reader, last in zip(readers, kept, strict=True)
+            ]
+            slope = partial(_slope, matrices=matrices.float(), rounding=rounding)
+            total = torch.zeros(count, block, block, dtype=torch.float64)
+            for found in pool.map(slope, readers, rows):  # in their order: sums do not depend on who is first
+                total += found
+            for part, slopes in zip(skew.split(_few(block)), total.split(_few(block)), strict=True):
+                _orthogonal(part).backward(slopes)  # type: ignore[no-untyped-call]
+            descent.step()
+            stepped()
+    return _best(readers, kept, _orthogonal(skew.detach()), rounding)
+
+
+def _slope(reader: Reader, rows: torch.Tensor, *, matrices: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """The gradient of a reader's loss on some of its tokens for ``matrices``."""
+    turned = matrices.detach().requires_grad_(True)
+    (slope,) = torch.autograd.grad(_loss(reader, rows, turned, rounding), turned)
+    return slope
+
+
+def _best(readers: Sequence[Reader], kept: Sequence[int], learned: torch.Tensor, rounding: Rounding) -> Learned:
+    """What was learned, or identities where it is no better on the tokens that are kept."""
+    count, block, _ = learned.shape
     eye = torch.eye(block, dtype=torch.float64)
-    tried = [each.expand(count, block, block) for each in (eye, hadamard(block))] + [_orthogonal(skew).detach()]
+    tried = [*(each.expand(count, block, block) for each in (eye, hadamard(block))), learned]
     with torch.no_grad():
         plain, fixed, found = (_judge(readers, kept, each.float(), rounding) for each in tried)
     return Learned(tried[2], plain, fixed, found) if found < plain else Learned(tried[0].clone(), plain, fixed, plain)
 
 
 def _orthogonal(skew: torch.Tensor) -> torch.Tensor:
-    turned: torch.Tensor = torch.linalg.matrix_exp(skew - skew.mT)
-    return turned
+    """Some matrices at a time: the powers of a series are held beside them."""
+    parts = skew.split(_few(skew.shape[-1]))
+    return torch.cat([torch.linalg.matrix_exp(part - part.mT) for part in parts])
+
+
+def _few(block: int) -> int:
+    return max(1, _AT_ONCE // block**2)
 
 
 def _judge(readers: Sequence[Reader], kept: Sequence[int], matrices: torch.Tensor, rounding: Rounding) -> float:
     return sum(
-        float(_loss(reader[slice(-last, None)], matrices, rounding)) for reader, last in zip(readers, kept, strict=True)
+        float(_loss(reader, slice(-last, None), matrices, rounding)) for reader, last in zip(readers, kept, strict=True)
     )
 
 
-def _loss(reader: Reader, matrices: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Half of the mean over a reader's tokens of the sum of e_i^2 (h R)_i^2, with a gradient for ``matrices`` float32
-    [count, block, block]."""
+def _loss(reader: Reader, rows: torch.Tensor | slice, matrices: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """Half of the mean over some of a reader's tokens of the sum of e_i^2 (h R)_i^2, with a gradient for ``matrices``
+    float32 [count, block, block]."""
     turns = matrices[reader.turns]
-    x, h = (_turned(each, turns) for each in (reader.inputs, reader.gradients))
+    x, h = (_turned(each, turns) for each in reader.before(rows))
     known = x.detach()
     error = rounding.quantize(known) - known
     by_steps = (_local_step(x, rounding) * h).square().sum()

@@ -20,12 +20,10 @@ from ptqpipe.cli import main
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, PtqError, UsageError
 from ptqpipe.rewriting import Done
 from ptqpipe.source import Source
-from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.transform.factors import find_factors
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import transform
 from tests import tiny
-from tests.calibration.models import make_windows, write_windows
 from tests.transforms.models import logits, make_model, make_statistics, token_ids
 
 pytest.importorskip("transformers")
@@ -106,56 +104,6 @@ def test_both_rotations_keep_the_logits(tmp_path: Path, kind: str) -> None:
     model, ids = make_model(tmp_path / "model", kind), token_ids()
     run(model, tmp_path / "out", TransformOptions("rotate", block=16, untie=kind == "gemma"), None)
     check_same_logits(model, tmp_path / "out", ids)
-
-
-def make_pairs(model: Path, out: Path) -> Path:
-    """Statistics with pairs of inputs and gradients at them, as calibration collects them."""
-    rows = write_windows(out.with_name("rows.jsonl"), make_windows(samples=60))
-    options = CalibrateOptions(samples=60, seqlen=24, moments=("diagonal", "pairs"), holdout=0)
-    calibrate(model, [str(rows)], out, options=options)
-    return out
-
-
-@pytest.mark.parametrize(
-    ("kind", "apply"),
-    [
-        *((kind, "rotate") for kind in ("llama", "llama_bias", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe")),
-        ("gpt2", "rotate_values"),
-        ("gemma2", "rotate_values"),
-    ],
-)
-def test_learned_rotations_keep_the_logits(tmp_path: Path, kind: str, apply: str) -> None:
-    model, ids = make_model(tmp_path / "model", kind), token_ids()
-    stats = make_pairs(model, tmp_path / "stats")
-    options = TransformOptions(apply, block=32, learn=12, untie=kind == "gemma", format="nvfp4_w4a4")
-    done = run(model, tmp_path / "out", options, stats)
-    learned = done.record["learned"]
-    assert learned["steps"] == 12
-    assert {one["transform"] for one in learned["rotations"]} >= {"rotate_values"}
-    assert sum(one["error"] for one in learned["rotations"]) < sum(one["plain_error"] for one in learned["rotations"])
-    check_same_logits(model, tmp_path / "out", ids)
-    again = run(model, tmp_path / "again", options, stats)
-    assert again.record["learned"] == learned
-
-
-def test_rotations_are_learned_from_pairs_alone(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "llama")
-    options = TransformOptions("rotate", block=32, learn=2, format="fp8")
-    stats = make_statistics(model, tmp_path / "moments", token_ids())
-    with pytest.raises(UsageError, match=r"no pairs of .*--moments diagonal,pairs"):
-        transform(model, tmp_path / "out", stats=stats, options=options)
-    stats = make_pairs(model, tmp_path / "stats")
-    file = stats / "model.layers.1.pairs.safetensors"
-    tensors = load_file(file)
-    tensors["model.layers.1.self_attn.o_proj.pair_gradients"][5, 3] = float("nan")
-    save_file(tensors, file)
-    content = json.loads((stats / "stats.json").read_text())
-    with pytest.raises(CheckpointError, match=r"pairs\.safetensors' is damaged"):
-        transform(model, tmp_path / "out", stats=stats, options=options)
-    (stats / "stats.json").write_text(json.dumps({**content, "files": {}}))
-    with pytest.raises(NumericsError, match=r"NaN or inf for 'model\.layers\.1\.self_attn\.o_proj'"):
-        transform(model, tmp_path / "out", stats=stats, options=options)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2"])

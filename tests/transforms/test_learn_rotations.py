@@ -1,6 +1,8 @@
 """Learned rotations: orthogonal, at the optimum where that is known, the same every time."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +66,7 @@ def test_two_channels_of_commuting_moments_reach_the_least_that_any_angle_gives(
     x = drawn(in_basis(angle, *inputs), count)
     signs = torch.randint(0, 2, (count, 2), generator=torch.Generator().manual_seed(2)) * 2.0 - 1
     h = signs @ torch.linalg.cholesky(in_basis(angle, *gradients)).T  # of these moments
-    found = learn([Reader(x, h, torch.zeros(1).long())], count=1, block=2, rounding=PLAIN, steps=300)
+    found = learn([Reader(x, h, torch.zeros(1).long(), torch.ones(2))], count=1, block=2, rounding=PLAIN, steps=300)
     least = min(loss(0.0), loss(1.0))
     assert found.error / found.plain_error == pytest.approx(least / loss(math.cos(2 * angle)), rel=0.06)
     hadamard = loss(math.cos(2 * (angle - math.pi / 4)))
@@ -77,7 +79,7 @@ def correlated(count: int) -> Reader:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(count, 48, generator=generator) @ torch.randn(48, 48, generator=generator)
     h = torch.randn(count, 8, generator=generator) @ torch.randn(8, 48, generator=generator)
-    return Reader(x, h, torch.tensor([0, 0, 1]))
+    return Reader(x, h, torch.tensor([0, 0, 1]), torch.ones(48))
 
 
 @pytest.mark.parametrize("rounding", [PLAIN, Rounding(to_e2m1, 16, 0.09)], ids=["8 bits", "4 bits"])
@@ -85,7 +87,8 @@ def test_learned_matrices_are_orthogonal_and_lower_the_cost_of_tokens_that_were_
     rounding: Rounding,
 ) -> None:
     """The cost by its definition, on tokens that `learn` was not even given."""
-    known, others = (correlated(8192)[rows] for rows in (slice(0, 4096), slice(4096, None)))
+    both = correlated(8192)
+    known = replace(both, inputs=both.inputs[:4096], gradients=both.gradients[:4096])
     found = learn([known], count=2, block=16, rounding=rounding, steps=40)
     assert found.matrices.shape == (2, 16, 16)
     eye = torch.eye(16, dtype=torch.float64).expand(2, 16, 16)
@@ -93,19 +96,48 @@ def test_learned_matrices_are_orthogonal_and_lower_the_cost_of_tokens_that_were_
     assert found.error < 0.97 * min(found.plain_error, found.hadamard_error)
 
     def cost(turn: torch.Tensor) -> float:
-        x, h = others.inputs @ turn, others.gradients @ turn
+        x, h = both.inputs[4096:] @ turn, both.gradients[4096:] @ turn
         return float(((rounding.quantize(x) - x) * h).sum(1).square().mean() / 2)
 
     first, second = found.matrices.float()
     whole: torch.Tensor = torch.block_diag(first, first, second)  # type: ignore[no-untyped-call]
     assert cost(whole) < 0.97 * cost(torch.eye(48))
-    again = learn([known], count=2, block=16, rounding=rounding, steps=40)
-    assert torch.equal(again.matrices, found.matrices)
+
+
+def test_any_number_of_threads_gives_the_same_matrices_and_a_gain_is_taken_out() -> None:
+    """Inputs g z and gradients h / g, which are what a layer behind a norm of the weights g reads, count as z and h;
+    columns of no gain as nothing."""
+    every = correlated(8192)
+    runs = [slice(0, 1024), slice(1024, 3072), slice(3072, 3584), slice(3584, 7680)]
+    plain = [replace(every, inputs=every.inputs[run], gradients=every.gradients[run]) for run in runs]
+    gain = torch.exp2(torch.arange(48) % 7 - 3.0)
+    scaled = [Reader(r.inputs * gain, r.gradients / gain, r.turns, gain) for r in plain]
+    steps: list[int] = []
+    options: dict[str, Any] = {"count": 2, "block": 16, "rounding": Rounding(to_e2m1, 16, 0.09), "steps": 20}
+    one = learn(plain, **options)
+    several = learn(scaled, **options, threads=3, stepped=lambda: steps.append(1))
+    assert torch.equal(one.matrices, several.matrices)
+    assert one.error == several.error < one.plain_error
+    assert len(steps) == 20
+    gain[5] = 0.0
+    x, h = Reader(plain[0].inputs, plain[0].gradients, plain[0].turns, gain).before(slice(0, 4))
+    assert torch.isfinite(x).all()
+    assert not bool(x[:, 5].any() or h[:, 5].any())
+
+
+def test_gradients_of_zero_and_a_single_token_are_no_trouble() -> None:
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+    options: dict[str, Any] = {"count": 1, "block": 16, "rounding": Rounding(to_e2m1, 16, 0.09), "steps": 8}
+    found = learn([Reader(x, torch.zeros(64, 16), torch.zeros(1).long(), torch.ones(16))], **options)
+    assert torch.equal(found.matrices[0], torch.eye(16, dtype=torch.float64))
+    found = learn([Reader(x[:1], x[1:2], torch.zeros(1).long(), torch.ones(16))], **options)
+    assert found.error < found.plain_error
+    assert float((found.matrices[0] @ found.matrices[0].T - torch.eye(16)).abs().max()) < 1e-12
 
 
 def test_where_nothing_is_gained_the_matrices_are_identities() -> None:
     """Without a step."""
-    reader = Reader(torch.randn(64, 16), torch.randn(64, 16), torch.zeros(1).long())
+    reader = Reader(torch.randn(64, 16), torch.randn(64, 16), torch.zeros(1).long(), torch.ones(16))
     found = learn([reader], count=1, block=16, rounding=Rounding(to_e2m1, 16, 0.09), steps=0)
     assert torch.equal(found.matrices[0], torch.eye(16, dtype=torch.float64))
     assert found.error == found.plain_error

@@ -1,108 +1,223 @@
-"""What rotations are learned from: pairs of inputs and gradients that statistics hold, of all layers in memory at once.
+"""Rotations that are learned, one unit after another: the residual stream, and the values of each layer.
 
-Must not know how matrices are found.
+A unit is learned from pairs of inputs and gradients that statistics hold, those of all its layers in memory at once,
+and is kept in the journal as it is found: a run that is continued learns the others. Which units there are, and what
+they take, is decided from headers. Must not know how matrices are found.
 """
 
+import base64
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.errors import NumericsError, OutputError, UsageError
+from ptqpipe.folded import encoded
 from ptqpipe.formats import Format
+from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.runtime.activations import GROUP
 from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.transform.plan import TransformOptions, block_of
 from ptqpipe.stages.transform.weights import Weights, input_quantizer
 from ptqpipe.statistics import Statistics, of_all_experts
-from ptqpipe.transforms import STREAM, Edge, Learned, Matrix, Norm, Reader, Rounding, Structure, learn, turns
+from ptqpipe.transforms import BATCH, STREAM, Edge, Learned, Matrix, Norm, Reader, Rounding, Structure, learn, turns
 
 ELEMENTS = 1 << 29  # numbers of all pairs together: of more, tokens are left out
 LEAST = 256  # tokens that stay whatever they take
 COARSE = 0.09  # the floor of local steps of E2M1: its lowest step, 0.5 / 6 of the maximum, against those of E4M3
+TEMPORARIES = 24  # float32 numbers that a thread holds for each one of a step's inputs: at most 19 were measured
+STATES = 16  # float64 numbers that are held for each one of the matrices: gradients, Adam's moments, what is tried
 
 
-def learn_rotations(
-    names: Sequence[str], structure: Structure, weights: Weights, statistics: Statistics, options: TransformOptions
-) -> tuple[dict[str, dict[str, torch.Tensor]], list[dict[str, Any]]]:
-    """(transform -> what its ``fold`` takes as ``matrices``, an entry of the record for each that was learned).
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input of layers that is rotated: the edge it lies on, and the module by which statistics know it."""
 
-    UsageError where the statistics lack pairs, NumericsError where they are not finite.
+    edge: Edge
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class LearningUnit:
+    """What is learned together.
+
+    transform  the rotation whose matrices these are
+    key        theirs among the ``matrices`` that its ``fold`` takes
+    inputs     those that have pairs; none where nothing that reads them is quantized
+    without    modules whose inputs have no pairs: they are rotated, but do not count
+    count      how many matrices there are, of ``block`` rows each
     """
-    scheme = get_scheme(options.format)
-    quantize = input_quantizer(scheme.activation)
-    assert quantize is not None  # `plan.check_options`
-    group = GROUP.get(scheme.activation) or 0
-    rounding = Rounding(quantize, group, COARSE if scheme.activation.four_bits else 0.0)
-    matrices: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
-    entries = []
+
+    transform: str
+    key: str
+    edges: tuple[Edge, ...]
+    inputs: tuple[Input, ...]
+    without: tuple[str, ...]
+    count: int
+    block: int
+
+    @property
+    def id(self) -> str:
+        """Its name in the journal."""
+        return f"learn:{self.transform}:{self.key}"
+
+    @property
+    def title(self) -> str:
+        """What a person reads."""
+        return "residual stream" if self.key == STREAM else self.key
+
+    def turns(self, edges: Sequence[Edge]) -> bool:
+        """Whether the component of these edges reads the matrices: those of the residual stream every one does."""
+        return self.key == STREAM or self.edges[0] in edges
+
+    @property
+    def most_tokens(self) -> int:
+        """Of how many tokens each input's pairs are taken, at most."""
+        columns = sum(edge.channels * edge.repeat for edge in self.edges)
+        return max(LEAST, ELEMENTS // max(1, 2 * columns))
+
+
+def learning_units(
+    names: Sequence[str], structure: Structure, statistics: Statistics, options: TransformOptions
+) -> tuple[LearningUnit, ...]:
+    """What is to be learned, in the order of the transforms and layers.
+
+    UsageError where the statistics lack the pairs of a whole unit, or have those of another model.
+    """
+    fmt = get_scheme(options.format).fmt
+    units = []
     for name in names:
         block = block_of(name, options, structure)
-        for key, edges, count in _units(name, structure, block):
-            columns = sum(edge.channels * edge.repeat for edge in edges)
-            most = max(LEAST, ELEMENTS // max(1, 2 * columns))
-            readers: list[Reader] = []
-            for edge in edges:
-                readers += _readers(edge, weights, statistics, scheme.fmt, block=block, most=most)
-            if not readers:  # nothing that is quantized
-                matrices[name][key] = torch.eye(block, dtype=torch.float64).expand(count, block, block)
-                continue
-            found = learn(readers, count=count, block=block, rounding=rounding, steps=options.learn)
-            matrices[name][key] = found.matrices
-            entries.append(_entry(name, key, found))
-    return matrices, entries
+        if name == "rotate_residual":
+            edges = tuple(edge for edge in structure.edges if edge.kind == "norm")
+            units.append(_unit(name, STREAM, edges, structure.hidden, block, statistics, fmt))
+            continue
+        for edge in structure.edges:
+            if edge.kind == "value" and isinstance(edge.producer, Matrix):
+                units.append(_unit(name, edge.id, (edge,), edge.channels, block, statistics, fmt))
+    return tuple(units)
 
 
-def _units(name: str, structure: Structure, block: int) -> Iterator[tuple[str, list[Edge], int]]:
-    """(key among the matrices, edges that read them, how many matrices) of what is learned together."""
-    if name == "rotate_residual":
-        yield STREAM, [edge for edge in structure.edges if edge.kind == "norm"], structure.hidden // block
-        return
-    for edge in structure.edges:
-        if edge.kind == "value" and isinstance(edge.producer, Matrix):
-            yield edge.id, [edge], edge.channels // block
+def _unit(
+    name: str, key: str, edges: tuple[Edge, ...], channels: int, block: int, statistics: Statistics, fmt: Format
+) -> LearningUnit:
+    inputs, without = [], []
+    for edge in edges:
+        for module in _modules(edge, statistics, fmt):
+            shape, wanted = statistics.pair_shape(module), edge.channels * edge.repeat
+            if shape is None:
+                without.append(module)
+            elif shape[1] != wanted or not shape[0]:
+                raise UsageError(
+                    f"{statistics.path} has pairs {list(shape)} of '{module}', expected {wanted} columns; calibrate "
+                    "this model"
+                )
+            else:
+                inputs.append(Input(edge, module))
+    if without and not inputs:
+        raise UsageError(
+            f"{statistics.path} has no pairs of '{without[0]}', which --learn needs; calibrate again with "
+            "--moments diagonal,pairs"
+        )
+    return LearningUnit(name, key, edges, tuple(inputs), tuple(without), channels // block, block)
 
 
-def _readers(
-    edge: Edge, weights: Weights, statistics: Statistics, fmt: Format, *, block: int, most: int
-) -> Iterator[Reader]:
-    """What reads an edge, before the rotation and, behind a norm, without its weight; ``most``: tokens of each."""
-    gain = torch.ones(edge.channels)
-    if isinstance(edge.producer, Norm):
-        gain = (weights.whole(edge.producer.weight) + edge.producer.offset).float()
-    gain = gain[edge.channel_of()]
+def _modules(edge: Edge, statistics: Statistics, fmt: Format) -> list[str]:
+    """One module for each input that what reads an edge has; experts of a layer have one together."""
     modules = [_module(member, statistics) for member in edge.consumers if member.quantized and fmt.fits(member.shape)]
-    for module in {of_all_experts(statistics.key(module)): module for module in reversed(modules)}.values():
-        found = statistics.pairs(module)
-        if found is None:
-            raise UsageError(
-                f"{statistics.path} has no pairs of '{module}', which --learn needs; calibrate again with "
-                "--moments diagonal,pairs"
-            )
-        x, h = (each[:: -(-len(each) // most)].float() for each in found)
-        if x.shape[1:] != gain.shape or not len(x):
-            raise UsageError(
-                f"{statistics.path} has pairs {list(x.shape)} of '{module}', expected {len(gain)} columns; calibrate "
-                "this model"
-            )
-        if not bool(torch.isfinite(x).all() and torch.isfinite(h).all()):
-            raise NumericsError(f"{statistics.path} has NaN or inf for '{module}'; calibrate again")
-        yield Reader(torch.where(gain == 0, 0.0, x / gain), h * gain, turns(edge, block))
+    return list({of_all_experts(statistics.key(module)): module for module in reversed(modules)}.values())
 
 
 def _module(member: Matrix, statistics: Statistics) -> str:
     return next((name for name in member.modules if name in statistics.modules), member.modules[0])
 
 
-def _entry(name: str, key: str, found: Learned) -> dict[str, Any]:
+def learning_bytes(units: Sequence[LearningUnit], statistics: Statistics) -> tuple[int, int]:
+    """(bytes that are held while the largest unit is learned, what each thread needs beside them)."""
+    held, each = 0, WORKER_BYTES
+    for unit in units:
+        shapes = [shape for one in unit.inputs if (shape := statistics.pair_shape(one.module)) is not None]
+        kept = sum(min(tokens, unit.most_tokens) * columns * 2 * 2 for tokens, columns in shapes)
+        read = max((tokens * columns * 2 for tokens, columns in shapes), default=0)
+        held = max(held, kept + 2 * read + unit.count * unit.block**2 * 8 * STATES)
+        each = max([each, *(BATCH * columns * 4 * TEMPORARIES for _, columns in shapes)])
+    return held, each
+
+
+def learn_units(
+    units: Sequence[LearningUnit],
+    weights: Weights,
+    statistics: Statistics,
+    options: TransformOptions,
+    *,
+    machine: Machine,
+    advance: Callable[[float, str], None],
+    keep: Callable[[LearningUnit, Mapping[str, Any]], None],
+) -> None:
+    """Learns one unit after another.
+
+    advance  takes of how many inputs a step is done, and of what
+    keep     takes each unit with its entry of the journal, as it is found
+
+    NumericsError where pairs are not finite.
+    """
+    scheme = get_scheme(options.format)
+    quantize = input_quantizer(scheme.activation)
+    assert quantize is not None  # `plan.check_options`
+    rounding = Rounding(quantize, GROUP.get(scheme.activation) or 0, COARSE if scheme.activation.four_bits else 0.0)
+    held, each = learning_bytes(units, statistics)
+    threads = max(1, min(machine.workers, (machine.memory_bytes - BASE_BYTES - held) // each))
+    for unit in units:
+        if not unit.inputs:  # nothing that is quantized
+            eye = torch.eye(unit.block, dtype=torch.float64).expand(unit.count, unit.block, unit.block)
+            keep(unit, {"matrices": encoded(eye), "record": None})
+            continue
+        readers = [_reader(one, unit, weights, statistics) for one in unit.inputs]
+
+        def step(unit: LearningUnit = unit) -> None:
+            advance(len(unit.inputs), unit.title)
+
+        found = learn(
+            readers, count=unit.count, block=unit.block, rounding=rounding, steps=options.learn, threads=threads,
+            stepped=step,
+        )  # fmt: skip
+        keep(unit, {"matrices": encoded(found.matrices), "record": _entry(unit, found)})
+
+
+def _reader(one: Input, unit: LearningUnit, weights: Weights, statistics: Statistics) -> Reader:
+    """What reads an edge, before the rotation and, behind a norm, without its weight."""
+    edge = one.edge
+    gain = torch.ones(edge.channels)
+    if isinstance(edge.producer, Norm):
+        gain = (weights.whole(edge.producer.weight) + edge.producer.offset).float()
+    found = statistics.pairs(one.module)
+    assert found is not None  # `_unit`
+    stride = -(-len(found[0]) // unit.most_tokens)
+    x, h = found if stride == 1 else (each[::stride].clone() for each in found)  # a view keeps all of them in memory
+    if not bool(torch.isfinite(x).all() and torch.isfinite(h).all()):
+        raise NumericsError(f"{statistics.path} has NaN or inf for '{one.module}'; calibrate again")
+    return Reader(x, h, turns(edge, unit.block), gain[edge.channel_of()])
+
+
+def matrices_of(unit: LearningUnit, kept: Mapping[str, Any]) -> torch.Tensor:
+    """float64 [count, block, block] of a unit, from its entry in the journal. OutputError where that is damaged."""
+    raw = bytearray(base64.b64decode(str(kept["matrices"])))
+    if len(raw) != unit.count * unit.block**2 * 8:
+        raise OutputError(f"the journal's matrices of the {unit.title} are damaged; --overwrite begins again")
+    return torch.frombuffer(raw, dtype=torch.float64).reshape(unit.count, unit.block, unit.block)
+
+
+def _entry(unit: LearningUnit, found: Learned) -> dict[str, Any]:
     """What the record says: the loss (of KL divergence, in nats a token) without, with Hadamard and with these."""
     return {
-        "transform": name,
-        **({"edge": key} if key != STREAM else {}),
+        "transform": unit.transform,
+        **({"edge": unit.key} if unit.key != STREAM else {}),
         "block": found.matrices.shape[-1],
         "plain_error": found.plain_error,
         "hadamard_error": found.hadamard_error,
         "error": found.error,
         "sha256": hashlib.sha256(found.matrices.contiguous().numpy().tobytes()).hexdigest(),
+        **({"without_pairs": list(unit.without)} if unit.without else {}),
     }

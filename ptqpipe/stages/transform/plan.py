@@ -34,7 +34,7 @@ class TransformOptions:
     alpha           of SmoothQuant and Smooth-SwiGLU; None: their defaults
     powers_of_two   factors are powers of two
     edges           kinds of edges that scalings use; None: each transform's own
-    block           channels that a rotation takes together
+    block           channels that a rotation takes together; None: `default_block`
     learn           steps in which rotations are learned; 0: they are Hadamard matrices
     untie           a head that is the embedding becomes a tensor of its own
     dtype           of what changes: bf16, fp16, fp32; None: the source's where that is exact, else fp32
@@ -46,7 +46,7 @@ class TransformOptions:
     alpha: float | None = None
     powers_of_two: bool = False
     edges: tuple[str, ...] | None = None
-    block: int = 32
+    block: int | None = None
     learn: int = 0
     untie: bool = False
     dtype: str | None = None
@@ -68,7 +68,7 @@ def check_options(options: TransformOptions, names: Sequence[str]) -> None:
     """UsageError for an option out of its range, and for scalings after a rotation."""
     if options.dtype is not None and options.dtype not in FLOATS:
         raise UsageError(f"--dtype {options.dtype!r} is unknown; use {', '.join(FLOATS)}")
-    if options.block not in BLOCKS:
+    if options.block not in (None, *BLOCKS):
         raise UsageError(f"--block {options.block} is no size of a rotation; use {', '.join(map(str, BLOCKS))}")
     if options.learn:
         _check_learning(options, names)
@@ -106,10 +106,18 @@ def _check_learning(options: TransformOptions, names: Sequence[str]) -> None:
         )
 
 
+def default_block(options: TransformOptions, structure: Structure) -> int:
+    """Of learned rotations the largest block that divides the hidden size: the larger, the better they are. Hadamard
+    matrices gain less from it."""
+    dividing = [block for block in BLOCKS if structure.hidden % block == 0]
+    return max(dividing, default=min(BLOCKS)) if options.learn else 32
+
+
 def block_of(name: str, options: TransformOptions, structure: Structure) -> int:
     """The channels that one rotation takes together: learned ones of values stay inside a head."""
+    block = options.block if options.block is not None else default_block(options, structure)
     heads = [edge.head_dim for edge in structure.edges if edge.kind == "value"]
-    return math.gcd(options.block, *heads) if options.learn and name == "rotate_values" else options.block
+    return math.gcd(block, *heads) if options.learn and name == "rotate_values" else block
 
 
 def is_exact(names: Sequence[str], options: TransformOptions, structure: Structure) -> bool:

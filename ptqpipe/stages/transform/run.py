@@ -11,7 +11,7 @@ exact in every float dtype: then the dtype stays, and the result computes the sa
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -21,14 +21,20 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec, check_disjoint, resolve_source
 from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import NumericsError, UsageError
-from ptqpipe.machine import Share
-from ptqpipe.quantities import scientific
+from ptqpipe.machine import BASE_BYTES, Machine, Share, counting_bar
+from ptqpipe.quantities import option_size, option_size_above, scientific
 from ptqpipe.rewriting import CopyTensor, Done, Rewrite, Run, check_model, merged, named_source, parts_of_stage, rewrite
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.dequantize import with_dtype
 from ptqpipe.stages.transform import plan
-from ptqpipe.stages.transform.learn import learn_rotations
+from ptqpipe.stages.transform.learn import (
+    LearningUnit,
+    learn_units,
+    learning_bytes,
+    learning_units,
+    matrices_of,
+)
 from ptqpipe.stages.transform.plan import Component, TransformOptions
 from ptqpipe.stages.transform.weights import Weights, input_quantizer, make_problem, weight_quantizer
 from ptqpipe.statistics import Statistics
@@ -63,8 +69,8 @@ class Transformation(Rewrite[Component | CopyTensor]):
     exact       whether every factor is a power of two that only multiplies
     dtype       of the tensors that change; None: each its own
     origins     output name -> source name where they differ (a head that was the embedding)
-    matrices    rotation -> its learned matrices, as its ``fold`` takes them
-    learned     what the record says of those
+    units       the rotations that are learned
+    learned     the entry of each in the journal, by its name, once it is found
     """
 
     options: TransformOptions
@@ -74,30 +80,57 @@ class Transformation(Rewrite[Component | CopyTensor]):
     exact: bool
     dtype: str | None
     origins: Mapping[str, str]
-    matrices: Mapping[str, Mapping[str, torch.Tensor]]
-    learned: Sequence[Mapping[str, Any]]
+    units: tuple[LearningUnit, ...]
+    learned: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def head(self) -> dict[str, Any]:
         """The head of the record: what this run was to do, and with what."""
         options = asdict(self.options)
+        options["block"] = options["block"] or plan.default_block(self.options, self.structure)
         return {
             "ptqpipe": __version__,
             "container": "plain",
             "transformed_from": named_source(self.source),
             "statistics": None if self.statistics is None else self.statistics.digest,
             "transforms": list(self.names),
-            "options": {key: options[key] for key in ("alpha", "powers_of_two", "edges", "block", "untie", "format")},
+            "options": {key: options[key] for key in ("alpha", "powers_of_two", "edges", "block", "untie", "format")}
+            | ({"learn": self.options.learn} if self.options.learn else {}),
             "exact": self.exact,
             "dtype": self.dtype,
             "untied": sorted(self.origins),
-            **({"learned": {"steps": self.options.learn, "rotations": list(self.learned)}} if self.learned else {}),
         }
 
     @property
     def run_parts(self) -> Mapping[str, str]:
         """As `Rewrite`."""
         return parts_of_stage("transform", self.head, layout=self.layout.digest)
+
+    def least_memory(self) -> tuple[int, Component | CopyTensor | None]:
+        """As `Rewrite`: what learning holds is let go of before the jobs begin."""
+        least, job = super().least_memory()
+        if self.statistics is not None and self.units:
+            least = max(least, BASE_BYTES + sum(learning_bytes(self.units, self.statistics)))
+        return least, job
+
+    def begin(self, writer: CheckpointWriter, machine: Machine) -> None:
+        """As `Rewrite`: learns the rotations that an earlier run, or the first rank, has not learned."""
+        if not self.units or self.statistics is None:
+            return
+        former = writer.done()
+        self.learned.update({unit.id: former[unit.id] for unit in self.units if unit.id in former})
+        left = [unit for unit in self.units if unit.id not in former]
+        total, begun = (self.options.learn * sum(len(unit.inputs) for unit in units) for units in (self.units, left))
+
+        def keep(unit: LearningUnit, entry: Mapping[str, Any]) -> None:
+            writer.commit(unit.id, entry)
+            writer.flush()
+            self.learned[unit.id] = entry
+
+        shown = machine.progress and bool(begun)
+        with counting_bar(total, "steps", shown=shown, title="learn", done=total - begun) as advance:
+            weights = Weights(self.source.reader, self.origins)
+            learn_units(left, weights, self.statistics, self.options, machine=machine, advance=advance, keep=keep)
 
     def do(self, job: Component | CopyTensor, writer: CheckpointWriter, share: Share) -> dict[str, Any]:
         """As `Rewrite`. NumericsError for numbers outside the range of the written dtype."""
@@ -112,9 +145,11 @@ class Transformation(Rewrite[Component | CopyTensor]):
         """Adds what one transform folds in this component; one entry of the record for each edge."""
         if name in ROTATIONS:
             block = plan.block_of(name, self.options, self.structure)
+            units = [unit for unit in self.units if unit.transform == name and unit.turns(job.edges)]
+            matrices = {unit.key: matrices_of(unit, self.learned[unit.id]) for unit in units}
             foldings = get_rotation(name).fold(
                 self.structure, job.edges, writers=job.writers, embeddings=job.embeddings, block=block,
-                read=weights.whole, matrices=self.matrices.get(name, {}),
+                read=weights.whole, matrices=matrices,
             )  # fmt: skip
             weights.add(foldings)
             changed = list(dict.fromkeys(tensor for tensor, _ in foldings))
@@ -150,8 +185,10 @@ class Transformation(Rewrite[Component | CopyTensor]):
         written = merged(done, "members")
         squared = sum(facts["squared_error"] for facts in written.values())
         energy = sum(facts["energy"] for facts in written.values())
+        learned = [entry for unit in self.units if (entry := self.learned[unit.id]["record"]) is not None]
         return {
             **self.head,
+            **({"learned": {"steps": self.options.learn, "rotations": learned}} if learned else {}),
             "run_id": self.run_id,
             "rounding": squared / energy if energy else 0.0,
             "foldings": [folding for entry in done for folding in entry.get("foldings", [])],
@@ -176,6 +213,7 @@ def transform(
     with ExitStack() as opened:
         source = opened.enter_context(Source.open(resolve_source(str(model))))
         work = prepare(source, Path(out), opened, stats=stats, options=options or TransformOptions())
+        _check_memory(work, run.get("machine") or Machine())
         return rewrite(work, **run)
 
 
@@ -202,12 +240,20 @@ def prepare(
     groups = [[job.spec] if isinstance(job, CopyTensor) else job.specs for job in jobs]
     layout = ShardLayout.plan(groups, shard_bytes=options.shard_bytes)
     statistics = _open_statistics(stats, source, names, opened, learn=bool(options.learn))
-    matrices: dict[str, dict[str, torch.Tensor]] = {}
-    learned: list[dict[str, Any]] = []
+    units: tuple[LearningUnit, ...] = ()
     if options.learn and statistics is not None:
-        matrices, learned = learn_rotations(names, structure, Weights(source.reader, origins), statistics, options)
+        units = learning_units(names, structure, statistics, options)
     work = (out, source, layout, tuple(jobs), options, names, structure, statistics, exact, dtype, origins)
-    return Transformation(*work, matrices, learned)
+    return Transformation(*work, units)
+
+
+def _check_memory(work: Transformation, machine: Machine) -> None:
+    least, _ = work.least_memory()
+    if work.units and least > machine.memory_bytes:
+        raise UsageError(
+            f"--max-memory {option_size(machine.memory_bytes)} is too small for the pairs that rotations are learned "
+            f"from; give --max-memory {option_size_above(least)}, or calibrate fewer tokens"
+        )
 
 
 def _open_statistics(
