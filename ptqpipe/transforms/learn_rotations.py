@@ -110,7 +110,7 @@ def learn(
             total = torch.zeros(count, block, block, dtype=torch.float64)
             for found in pool.map(slope, readers, rows):  # in their order: sums do not depend on who is first
                 total += found
-            for part, slopes in zip(skew.split(_few(block)), total.split(_few(block)), strict=True):
+            for part, slopes in zip(*(torch.split(each, _few(block)) for each in (skew, total)), strict=True):
                 _orthogonal(part).backward(slopes)  # type: ignore[no-untyped-call]
             descent.step()
             stepped()
@@ -136,7 +136,7 @@ def _best(readers: Sequence[Reader], kept: Sequence[int], learned: torch.Tensor,
 
 def _orthogonal(skew: torch.Tensor) -> torch.Tensor:
     """Some matrices at a time: the powers of a series are held beside them."""
-    parts = skew.split(_few(skew.shape[-1]))
+    parts = torch.split(skew, _few(skew.shape[-1]))
     return torch.cat([torch.linalg.matrix_exp(part - part.mT) for part in parts])
 
 
