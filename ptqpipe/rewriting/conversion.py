@@ -120,15 +120,18 @@ class Conversion(Rewrite[OutputJob]):
         biases = {f"{name.removesuffix('bias')}weight": name for name in job.biases}
         errors = MeanErrors(weights, means_of(unit, self.statistics, set(biases)), parts.take)
         changed: dict[tuple[int, int], Changes] = {}
+        codes = learned_codes(unit, self.rounding)
         done = quantize_unit(
             unit,
             weights,
             counting(weights, errors.take if biases else parts.take, changed),
             statistics=self.statistics,
-            codes=learned_codes(unit, self.rounding),
+            codes=codes,
             device=share.device,
         )
-        _check_kept_alive(unit, done.errors)
+        check_decode([member.weight for member in unit.members], done.errors, unit.scheme.fmt)
+        if codes is None:  # those were judged by what the model loses, and may differ from weights where no input is
+            check_kept_alive(unit, done.errors)
         changes = changes_of(weights, unit.scheme.fmt, changed)
         columns = zip(unit.members, done.errors, parts.finish(), done.record_fields, scales, changes, strict=True)
         return {
@@ -251,9 +254,8 @@ def _facts(unit: Unit, member: Member, result: UnitResult, error: WeightError) -
     }
 
 
-def _check_kept_alive(unit: Unit, errors: Sequence[WeightError]) -> None:
+def check_kept_alive(unit: Unit, errors: Sequence[WeightError]) -> None:
     """NumericsError for a weight of which mostly zeros are left: its scale, often a shared one, cannot hold it."""
-    check_decode([member.weight for member in unit.members], errors, unit.scheme.fmt)
     for member, error in zip(unit.members, errors, strict=True):
         if error.relative_mse > LOST:
             others = [m.weight for m in unit.members if m is not member]

@@ -31,7 +31,7 @@ from ptqpipe.plan import Member, Slice, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import Rule
 from ptqpipe.rewriting import module_of, quantize_unit
-from ptqpipe.rewriting.conversion import Conversion
+from ptqpipe.rewriting.conversion import Conversion, check_kept_alive
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
 from ptqpipe.source import SourceRows
@@ -120,12 +120,13 @@ class BlockWork:
             reached = all(inputs.has(module_of(member), "second_moment") for member in unit.members)
             statistics = inputs if reached else None
             unit = replace(unit, rule=by_data(unit) if reached else nearest(unit))
-        quantize_unit(
+        done = quantize_unit(
             unit,
             [LoadedWeight(self.weights[m.key]) for m in unit.members],
             lambda member, row, q: runs.__setitem__((member, row), q),
             statistics=statistics,
         )
+        check_kept_alive(unit, done.errors)  # convert takes the codes as they come
         return {m.key: joined(runs, i) for i, m in enumerate(unit.members)}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ptqpipe.api.matrices import load_tensors
 from ptqpipe.calibration import reverse, runner
@@ -22,11 +22,12 @@ from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import tensor_file
 from ptqpipe.cli import main
-from ptqpipe.errors import OutputError, UsageError
+from ptqpipe.errors import NumericsError, OutputError, UsageError
 from ptqpipe.evaluation.text import SAMPLE
 from ptqpipe.formats import get_format
 from ptqpipe.machine import Machine
 from ptqpipe.recipe import RecipeOptions
+from ptqpipe.rewriting import conversion
 from ptqpipe.rounding import Rounding
 from ptqpipe.runtime import load_model
 from ptqpipe.runtime.loading import load_tokenizer
@@ -122,6 +123,37 @@ def test_the_codes_that_were_learned_are_the_codes_that_are_written(tuned: tuple
         assert "learned, 16 samples" in told
         assert "algorithm rtn" not in page.read_text()
     assert CliRunner().invoke(main, ["verify", str(out), "--source", str(DEMO)]).exit_code == 0
+
+
+def test_codes_may_differ_from_weights_by_what_would_be_a_loss_of_the_nearest_ones(
+    codes_of_run: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a layer has no inputs, codes that the model's output chose may be anywhere."""
+    codes, options = codes_of_run("nvfp4", "gptq"), RecipeOptions(scheme="nvfp4")
+    monkeypatch.setattr(conversion, "LOST", 1e-3)
+    with prepare(DEMO, options=RecipeOptions(), out=tmp_path / "out", rounding=codes) as job:
+        done = convert_stage.convert(job, machine=ONE)
+    assert done is not None
+    assert min(entry["relative_mse"] for entry in done.record["weights"].values()) > 1e-3
+    with (
+        prepare(DEMO, options=options, out=tmp_path / "nearest") as job,
+        pytest.raises(NumericsError, match="of its energy"),
+    ):
+        convert_stage.convert(job, machine=ONE)
+
+
+@pytest.mark.parametrize("method", ["layerwise", "gptq", "learned"])
+def test_a_weight_that_its_siblings_scale_would_erase_is_refused_before_codes_are_chosen(
+    method: str, text: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEMO, model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"][0, 0] = 1e6
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    recipe = RecipeOptions(scheme="nvfp4")
+    with pytest.raises(NumericsError, match=r"k_proj.weight would lose \d+% of its energy.*--ignore "):
+        tune.tune(model, [str(text)], tmp_path / "codes", recipe=recipe, options=of_method(method), machine=ONE)
 
 
 def test_every_block_says_what_it_gained_and_none_got_worse(tuned: tuple[str, Path]) -> None:
