@@ -145,7 +145,13 @@ ENTRIES = (
         tune=TRAINED,
         formats=FOUR_BIT_INPUTS,
     ),
-    _ours("learned rotations + two-sided gptq in order", learn=100, tune=TWO_SIDED, formats=("fp8",)),
+    *(
+        _ours(f"learned rotations + {name}", learn=100, tune=how, formats=("fp8",))
+        for name, how in (
+            ("two-sided gptq in order", TWO_SIDED),
+            ("end to end after two-sided gptq in order", ("--method", "kl")),
+        )
+    ),
     _ours(
         "learned rotations + aqas + two-sided gptq in order",
         learn=100,
