@@ -6,7 +6,7 @@ names and shapes; must not know files, formats or statistics.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ptqpipe.errors import CheckpointError, UsageError
@@ -191,7 +191,8 @@ class _Finder:
             return [self.matrix(n) for n in ((fused,) if fused else (leaves[p] for p in parts if p in leaves))], []
         if fused is None:
             q, k, v = (self.matrix(leaves[leaf], group="qkv") for leaf in parts)
-            return [q, k, v], [self.value_edge(f"{layer}.value", v, o)]
+            gated = q.shape[0] > o.shape[1]  # q_proj has the gates of attention's outputs, too
+            return [q, k, v], [replace(self.value_edge(f"{layer}.value", v, o), gated=gated)]
         qkv = self.matrix(fused)
         values = (qkv.shape[0] - o.shape[1]) // 2
         v = self.matrix(fused, rows=(qkv.shape[0] - values, qkv.shape[0]))

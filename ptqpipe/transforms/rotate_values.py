@@ -15,8 +15,14 @@ Read = Callable[[str], torch.Tensor]
 
 
 def check(structure: Structure, block: int, *, untie: bool) -> None:
-    """UsageError where heads do not divide into blocks, or there are none."""
+    """UsageError where heads do not divide into blocks, and where a gate for each channel is behind attention."""
     edges = [edge for edge in structure.edges if edge.kind == "value"]
+    gated = next((edge for edge in edges if edge.gated), None)
+    if gated is not None:
+        raise UsageError(
+            f"rotate_values is refused: a gate multiplies each channel behind the attention of {structure.model_type} "
+            f"('{gated.id}'), and a rotation mixes channels; --apply rotate_residual rotates the rest"
+        )
     wrong = next((edge for edge in edges if edge.head_dim % block or edge.channels % edge.head_dim), None)
     if wrong is not None:
         raise UsageError(

@@ -63,6 +63,7 @@ class Edge:
     channels    how many factors there are
     repeat      value edges: how many query heads read each key-value head
     head_dim    value edges: channels of a head
+    gated       value edges: each channel is multiplied by a gate of its own behind attention
     """
 
     id: str
@@ -72,6 +73,7 @@ class Edge:
     channels: int
     repeat: int = 1
     head_dim: int = 0
+    gated: bool = False
 
     def channel_of(self) -> torch.Tensor:
         """int64 [K]: the channel that each input column of the consumers reads."""

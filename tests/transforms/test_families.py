@@ -19,7 +19,7 @@ from ptqpipe.machine import Machine
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import transform
-from ptqpipe.transforms import Structure, find_structure, move_factors, rotate_residual
+from ptqpipe.transforms import Structure, find_structure, move_factors, rotate_residual, rotate_values
 from ptqpipe.transforms.folding import Op, apply
 from ptqpipe.transforms.structure import Norm
 from tests import families
@@ -124,16 +124,27 @@ def test_the_model_stays_what_it_was(tmp_path: Path, kind: str, norms: Norms) ->
     assert found == expected
     after = logits(loaded(tmp_path / "moved"))
     torch.testing.assert_close(after, before, rtol=0, atol=1e-5 * float(before.abs().max()))  # parts are float32
+    tensors = {name: t.float() for name, t in load_file(source / "model.safetensors").items()}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    for name in rotations(structure):
+        options = TransformOptions(apply=name, block=16, untie=True, dtype="fp32")
+        transform(source, tmp_path / name, options=options, machine=Machine(workers=1))
+        after = logits(loaded(tmp_path / name))
+        torch.testing.assert_close(after, before, rtol=0, atol=3e-4 * float(before.abs().max()))
+
+
+def rotations(structure: Structure) -> list[str]:
+    """Those that are not refused, and change something."""
+    found = ["rotate_values"] if any(edge.kind == "value" for edge in structure.edges) else []
+    if structure.model_type in STATES:  # whose attention has a gate
+        with pytest.raises(UsageError, match="a gate multiplies each channel"):
+            rotate_values.check(structure, 16, untie=True)
+        found = []
     try:
         rotate_residual.check(structure, 16, untie=True)
     except UsageError:
-        return
-    options = TransformOptions(apply="rotate_residual", block=16, untie=True, dtype="fp32")
-    tensors = {name: t.float() for name, t in load_file(source / "model.safetensors").items()}
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    transform(source, tmp_path / "rotated", options=options, machine=Machine(workers=1))
-    after = logits(loaded(tmp_path / "rotated"))
-    torch.testing.assert_close(after, before, rtol=0, atol=3e-4 * float(before.abs().max()))
+        return found
+    return ["rotate_residual", *found]
 
 
 def ignores_a_shift(model: Any, structure: Structure) -> bool:
