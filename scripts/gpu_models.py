@@ -1,6 +1,6 @@
 """What a GPU does with models, beside a CPU: `convert`, `calibrate` to `eval`, and the engine. JSON lines.
 
-    python scripts/gpu_models.py convert|calibrate|engine --scratch DIR [--rehearse]
+    python scripts/gpu_models.py convert|calibrate|engine --scratch DIR [--dense llama-8b] [--rehearse]
 
 Parts of ``gpu_acceptance.py``, which says what each has to show. DIR keeps the models that one part makes for another;
 in memory (/dev/shm), disks are not what is measured. ``--rehearse`` runs the same on a CPU with tiny models, the GPU's
@@ -54,8 +54,8 @@ TIE = {"float32": 1e-5, "bfloat16": 2.0**-7}  # gap of two logits to the largest
 class Part:
     """A part under way: where it computes, where its files are, and whether all was as it must be so far."""
 
-    def __init__(self, scratch: Path, *, rehearse: bool) -> None:
-        self.scratch, self.rehearse, self.good = scratch, rehearse, True
+    def __init__(self, scratch: Path, dense: str, *, rehearse: bool) -> None:
+        self.scratch, self.dense, self.rehearse, self.good = scratch, dense, rehearse, True
         self.device = "cpu" if rehearse else "cuda"
         self.fmt = "mxfp4a16" if rehearse else "nvfp4"  # the interpreter takes its time for a search of global scales
         self.fewer = {"ignore": ["*mlp*"]} if rehearse else {}  # and for every weight
@@ -140,7 +140,7 @@ def same_files(one: Path, other: Path) -> list[str]:
 
 def run_convert(part: Part) -> None:
     """Part 4: a dense model and an MoE, GB/s, and the CPU's bytes. The dense one stays for the engine."""
-    cases = [("llama-8b", "nvfp4"), ("llama-8b", "mxfp4"), ("llama-8b", "fp8"), ("moe-fused", "mxfp4")]
+    cases = [(part.dense, "nvfp4"), (part.dense, "mxfp4"), (part.dense, "fp8"), ("moe-fused", "mxfp4")]
     for shape, fmt in [("tiny", part.fmt)] if part.rehearse else cases:
         gpu, cpu = part.converted(shape, fmt), part.scratch / "on-the-cpu"
         part.convert(part.model(shape), cpu, fmt, gpu=False)
@@ -155,7 +155,7 @@ def run_convert(part: Part) -> None:
 def run_calibrate(part: Part) -> None:
     """Part 5: calibrate, tune, convert with statistics and eval on both devices, of a trained model; then one of 1B."""
     model, data = (part.model("tiny"), tokens(128, 4, 32)) if part.rehearse else (trained(), DEMO / "heldout.txt")
-    windows = {"samples": 2, "seqlen": 32} if part.rehearse else {"samples": 64, "seqlen": 256}
+    windows = {"samples": 2, "seqlen": 32} if part.rehearse else {"samples": 32, "seqlen": 256}
     each = [calibrated(part, model, data, windows, gpu=gpu) for gpu in (False, True)]
     compare_moments(part, model.name, *(where / "stats" for where in each))
     outs = [part.scratch / "with-statistics-cpu", part.scratch / "with-statistics-gpu"]
@@ -334,7 +334,8 @@ def run_engine(part: Part) -> None:
         return
     for fmt in ("nvfp4", "fp8", "bfloat16"):
         plain = fmt == "bfloat16"
-        measure_engine(part, part.model("llama-8b") if plain else part.converted("llama-8b", fmt), f"llama-8b {fmt}")
+        ckpt = part.model(part.dense) if plain else part.converted(part.dense, fmt)
+        measure_engine(part, ckpt, f"{part.dense} {fmt}")
         torch.cuda.empty_cache()
 
 
@@ -344,12 +345,15 @@ def main() -> int:
     parts = {"convert": run_convert, "calibrate": run_calibrate, "engine": run_engine}
     parser.add_argument("part", choices=parts)
     parser.add_argument("--scratch", type=Path, required=True, help="folder for models, best in memory")
+    parser.add_argument(
+        "--dense", choices=sorted(synthetic.SHAPES), default="llama-8b", help="what is converted and run"
+    )
     parser.add_argument("--rehearse", action="store_true", help="tiny models on a CPU, TRITON_INTERPRET=1")
     options = parser.parse_args()
     if options.rehearse and not triton.interpreting():
         sys.exit("--rehearse needs Triton and TRITON_INTERPRET=1")
     options.scratch.mkdir(parents=True, exist_ok=True)
-    part = Part(options.scratch, rehearse=options.rehearse)
+    part = Part(options.scratch, options.dense, rehearse=options.rehearse)
     parts[options.part](part)
     return 0 if part.good else 1
 

@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -210,12 +211,20 @@ def write_shard(path: Path, tensors: list[Tensor], block: torch.Tensor, seed: in
         position = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
+    places = [8 + len(text) + header[tensor.name]["data_offsets"][0] for tensor in tensors]
+    with open(path, "wb") as file, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
+        file.truncate(8 + len(text) + position)
+
+        def write(tensor: Tensor, place: int) -> None:
             for run in values(tensor, block, seed):
-                file.write(memoryview(run.reshape(-1).view(torch.uint8).numpy()))
+                data = memoryview(run.reshape(-1).view(torch.uint8).numpy())
+                while data:  # a call writes 2 GiB at most, and fewer where it is interrupted
+                    written = os.pwrite(file.fileno(), data, place)
+                    data, place = data[written:], place + written
+
         file.flush()
+        list(pool.map(write, tensors, places))
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

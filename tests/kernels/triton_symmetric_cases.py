@@ -25,7 +25,7 @@ LANES = 8  # blocks a tile
 PROGRAMS = 3
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "stripe", "begin", "blocks"])  # as the whole kernel
 def phase_kernel(  # type: ignore[no-untyped-def]
     x, out, table, rank, stripe, begin, blocks, n, room_bytes, RECIPROCAL: tl.constexpr, WORLD: tl.constexpr,
     OWN_EXACT: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, PHASE: tl.constexpr,
