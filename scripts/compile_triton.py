@@ -120,9 +120,12 @@ def row_launches() -> Iterator[Launch]:
 
 
 def linear_launches() -> Iterator[Launch]:
-    """Products by rows of x, of a weight that keeps a device busy and of one that is cut into parts."""
+    """Products by rows of x, of a weight that keeps a device busy and of one that is cut into parts; decoded weights."""
     for name in LINEAR_FORMATS:
         fmt = get_format(name)
+        whole = torch.zeros(4096, 4096, dtype=torch.bfloat16)
+        weight = linear_weight(fmt, (4096, 4096), None)
+        yield "unpack", name, partial(triton_linear._unpack, whole, weight, triton_linear._UNPACKED)
         for rows in LINEAR_ROWS:
             for dtype in DTYPES[:2]:
                 for bias in (None, torch.zeros(4096, dtype=dtype)) if rows in (1, 16) else (None,):

@@ -75,6 +75,9 @@ class Tile:
         return _over(_over(width, self.width), self.parts) * self.width
 
 
+_UNPACKED = Tile(16, 128, 0)  # that a program of unpack_kernel decodes
+
+
 def plan_of(fmt: Format, scales: torch.Tensor | None) -> LinearPlan | None:
     """The constants of a format that the kernels cover, or None."""
     bits, (rows, columns) = _ELEMENTS.get(fmt.element.name), fmt.block
@@ -129,6 +132,43 @@ def linear(
         return _multiply(x.contiguous(), weight, tile, lanes=few, exact=True)
     with torch.cuda.device(x.device):
         return _multiply(x.contiguous(), weight, tile, lanes=few, exact=False)
+
+
+def unpacked(
+    data: torch.Tensor, scales: torch.Tensor | None, fmt: Format, shape: tuple[int, int]
+) -> torch.Tensor | None:
+    """bfloat16 ``[N, K]``: the inner numbers of a weight, codes times block scales, rounded where they do not fit.
+
+    Arguments and what has no kernel as in `linear`.
+    """
+    plan = plan_of(fmt, scales)
+    if plan is None or not data.numel() or not available() or (data.device.type == "cuda") == interpreting():
+        return None
+    if data.stride(-1) != 1 or tuple(data.shape) != (shape[0], shape[1] * plan.bits // 8):
+        return None
+    weight = LinearWeight(data, None if scales is None else _bytes(scales.contiguous()), None, None, plan)
+    out = torch.empty(shape, dtype=torch.bfloat16, device=data.device)
+    if interpreting():
+        _unpack(out, weight, _UNPACKED)
+    else:
+        with torch.cuda.device(data.device):
+            _unpack(out, weight, _UNPACKED)
+    return out
+
+
+def _unpack(out: torch.Tensor, weight: LinearWeight, tile: Tile) -> None:
+    """Fills ``out [N, K]``, a program for each ``tile`` of bytes."""
+    from ptqpipe.kernels import triton_products
+
+    plan, (n, width) = weight.plan, weight.data.shape
+    size = max(tile.width, plan.group)
+    data, scales, *_ = weight.arguments()
+    triton_products.unpack_kernel[(_over(width, size), _over(n, tile.rows))](
+        out.view(torch.int16), data, scales, n, width, data.stride(0),
+        0 if weight.scales is None else weight.scales.shape[1],
+        BITS=plan.bits, KIND=plan.kind, GROUP=plan.group, SCALE_ROWS=plan.scale_rows,
+        BN=tile.rows, BYTES=size, RUN=4 if plan.kind == _NONE else plan.group, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def tile_of(plan: LinearPlan, m: int, shape: tuple[int, int], *, parts: int | None, processors: int) -> Tile:

@@ -6,6 +6,8 @@ kernels, by the number of rows of x:
     lanes   few rows: every lane keeps its own float32 sums over K, which meet in a tree at the end; nothing is padded
     tiles   more rows: ``tl.dot`` of decoded tiles, the weight on the left, so that few rows of x pad few columns
 
+For many rows ``unpack`` decodes a weight once, for a product of torch's.
+
 Both may cut K into parts, whose sums `parts` adds in order: no atomics, the same bits each time. The inner numbers are
 bfloat16 numbers exactly, but for scales that are bfloat16 numbers themselves (FP8 in blocks of 128x128): these multiply
 codes in float32 in `lanes`, and the sums of each block in `tiles`. A float16 x enters `tiles` as the sum of two
@@ -273,6 +275,37 @@ def tiles_kernel(
     total = finished(acc, factor, bias, rows[:, None], live[:, None], FACTOR, BIAS)
     at = (tl.program_id(1) * m + tokens).to(tl.int64)[None, :] * n + rows[:, None]
     put(out, at, total, live[:, None] & (tokens < m)[None, :])
+
+
+@triton.jit
+def unpack_kernel(
+    out: tl.tensor,
+    data: tl.tensor,
+    scales: tl.tensor,
+    n: tl.tensor,
+    width: tl.tensor,
+    stride: tl.tensor,
+    blocks: tl.tensor,
+    BITS: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BYTES: tl.constexpr,
+    RUN: tl.constexpr,
+) -> None:
+    """The bits of bfloat16 ``out [n, width * 8 / BITS]``: the inner numbers of BN rows, BYTES bytes of each."""
+    PER: tl.constexpr = 8 // BITS
+    rows = tl.program_id(1) * BN + tl.arange(0, BN)
+    live = rows < n
+    first = tl.program_id(0) * BYTES
+    low, high = decoded(
+        data, scales, rows, live, first, width, stride, blocks, BITS, KIND, GROUP, SCALE_ROWS, BN, BYTES, RUN
+    )
+    values = tl.reshape(tl.join(low, high), (BN, BYTES * PER)) if BITS == 4 else low
+    at = first * PER + tl.arange(0, BYTES * PER)
+    there = rows.to(tl.int64)[:, None] * (width * PER) + at[None, :]
+    tl.store(out + there, bfloat16_bits(values), mask=live[:, None] & (at < width * PER)[None, :])
 
 
 @triton.jit

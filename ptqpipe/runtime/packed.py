@@ -168,6 +168,11 @@ class PackedWeight:
             out = room[: (stop - start) * self.shape[1]].view(stop - start, self.shape[1])
             cpu_linear.unpack(weight, start, stop, out=out)
             return out
+        if room.dtype == torch.bfloat16:
+            part = self.narrow(0, start, stop - start)
+            found = triton_linear.unpacked(part.data, part.scales, part.fmt, part.shape)
+            if found is not None:
+                return found
         if self.scales is not None:
             return _decoded(self._inner().narrow(0, start, stop - start), room.dtype)
         return self.data[start:stop].view(torch.float8_e4m3fn).to(room.dtype)
@@ -262,16 +267,19 @@ def _tiles(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> 
     weight = weight.in_rows()
     exact = x.dtype == torch.float32
     dtype = x.dtype if x.dtype in (torch.float32, torch.bfloat16) else torch.float32
-    y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     inputs: Any = _padded(x.to(dtype))
     runs = _runs(weight, dtype)
+    y = x.new_empty(x.shape[0], weight.shape[0] if len(runs) > 1 else 0)
     room = torch.empty(runs[0][1] * weight.shape[1] if x.device.type == "cpu" else 0, dtype=dtype)  # for all of them
     for start, stop in runs:
         tile = weight._tile(start, stop) if exact else weight._inner_tile(start, stop, room)
         out = linear(inputs, tile)[: x.shape[0]]
         if not exact and weight.factor is not None:
-            out = out * weight._factor(start, stop).squeeze(1)
-        y[:, start:stop] = out
+            out *= weight._factor(start, stop).squeeze(1)
+        if len(runs) > 1:
+            y[:, start:stop] = out
+        else:
+            y = out.to(x.dtype)
     return y if bias is None else y + bias
 
 

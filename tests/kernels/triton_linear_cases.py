@@ -135,6 +135,21 @@ def test_every_code_and_scale_decodes_exactly(fmt: str, rows: int) -> None:
         assert torch.equal(y, w[:, start : start + rows].t().bfloat16())
 
 
+@pytest.mark.parametrize("fmt", SHAPES)
+def test_unpacked_weights_are_the_inner_numbers(fmt: str) -> None:
+    packed, _ = weight(fmt, *SHAPES[fmt])
+    scales = None if packed.scales is None else packed.scales.to(DEVICE)
+    found = triton_linear.unpacked(packed.data.to(DEVICE), scales, packed.fmt, packed.shape)
+    assert found is not None
+    inner = replace(packed, factor=None if packed.scales is not None else torch.ones(1), divisor=None)
+    assert torch.equal(found.cpu(), inner.dequantize().bfloat16())
+    part = packed.data[5:23].to(DEVICE)  # rows of a longer weight, where blocks are of one row
+    if packed.scales is None:
+        again = triton_linear.unpacked(part, None, packed.fmt, (18, packed.shape[1]))
+        assert again is not None
+        assert torch.equal(again, found[5:23])
+
+
 def test_the_fifteen_numbers_of_e2m1_in_order_of_their_codes() -> None:
     packed, _ = weight("mxfp4", 16, 32)
     data = torch.arange(16, dtype=torch.uint8).reshape(16, 1).expand(16, 16) * 17
