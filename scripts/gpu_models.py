@@ -321,8 +321,26 @@ def measure_engine(part: Part, ckpt: Path, name: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def measure_transformers(part: Part, ckpt: Path, name: str) -> None:
+    """Tokens a second of transformers' own generation, by batch: a first call of one token is what prefill takes."""
+    length, new = 512, 32
+    model, prompts = load_model(ckpt, dtype=torch.bfloat16, device=part.device), tokens(100, 64, length)
+    for batch in (1, 16, 64):
+        given, times = prompts[:batch].to(part.device), []
+        for count in (1, 1, new):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            model.generate(given, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begun)
+        part.say(
+            transformers=name, batch=batch, prompt=length, new=new, prefill_tokens_s=round(batch * length / times[1], 1),
+            decode_tokens_s=round(batch * (new - 1) / (times[2] - times[1]), 1),
+        )  # fmt: skip
+
+
 def run_engine(part: Part) -> None:
-    """Part 6: greedy tokens beside transformers', then tokens a second in NVFP4, FP8 and bfloat16."""
+    """Part 6: greedy tokens beside transformers', then tokens a second in NVFP4, FP8 and bfloat16, and transformers'."""
     model = part.model("tiny") if part.rehearse else trained()
     ckpt = part.scratch / f"{model.name}-for-the-engine"
     part.convert(model, ckpt, part.fmt, gpu=not part.rehearse)
@@ -337,6 +355,7 @@ def run_engine(part: Part) -> None:
         ckpt = part.model(part.dense) if plain else part.converted(part.dense, fmt)
         measure_engine(part, ckpt, f"{part.dense} {fmt}")
         torch.cuda.empty_cache()
+    measure_transformers(part, part.model(part.dense), f"{part.dense} bfloat16")
 
 
 def main() -> int:
