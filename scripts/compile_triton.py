@@ -120,7 +120,7 @@ def row_launches() -> Iterator[Launch]:
 
 
 def linear_launches() -> Iterator[Launch]:
-    """Products by rows of x, of a weight that keeps a device busy and of one that is cut into parts; decoded weights."""
+    """Products by rows of x, of a weight that keeps a device busy and of one that is cut into parts; the decode."""
     for name in LINEAR_FORMATS:
         fmt = get_format(name)
         whole = torch.zeros(4096, 4096, dtype=torch.bfloat16)

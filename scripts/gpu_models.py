@@ -334,13 +334,14 @@ def measure_transformers(part: Part, ckpt: Path, name: str) -> None:
             torch.cuda.synchronize()
             times.append(time.perf_counter() - begun)
         part.say(
-            transformers=name, batch=batch, prompt=length, new=new, prefill_tokens_s=round(batch * length / times[1], 1),
+            transformers=name, batch=batch, prompt=length, new=new,
+            prefill_tokens_s=round(batch * length / times[1], 1),
             decode_tokens_s=round(batch * (new - 1) / (times[2] - times[1]), 1),
         )  # fmt: skip
 
 
 def run_engine(part: Part) -> None:
-    """Part 6: greedy tokens beside transformers', then tokens a second in NVFP4, FP8 and bfloat16, and transformers'."""
+    """Part 6: greedy tokens beside transformers', then tokens a second by format, and transformers' own."""
     model = part.model("tiny") if part.rehearse else trained()
     ckpt = part.scratch / f"{model.name}-for-the-engine"
     part.convert(model, ckpt, part.fmt, gpu=not part.rehearse)
