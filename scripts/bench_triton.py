@@ -1,7 +1,8 @@
 """Speed of the Triton kernels on a CUDA device, beside a device memory copy measured in the same rounds.
 
 Prints one JSON line a kernel: median Gparam/s over the rounds, bytes moved per weight, and the ratio to the weights per
-second that a copy moving as many bytes would reach (1.0 is the memory's limit). Before anything is timed the kernels'
+second that a copy moving as many bytes would reach (1.0 is the memory's limit). ModelOpt's kernel for NVFP4's scales is
+timed beside ours where ModelOpt is installed. Before anything is timed the kernels'
 bytes are compared with the torch reference on a slice ("equal"). Without a device it says so and exits with 1; under
 Triton's interpreter (TRITON_INTERPRET=1) the same runs on CPU tensors, to see that it runs: its times mean nothing.
 
@@ -103,6 +104,16 @@ def cases(w: torch.Tensor, formats: Sequence[str]) -> Iterator[Case]:
     scales = torch.full((w.shape[0], 1), 0.001, dtype=torch.bfloat16, device=w.device)
     yield "fp8_channel encode", 3, None, lambda: kernels.fp8_encode(w, scales, get_format("fp8_channel"))
     yield "amax", 2, None, lambda: kernels.amax(w)
+
+
+def peers(w: torch.Tensor) -> Iterator[Case]:
+    """ModelOpt's search of NVFP4's scales (no codes), where it is installed."""
+    try:
+        from modelopt.torch.kernels.quantization.gemm.nvfp4_fp8_sweep import nvfp4_fp8_scale_sweep
+    except ImportError:
+        return
+    g = w.abs().amax().float()
+    yield "modelopt nvfp4_fp8_scale_sweep", 2 + 4 / 16, None, lambda: nvfp4_fp8_scale_sweep(w, g, 16)
 
 
 def _quantize(
@@ -238,7 +249,7 @@ def measure_quantize(args: argparse.Namespace) -> bool:
     w = (torch.randn(args.rows, args.columns, device=DEVICE, generator=gen) * 0.02).bfloat16()
     target = torch.empty_like(w)
     good = True
-    for name, moved, same, call in cases(w, args.formats or BLOCK_FORMATS):
+    for name, moved, same, call in (*peers(w), *cases(w, args.formats or BLOCK_FORMATS)):
         good = good and same is not False
         copy = statistics.median(seconds(lambda: target.copy_(w), args.rounds))
         median = statistics.median(seconds(call, args.rounds))
