@@ -1,10 +1,10 @@
 """Speed of the Triton kernels on a CUDA device, beside a device memory copy measured in the same rounds.
 
 Prints one JSON line a kernel: median Gparam/s over the rounds, bytes moved per weight, and the ratio to the weights per
-second that a copy moving as many bytes would reach (1.0 is the memory's limit). ModelOpt's kernel for NVFP4's scales is
-timed beside ours where ModelOpt is installed. Before anything is timed the kernels'
-bytes are compared with the torch reference on a slice ("equal"). Without a device it says so and exits with 1; under
-Triton's interpreter (TRITON_INTERPRET=1) the same runs on CPU tensors, to see that it runs: its times mean nothing.
+second that a copy moving as many bytes would reach (1.0 is the memory's limit). Before anything is timed the kernels'
+bytes are compared with the torch reference on a slice ("equal"). ModelOpt's kernel for NVFP4's scales is timed with
+ours where ModelOpt is installed. Without a device it says so and exits with 1; under Triton's interpreter
+(TRITON_INTERPRET=1) the same runs on CPU tensors, to see that it runs: its times mean nothing.
 
     python scripts/bench_triton.py [--only quantize|linear] [--rows 16384] [--columns 16384] [--rounds 20]
         [--formats nvfp4 ...] [--shapes 4096x4096 ...] [--batches 1 8 ...]
@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -249,7 +250,7 @@ def measure_quantize(args: argparse.Namespace) -> bool:
     w = (torch.randn(args.rows, args.columns, device=DEVICE, generator=gen) * 0.02).bfloat16()
     target = torch.empty_like(w)
     good = True
-    for name, moved, same, call in (*peers(w), *cases(w, args.formats or BLOCK_FORMATS)):
+    for name, moved, same, call in chain(peers(w), cases(w, args.formats or BLOCK_FORMATS)):
         good = good and same is not False
         copy = statistics.median(seconds(lambda: target.copy_(w), args.rounds))
         median = statistics.median(seconds(call, args.rounds))
