@@ -38,22 +38,31 @@ def add_columns(lanes: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
 
 
 def sum_blocks(terms: torch.Tensor) -> float:
-    """The sum of float64 ``terms`` ``[blocks]``: how ``score_total`` adds the scores of blocks."""
-    lanes = torch.zeros(LANES, dtype=torch.float64)
+    """The sum of float64 ``terms`` ``[blocks]`` of any device, on the CPU: how ``score_total`` adds scores of blocks."""
+    terms, lanes = terms.cpu(), torch.zeros(LANES, dtype=torch.float64)
     for start in range(0, len(terms), _CHUNK):
         lanes = add_columns(lanes, terms[start : start + _CHUNK].unsqueeze(0))
     return fold(lanes)
 
 
 def decode_error(q: QTensor, w: torch.Tensor) -> tuple[float, float]:
-    """(sum (decode - w)^2, sum w^2) in float64, from the float32 decode; the order of ``kernels.cpu.decode_error``."""
-    error, energy = torch.zeros(2, LANES, dtype=torch.float64)
+    """(sum (decode - w)^2, sum w^2) in float64, from the float32 decode; the order of ``kernels.cpu.decode_error``.
+
+    On a GPU, which 16 lanes would leave idle, the order is torch's, the same for the same inputs.
+    """
+    lanes, add = (LANES, add_columns) if w.device.type == "cpu" else (1, _add_all)
+    error, energy = torch.zeros(2, lanes, dtype=torch.float64, device=w.device)
     for start, stop in _row_chunks(q.fmt, q.shape):
         value = w[start:stop].double()
         diff = q.narrow(0, start, stop - start).dequantize().double() - value
-        error = add_columns(error, diff * diff)
-        energy = add_columns(energy, value * value)
+        error = add(error, diff * diff)
+        energy = add(energy, value * value)
     return fold(error), fold(energy)
+
+
+def _add_all(lanes: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
+    """float64 ``[1]``: ``lanes`` plus all ``terms``."""
+    return lanes + terms.sum()
 
 
 def _row_chunks(fmt: Format, shape: tuple[int, int]) -> list[tuple[int, int]]:

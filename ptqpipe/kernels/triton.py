@@ -137,7 +137,7 @@ def score_total(
     )
     if int(damaged):
         check_finite(w)
-    total = sum_blocks(scores.cpu())
+    total = sum_blocks(scores)
     return total if global_scale is None else total * float(global_scale.double().square())
 
 
