@@ -71,7 +71,7 @@ def _sums(runner: Runner, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         labels = ids[0, run.start + 1 : run.stop + 1].to(logs.device)
         loss = -logs.gather(1, labels.unsqueeze(1)).double().sum()
         entropy = -(logs.exp() * logs).double().sum()
-        found += torch.stack([loss, entropy, torch.tensor(float(len(labels)))]).cpu()
+        found += torch.tensor([float(loss), float(entropy), float(len(labels))], dtype=torch.float64)
     return found
 
 
