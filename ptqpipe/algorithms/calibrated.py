@@ -220,8 +220,7 @@ def _weight(
 ) -> tuple[list[tuple[int, QTensor]], WeightError, dict[str, Any]]:
     """(row runs of the better of the calibrated and the plain weight, its errors, its fields of the record)."""
     fmt = task.fmt
-    device = torch.device("cpu") if metric is None else metric.moment.device
-    judge = (moments if moments.held_out is None else moments.held_out).to(device)
+    judge = (moments if moments.held_out is None else moments.held_out).to(task.device)
     nearest = _nearest(moments, task, scales)
     made: list[tuple[int, QTensor]] = []
     simple: list[tuple[int, QTensor]] = []
@@ -229,7 +228,7 @@ def _weight(
     absmax = 0.0
     for start, stop in _runs(weight, moments, fmt):
         outputs = _between(moments.outputs, start, stop)
-        w = weight.rows(start, stop).to(device)
+        w = weight.rows(start, stop).to(task.device)
         absmax += total_error(w, fmt, search="absmax", global_scale=scales.plain)
         rtn = scales.nearest(w, fmt, task.search, None)
         if feedback is None or metric is None:
