@@ -70,7 +70,7 @@ class Choice:
         codec = q.fmt.element
         block = q.fmt.block_extent(q.shape)
         scale = q.block_scales().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-        values, codes = _sorted_codes(codec)
+        values, codes = (found.to(w.device) for found in _sorted_codes(codec))
         y = torch.where(scale > 0, w.float() / scale, torch.zeros(()))
         start = torch.searchsorted(values, code_values(q.codes, codec))
         # The other choice lies on the side of the float weight: none for a weight beyond the largest code.

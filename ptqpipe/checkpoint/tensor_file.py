@@ -6,6 +6,7 @@ Must not know what the tensors are. The weights of models have `writer.py`.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from ptqpipe.dtypes import DTYPE_NAMES
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Writes CPU tensors of any dtype in the order of their names; on disk when this returns. Its sha256 in hex.
+    """Writes tensors of any dtype and device in the order of their names; on disk when this returns. Its sha256 in hex.
 
     The file appears under its name only when it is complete: a run that is killed meanwhile leaves nothing that another
     one would read. Raises OutputError.
@@ -29,7 +30,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     digest, growing = hashlib.sha256(), path.with_name(f"{path.name}.growing")
     with output_errors(path):
         with open(growing, "wb") as file:
-            for chunk in (memoryview(header), *(bytes_of(tensors[name].contiguous()) for name in names)):
+            chunks = (bytes_of(tensors[name].cpu().contiguous()) for name in names)
+            for chunk in itertools.chain((memoryview(header),), chunks):
                 digest.update(chunk)
                 file.write(chunk)
             file.flush()

@@ -43,7 +43,8 @@ class BlockWork:
     """A decoder layer before its codes are chosen.
 
     units       of the plan whose weights are the block's
-    weights     key -> the matrix [N, K] whose codes are chosen: the source's, rotated where its inputs are
+    weights     key -> the matrix [N, K] whose codes are chosen: the source's, rotated where its inputs are; on the
+                block's device, where its codes are, too
     assemblies  of those parameters that are made of nothing but quantized matrices
     quantizers  module of the block (expert of a stack) -> what happens to its input, at the static scale that convert
                 writes
@@ -62,10 +63,10 @@ class BlockWork:
         tensors = {tensor for found in block.origins.values() for tensor in found}
         units = tuple(u for u in prepared.outputs.plan.units if all(m.source.tensor in tensors for m in u.members))
         members = {m.key: m for unit in units for m in unit.members}
-        weights = {key: _read(prepared, m, m.source) for key, m in members.items()}
+        weights = {key: _read(prepared, m, m.source, block.device) for key, m in members.items()}
         # The parameters of the float model are not rotated.
         turned = {key: replace(m.source, rotation=0) for key, m in members.items() if m.source.rotation}
-        plain = weights | {key: _read(prepared, members[key], where) for key, where in turned.items()}
+        plain = weights | {key: _read(prepared, members[key], where, block.device) for key, where in turned.items()}
         parameters = {name.removeprefix(f"{block.name}."): t for name, t in _parameters(block, runner).items()}
         origins = {name.removeprefix(f"{block.name}."): found for name, found in block.origins.items()}
         assemblies = tuple(assemble(parameters, origins, members, plain))
@@ -125,13 +126,14 @@ class BlockWork:
             [LoadedWeight(self.weights[m.key]) for m in unit.members],
             lambda member, row, q: runs.__setitem__((member, row), q),
             statistics=statistics,
+            device=self.block.device,
         )
         check_kept_alive(unit, done.errors)  # convert takes the codes as they come
         return {m.key: joined(runs, i) for i, m in enumerate(unit.members)}
 
 
-def _read(prepared: Conversion, member: Member, where: Slice) -> torch.Tensor:
-    return SourceRows(prepared.source, where, shape=member.shape).rows(0, member.shape[0])
+def _read(prepared: Conversion, member: Member, where: Slice, device: torch.device) -> torch.Tensor:
+    return SourceRows(prepared.source, where, shape=member.shape).rows(0, member.shape[0]).to(device)
 
 
 def by_data(unit: Unit) -> Rule:
@@ -213,7 +215,8 @@ def follow(
     start            those of `BlockWork.start`
     share            fraction of the error of earlier layers that each layer compensates for: 0 to 1
     held_out         share of the batches that only the gate sees
-    inputs, targets  hidden states of a batch: what the quantized blocks before this return, what this should return
+    inputs, targets  hidden states of a batch, on the block's device: what the quantized blocks before this return,
+                     what this should return
     known            of the float block's run; of the quantized one's with the codes that are returned, afterwards
     gradients        of the float model in this block, over the batches that are not held out: then errors cost what
                      they add to the KL divergence of the model, and the errors that are returned are in nats
@@ -309,6 +312,7 @@ def _follow_unit(
         lambda member, row, q: runs.__setitem__((member, row), q),
         options,
         [replace(inputs[key], outputs=gradients) for key, gradients in zip(keys, outputs, strict=True)],
+        device=work.block.device,
     )
     gptq.choose(task, [metrics[key] for key in keys])
     return {m.key: joined(runs, i) for i, m in enumerate(unit.members)}

@@ -365,8 +365,8 @@ def _find(
             start,
             share=options.share,
             held_out=options.settings.held_out,
-            inputs=given.get,
-            targets=wanted.get,
+            inputs=partial(_at, block=work.block, stream=given),
+            targets=partial(_at, block=work.block, stream=wanted),
             known=known,
             gradients=gradients,
             on_unit=lambda part, name: on_part(share * part, name),
@@ -385,6 +385,11 @@ def _find(
     return dict(codes), record | {"not_learned": sorted(start.keys() - work.usable)}
 
 
+def _at(batch: int, *, block: Block, stream: Activations) -> torch.Tensor:
+    """The hidden states of a batch where the block is."""
+    return stream.get(batch).to(block.device)
+
+
 def _learn(
     work: BlockWork,
     start: Mapping[str, QTensor],
@@ -399,8 +404,8 @@ def _learn(
         {key: work.weights[key] for key in work.usable},
         {key: start[key] for key in sorted(work.usable)},
         forward=lambda x, batch, chosen: work.outputs(x, batch, {**fixed, **chosen}),
-        inputs=given.get,
-        targets=wanted.get,
+        inputs=partial(_at, block=work.block, stream=given),
+        targets=partial(_at, block=work.block, stream=wanted),
         batches=work.block.batches,
         windows_per_batch=given.get(0).shape[0],
         settings=settings,
