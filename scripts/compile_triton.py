@@ -38,6 +38,7 @@ from triton.runtime.jit import JITFunction
 
 from ptqpipe.formats import Format, get_format
 from ptqpipe.kernels import (
+    triton_attention,
     triton_block,
     triton_codecs,
     triton_linear,
@@ -52,6 +53,7 @@ BLOCK_FORMATS = (
 ROW_FORMATS = (*BLOCK_FORMATS, "fp8_channel", "fp8_tensor", "fp8_block")
 LINEAR_FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8_channel", "fp8_block")
 LINEAR_ROWS = (1, 2, 3, 4, 16, 32, 64, 128)
+ATTENTION = ((32, 8, (128, 128)), (64, 8, (64, 64)), (14, 2, (80, 80)), (16, 16, (192, 128)), (8, 2, (256, 256)))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Launch = tuple[str, str, Callable[[], object]]
 """Kernel, what is special about it, and the call that launches it."""
@@ -153,6 +155,32 @@ def linear_weight(fmt: Format, shape: tuple[int, int], bias: torch.Tensor | None
     return triton_linear.LinearWeight(data, scales, factor, bias, plan)
 
 
+def attention_launches() -> Iterator[Launch]:
+    """Attention over pages: single queries, in one part and in several, and prompts; and their keys stored."""
+    for heads, kv_heads, dims in ATTENTION:
+        for dtype in DTYPES[: 3 if max(dims) <= 128 else 2]:
+            for codes in (False, True):
+                held = torch.float8_e4m3fn if codes else dtype
+                keys, values = (torch.zeros(4, 16, kv_heads, dim).to(held) for dim in dims)
+                scales = (torch.ones(kv_heads, 1), torch.ones(1, 1)) if codes else None
+                about = f"{heads}/{kv_heads} heads {dims[0]}/{dims[1]} {str(dtype).removeprefix('torch.')}"
+                about += " codes" if codes else ""
+                terms: dict[str, Any] = {"softcap": 30.0, "sinks": torch.zeros(heads)} if dims[0] == 64 else {}
+                for name, count, total in (("decode", 1, 9), ("parts", 1, 2000), ("prompt", 100, 100)):
+                    where = triton_attention.DeviceSpans(
+                        torch.zeros(count, dtype=torch.int64), torch.tensor([0, count]), torch.tensor([total]),
+                        torch.zeros(1, dtype=torch.int64), torch.zeros(1, 125, dtype=torch.int64),
+                        *((1, 1, total, 0) if count == 1 else (0, 0, 0, count)),
+                    )  # fmt: skip
+                    query = torch.zeros(count, heads, dims[0], dtype=dtype)
+                    call = triton_attention._Call(query, keys, values, where, scales, 0.1, **terms)
+                    yield f"attention {name}", about, call.run
+                key, value = (torch.zeros(1, kv_heads, dim, dtype=dtype) for dim in dims)
+                slots = torch.zeros(1, dtype=torch.int64)
+                store = partial(triton_attention._store, keys, values, key, value, slots, scales)
+                yield "attention store", about, store
+
+
 def message_launches() -> Iterator[Launch]:
     """Messages of the all-reduce, and the whole sum over symmetric memory."""
     for dtype in DTYPES:
@@ -184,7 +212,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def launches(only: list[str]) -> list[Launch]:
     """Those whose name or case contains one of the words; all of them without any."""
-    parts = (block_launches, row_launches, linear_launches, message_launches)
+    parts = (block_launches, row_launches, linear_launches, attention_launches, message_launches)
     found = [launch for part in parts for launch in part()]
     return [one for one in found if not only or any(word in f"{one[0]} {one[1]}" for word in only)]
 

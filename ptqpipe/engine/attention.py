@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.images import ImageRows
 from ptqpipe.errors import UsageError
-from ptqpipe.kernels import cpu_library
+from ptqpipe.kernels import cpu_library, triton_attention
 from ptqpipe.kernels.cpu_attention import PagedQueries, PagedSpans, paged_attention, paged_prefill
 
 IMPLEMENTATION = "ptqpipe_paged"
@@ -52,6 +52,11 @@ class Pages:
     value_scale: torch.Tensor | None = None
     numbers: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @property
+    def scales(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of keys and of values, where there are codes."""
+        return None if self.key_scale is None or self.value_scale is None else (self.key_scale, self.value_scale)
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -69,7 +74,8 @@ class _Step:
 
     tables   the spans' blocks in rows, where the pages are
     spans    all of them
-    singles  of those in front that have one token each
+    singles  of those in front that have one token each, where the CPU's kernels are to see them
+    placed   all of them on a device that has kernels of its own
     turns    how often each layer has attended so far
     """
 
@@ -78,6 +84,7 @@ class _Step:
     tables: torch.Tensor
     spans: PagedSpans
     singles: PagedQueries | None
+    placed: triton_attention.DeviceSpans | None
     turns: dict[int, int] = field(default_factory=dict)
     masks: dict[tuple[int, int, int | None, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
 
@@ -120,8 +127,13 @@ class PagedAttention:
     def during(self, batch: Batch) -> Iterator[None]:
         """Within it a forward of the model's tokens is that of ``batch``."""
         spans = _spans(batch)
-        slots = _slots(batch, spans.tables, self.block_size).to(self.device)
-        made = _Step(batch, slots, spans.tables.to(self.device), spans, _singles(batch, spans))
+        slots = _slots(batch, spans.tables, self.block_size)
+        placed = triton_attention.place(spans, slots, torch.device(self.device))
+        if placed is not None:
+            made = _Step(batch, placed.slots, placed.tables, spans, None, placed)
+        else:
+            slots, tables = slots.to(self.device), spans.tables.to(self.device)
+            made = _Step(batch, slots, tables, spans, _singles(batch, spans), None)
         step = _STEP.set(made)
         active = _ACTIVE.set(self)
         try:
@@ -142,16 +154,12 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Queries [T, heads, dim] over the pages, with new keys and values [T, kv heads, dim]; [T, heads, dv]."""
         step, pages = _STEP.get(), self.pages[layer]
-        store(pages.keys, step.slots, key, pages.key_scale)
-        store(pages.values, step.slots, value, pages.value_scale)
+        self._store(step, pages, key, value)
         images = step.batch.images
         groups = images.groups if images is not None and layer in images.layers else None
         found = None
         if groups is None or not any(groups):
-            found = paged_prefill(
-                query, pages.keys, pages.values, step.spans, scaling=terms.scaling, window=terms.window,
-                softcap=terms.softcap, sinks=terms.sinks, numbers=pages.numbers,
-            )  # fmt: skip
+            found = self._attend_all(step, pages, query, terms)
         if found is not None:
             return found
         found = self._attend_singles(step, pages, query, terms)
@@ -173,6 +181,27 @@ class PagedAttention:
             out[rows] = self._one(step, span, query[rows], (k, v), terms, group)
             at += span.count
         return out
+
+    def _store(self, step: _Step, pages: Pages, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Puts a step's new keys and values into their slots."""
+        if step.placed is not None and triton_attention.store(
+            pages.keys, pages.values, key, value, step.slots, pages.scales
+        ):
+            return
+        store(pages.keys, step.slots, key, pages.key_scale)
+        store(pages.values, step.slots, value, pages.value_scale)
+
+    def _attend_all(self, step: _Step, pages: Pages, query: torch.Tensor, terms: Terms) -> torch.Tensor | None:
+        """``[T, heads, dv]`` by the device's kernel or by the compiled one of prompts; None without them."""
+        if step.placed is not None:
+            return triton_attention.attention(
+                query, pages.keys, pages.values, step.placed, scaling=terms.scaling, window=terms.window,
+                softcap=terms.softcap, sinks=terms.sinks, scales=pages.scales,
+            )  # fmt: skip
+        return paged_prefill(
+            query, pages.keys, pages.values, step.spans, scaling=terms.scaling, window=terms.window,
+            softcap=terms.softcap, sinks=terms.sinks, numbers=pages.numbers,
+        )  # fmt: skip
 
     def _attend_singles(self, step: _Step, pages: Pages, query: torch.Tensor, terms: Terms) -> torch.Tensor | None:
         """``[n, heads, dv]`` of the n single queries in front, by the compiled kernel; None without them or it."""
