@@ -73,7 +73,7 @@ class _Step:
     """A batch with what all layers need of it. ``slots`` int64 [T]: where each token's keys go.
 
     tables   the spans' blocks in rows, where the pages are
-    spans    all of them
+    spans    all of them; None where only the device has them
     singles  of those in front that have one token each, where the CPU's kernels are to see them
     placed   all of them on a device that has kernels of its own
     turns    how often each layer has attended so far
@@ -82,7 +82,7 @@ class _Step:
     batch: Batch
     slots: torch.Tensor
     tables: torch.Tensor
-    spans: PagedSpans
+    spans: PagedSpans | None
     singles: PagedQueries | None
     placed: triton_attention.DeviceSpans | None
     turns: dict[int, int] = field(default_factory=dict)
@@ -121,26 +121,35 @@ class PagedAttention:
         step = _STEP.get(None) if _ACTIVE.get(None) is self else None
         if step is None or step.singles is None or step.singles.totals.shape != step.slots.shape:
             return None
+        assert step.spans is not None
         return step.slots, (step.singles, step.spans)
 
     @contextmanager
-    def during(self, batch: Batch) -> Iterator[None]:
-        """Within it a forward of the model's tokens is that of ``batch``."""
-        spans = _spans(batch)
-        slots = _slots(batch, spans.tables, self.block_size)
-        placed = triton_attention.place(spans, slots, torch.device(self.device))
-        if placed is not None:
-            made = _Step(batch, placed.slots, placed.tables, spans, None, placed)
-        else:
-            slots, tables = slots.to(self.device), spans.tables.to(self.device)
-            made = _Step(batch, slots, tables, spans, _singles(batch, spans), None)
-        step = _STEP.set(made)
+    def during(self, batch: Batch, placed: triton_attention.DeviceSpans | None = None) -> Iterator[None]:
+        """Within it a forward of the model's tokens is that of ``batch``.
+
+        placed  its spans, where the device has them already: those of the batch are not looked at then. RuntimeError
+                from an attention that the device's kernels do not cover
+        """
+        step = _STEP.set(self._step(batch, placed))
         active = _ACTIVE.set(self)
         try:
             yield
         finally:
             _ACTIVE.reset(active)
             _STEP.reset(step)
+
+    def _step(self, batch: Batch, placed: triton_attention.DeviceSpans | None) -> _Step:
+        """What `during` sets."""
+        if placed is not None:
+            return _Step(batch, placed.slots, placed.tables, None, None, placed)
+        spans = _spans(batch)
+        slots = slots_of(batch, spans.tables, self.block_size)
+        placed = triton_attention.place(spans, slots, torch.device(self.device))
+        if placed is not None:
+            return _Step(batch, placed.slots, placed.tables, spans, None, placed)
+        slots, tables = slots.to(self.device), spans.tables.to(self.device)
+        return _Step(batch, slots, tables, spans, _singles(batch, spans), None)
 
     def place(self, layer: int) -> int:
         """Which pages a layer's attention has now: those of the layer, or others where a forward asks it once more, as
@@ -162,6 +171,8 @@ class PagedAttention:
             found = self._attend_all(step, pages, query, terms)
         if found is not None:
             return found
+        if step.spans is None:
+            raise RuntimeError("no kernel of the device covers this attention")
         found = self._attend_singles(step, pages, query, terms)
         at = 0 if found is None else found.shape[0]
         if found is not None and at == query.shape[0]:
@@ -198,6 +209,7 @@ class PagedAttention:
                 query, pages.keys, pages.values, step.placed, scaling=terms.scaling, window=terms.window,
                 softcap=terms.softcap, sinks=terms.sinks, scales=pages.scales,
             )  # fmt: skip
+        assert step.spans is not None
         return paged_prefill(
             query, pages.keys, pages.values, step.spans, scaling=terms.scaling, window=terms.window,
             softcap=terms.softcap, sinks=terms.sinks, numbers=pages.numbers,
@@ -242,7 +254,7 @@ class PagedAttention:
         return fused_attention(query, key, value, mask, terms.scaling)
 
 
-def _slots(batch: Batch, tables: torch.Tensor, block_size: int) -> torch.Tensor:
+def slots_of(batch: Batch, tables: torch.Tensor, block_size: int) -> torch.Tensor:
     """Where the keys of each token go, int64 [T]."""
     if batch.tokens.shape[0] == len(batch.spans):  # one each
         last = [(span.blocks, span.total - 1) for span in batch.spans]
@@ -266,10 +278,10 @@ def _spans(batch: Batch) -> PagedSpans:
     spans = batch.spans
     starts = torch.tensor([0, *itertools.accumulate(span.count for span in spans)], dtype=torch.int64)
     totals = torch.tensor([span.total for span in spans], dtype=torch.int64)
-    return PagedSpans(_tables(spans), totals, starts, sum(span.count * span.total for span in spans))
+    return PagedSpans(tables_of(spans), totals, starts, sum(span.count * span.total for span in spans))
 
 
-def _tables(spans: Sequence[Span]) -> torch.Tensor:
+def tables_of(spans: Sequence[Span]) -> torch.Tensor:
     """Their blocks in rows of the longest's length, int64 [n, most blocks]; 0 behind the last."""
     longest = max(len(span.blocks) for span in spans)
     return torch.tensor([span.blocks + (0,) * (longest - len(span.blocks)) for span in spans], dtype=torch.int64)

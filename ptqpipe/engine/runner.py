@@ -16,6 +16,7 @@ import torch
 
 from ptqpipe.engine.attention import PagedAttention, Pages, implementation, numbers_of
 from ptqpipe.engine.batch import Batch
+from ptqpipe.engine.graphs import StepGraphs
 from ptqpipe.engine.images import DEEP
 from ptqpipe.engine.layers import use_layers
 from ptqpipe.engine.probe import ATTENTION, STATES, check_tokens, kinds_of, mtp_shape, probe
@@ -86,12 +87,19 @@ class ModelRunner:
         check_tokens(model, self.states)
         pages = {layer: self._pages(layer) for layer in self.shapes}
         self.attention = PagedAttention(pages, options.block_size, device=model.device, windows=found.windows)
+        self.graphs = self._step_graphs(options.max_len) if agree is None and overlap is None else None
         self.whole: WholeStep | None = None
         self.whole = whole_step(model, use_layers(model, self.attention), self.attention, self._forward)
         model.get_input_embeddings().register_forward_hook(self._with_images)
         for module in model.modules():
             if set(DEEP) <= signature(module.forward).parameters.keys():
                 module.register_forward_pre_hook(self._with_features, with_kwargs=True)
+
+    def _step_graphs(self, max_len: int) -> StepGraphs | None:
+        """On a GPU, of a model whose layers are attention alone, and whose forward nobody but this class waits for."""
+        if self.model.device.type != "cuda" or self.state_bytes or getattr(self.model, "mtp", None) is not None:
+            return None
+        return StepGraphs(self.model, self.attention, max_len=max_len, max_seqs=self.max_seqs, spare=self.blocks)
 
     def _sequence_count(self, options: CacheOptions) -> int:
         """How many sequences have states: those asked for, as far as half of ``max_bytes`` has room; one at least."""
@@ -120,7 +128,8 @@ class ModelRunner:
     def _pages(self, layer: int) -> Pages:
         shape, scales = self.shapes[layer], self.scales.get(layer)
         dtype = self.dtype if scales is None else torch.float8_e4m3fn
-        size = (self.blocks, self.block_size, shape.heads)
+        spare = self.model.device.type == "cuda"  # a page for the rows of a recorded step that have no sequence
+        size = (self.blocks + spare, self.block_size, shape.heads)
         dims = (shape.key_dim, shape.value_dim)
         keys, values = (torch.zeros(*size, dim, dtype=dtype, device=self.model.device) for dim in dims)
         if scales is None:
@@ -136,6 +145,9 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """The same, of a batch or of a half of one."""
+        found = None if self.graphs is None else self.graphs.run(batch)
+        if found is not None:
+            return found.float().cpu()
         device = self.model.device
         with self.attention.during(batch), self.states.during(batch):
             found = None if self.whole is None else self.whole.run(batch)
