@@ -15,7 +15,7 @@ from pathlib import Path
 from ptqpipe.errors import FormatError, one_line
 
 LIBRARY = Path(__file__).with_name("_cpu.so")  # where setup.py puts it
-ABI = 19
+ABI = 20
 ISAS = ("avx512", "avx2", "neon", "baseline")  # best first
 OK, NOT_FINITE, UNSUPPORTED, NO_MEMORY = 0, 1, 2, 3  # what a call returns
 

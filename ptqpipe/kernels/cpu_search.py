@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from ptqpipe.formats import CODECS, Format, pack, packed_columns
-from ptqpipe.kernels import cpu_library as lib
+from ptqpipe.kernels import cpu_library as lib, reference
 from ptqpipe.kernels.cpu_tensors import DTYPES, ELEMENTS, INTEGERS, check_global, checked_grid, readable
 from ptqpipe.kernels.importance import column_weights
 from ptqpipe.qtensor import check_finite, scale_values, to_blocks
@@ -87,6 +87,18 @@ def score_totals(
 ) -> list[float] | None:
     """``score_total`` at each of several global scales (float32 0-d): the weights are read and sorted once for all."""
     return _totals(w, fmt, rule=rule, global_scale=torch.stack(list(global_scales)), importance=importance)
+
+
+def sum_blocks(terms: torch.Tensor) -> float:
+    """The sum of float64 ``terms`` ``[blocks]`` of any device in the order of ``reference.sum_blocks``, on the CPU."""
+    terms = terms.cpu().contiguous()
+    whole = len(terms) // reference.LANES
+    lanes, rest = torch.zeros(reference.LANES, dtype=torch.float64), terms[whole * reference.LANES :]
+    if not lib.available():
+        return reference.sum_blocks(terms)
+    lib.call("ptq_add_lanes", *(ctypes.c_void_p(x.data_ptr()) for x in (lanes, terms)), ctypes.c_int64(whole))
+    lanes[: len(rest)] += rest
+    return reference.fold(lanes)
 
 
 def _totals(

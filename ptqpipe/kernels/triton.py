@@ -15,9 +15,9 @@ import torch
 
 from ptqpipe.errors import FormatError, UsageError
 from ptqpipe.formats import Format, packed_columns
+from ptqpipe.kernels.cpu_search import sum_blocks
 from ptqpipe.kernels.cpu_tensors import check_global
 from ptqpipe.kernels.importance import column_weights
-from ptqpipe.kernels.reference import sum_blocks
 from ptqpipe.qtensor import check_finite
 
 if TYPE_CHECKING:
@@ -123,14 +123,17 @@ def score_total(
     The terms are those of ``cpu.score_total``, and so is the order of the sum (``reference.sum_blocks``, on the CPU):
     a choice among global scales does not depend on the device. None where ``block_quantize`` has no kernel.
     """
-    plan = _block_plan(w, fmt, global_scale=global_scale) if rule == "exact" else None
+    plan = _block_plan(w, fmt, global_scale=global_scale) if rule in ("exact", "absmax") else None
     if plan is None:
         return None
     from ptqpipe.kernels import triton_block
 
+    if rule == "absmax":
+        importance = None
     scores, damaged = triton_block.scores(
         w.contiguous(),
         plan,
+        absmax=rule == "absmax",
         lanes=_lanes(_BLOCK_LANES, w.numel() // plan.block),
         global_scale=global_scale,
         importance=None if importance is None else column_weights(importance.to(w.device), w),

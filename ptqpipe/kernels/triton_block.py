@@ -182,14 +182,16 @@ def scores(
     w: torch.Tensor,
     plan: BlockPlan,
     *,
+    absmax: bool,
     lanes: int,
     global_scale: torch.Tensor | None,
     importance: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the least score of every block, float64 ``[blocks]``, damaged int32 ``[1]``) of contiguous ``w``."""
+    """(the score of every block's scale, float64 ``[blocks]``, damaged int32 ``[1]``) of contiguous ``w``."""
     totals = torch.empty(w.numel() // plan.block, dtype=torch.float64, device=w.device)
     nothing = torch.empty(0, dtype=torch.int32, device=w.device)
-    damaged = _launch(w, nothing, nothing.view(torch.uint8), totals, plan, lanes, global_scale, importance)
+    none = nothing.view(torch.uint8)
+    damaged = _launch(w, nothing, none, totals, plan, lanes, global_scale, importance, absmax=absmax)
     return totals, damaged
 
 

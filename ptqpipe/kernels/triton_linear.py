@@ -17,8 +17,8 @@ from ptqpipe.formats import WHOLE, Format
 from ptqpipe.kernels.triton import available, interpreting
 
 FEW = 4  # rows of x up to which every lane multiplies on its own: it keeps the sums of each in registers
-MANY = 256  # rows of x from which decoding once costs less than decoding in every tile: by counting, not measured
-PROGRAMS = 4  # a multiprocessor, below which K is cut
+MANY = 64  # rows of x above which decoding once, for torch's product, costs less than decoding in every tile
+PROGRAMS = 2  # a multiprocessor, below which K is cut
 PARTS = 16  # of K at most
 _ELEMENTS = {"e2m1": 4, "e4m3": 8}
 _NONE, _NUMBERS = 0, 3  # KIND of triton_products.py, and so are these:

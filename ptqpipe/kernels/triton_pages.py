@@ -174,13 +174,13 @@ def spans_kernel(
         scores = tl.where(seen, scores, float("-inf"))
         most = tl.maximum(top, tl.max(scores, axis=1))
         base = tl.where(most == float("-inf"), 0.0, most)  # of a row that has not seen anything yet
-        p = tl.exp2(scores - base[:, None])
+        p = numbers(tl.exp2(scores - base[:, None]), q, False, EXACT)  # rounded, and as that in both sums
         again = tl.exp2(top - base)
-        weight = weight * again + tl.sum(p, axis=1)
+        weight = weight * again + tl.sum(p.to(tl.float32), axis=1)
         v = tl.load(
             values + line[:, None] * VALUE_DIM + e[None, :], mask=inside[:, None] & (e < VALUE_DIM)[None, :], other=0
         )
-        acc = product(numbers(p, q, False, EXACT), numbers(v, q, CODES, EXACT), acc * again[:, None], EXACT)
+        acc = product(p, numbers(v, q, CODES, EXACT), acc * again[:, None], EXACT)
         top = most
 
     wide = live[:, None] & (e < VALUE_DIM)[None, :]

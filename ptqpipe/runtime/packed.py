@@ -169,7 +169,7 @@ class PackedWeight:
             cpu_linear.unpack(weight, start, stop, out=out)
             return out
         if room.dtype == torch.bfloat16:
-            part = self.narrow(0, start, stop - start)
+            part = self if (start, stop) == (0, self.shape[0]) else self.narrow(0, start, stop - start)
             found = triton_linear.unpacked(part.data, part.scales, part.fmt, part.shape)
             if found is not None:
                 return found

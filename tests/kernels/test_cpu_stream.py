@@ -167,6 +167,13 @@ def test_the_reference_sums_in_the_order_it_states():
     assert reference.sum_blocks(terms) == pytest.approx(math.fsum(terms.tolist()), rel=1e-13)
 
 
+@built
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 33, 1003])
+def test_the_compiled_sum_of_blocks_is_the_references(count):
+    terms = torch.randn(count, generator=generator(52), dtype=torch.float64).exp()
+    assert cpu_search.sum_blocks(terms) == reference.sum_blocks(terms)
+
+
 def test_the_reference_does_not_depend_on_its_chunks(monkeypatch):
     q = random_qtensor("fp8_block", (300, 260), seed=49)
     w = torch.randn(300, 260, generator=generator(50))

@@ -15,7 +15,7 @@ from ptqpipe.kernels import triton as kernels
 from ptqpipe.kernels.reference import sum_blocks
 from ptqpipe.qtensor import QTensor, encode, squared_error
 from ptqpipe.search import absmax, brute_force
-from ptqpipe.search.objective import importance_blocks, magnitude_blocks, scores
+from ptqpipe.search.objective import formula, importance_blocks, magnitude_blocks, scores
 from tests.search import edges, hostile
 
 INTERPRETED = kernels.interpreting()
@@ -270,6 +270,18 @@ def test_the_error_is_that_of_the_decode(name: str) -> None:
     # Both sum 24960 non-negative float64 terms: the orders differ by at most 24960 * 2^-53 of the sum.
     assert done[0] == pytest.approx(squared_error(q, w), rel=3e-12)
     assert done[1] == pytest.approx(float(w.double().square().sum()), rel=3e-12)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_the_total_of_absmax_scales_is_that_of_the_formula(name: str) -> None:
+    fmt = get_format(name)
+    w = torch.randn(40, 64, generator=torch.Generator().manual_seed(10))
+    w[3, :32] = 0.0
+    g = torch.tensor(0.0019) if fmt.has_global else None
+    codes = absmax.search(w, fmt, global_scale=g).reshape(-1)
+    each, _ = formula(magnitude_blocks(w, fmt), codes, fmt=fmt, global_scale=g, h=None)
+    total = sum_blocks(each) * (1.0 if g is None else float(g.double().square()))
+    assert kernels.score_total(w.to(DEVICE), fmt, rule="absmax", global_scale=g) == total
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PTQ_ABI 19
+#define PTQ_ABI 20
 
 enum { PTQ_F32 = 0, PTQ_F16 = 1, PTQ_BF16 = 2 };                       // dtype
 enum { PTQ_E2M1 = 0, PTQ_E4M3 = 1, PTQ_E2M3 = 2, PTQ_E3M2 = 3,           // element

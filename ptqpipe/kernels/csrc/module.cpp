@@ -46,6 +46,16 @@ EXPORT int32_t ptq_amax_of(const char *name, const struct ptq_amax *job, float *
     return ops ? ops->amax(job, out, first_bad) : PTQ_UNSUPPORTED;
 }
 
+// Adds `rows` rows of 16 terms to 16 lanes, one row after the other, on any instruction set: the terms come from memory.
+EXPORT int32_t ptq_add_lanes(const char *name, double *lanes, const double *terms, int64_t rows) {
+    double sums[16];
+    memcpy(sums, lanes, sizeof sums);
+    for (int64_t row = 0; row < rows; row++, terms += 16)
+        for (int lane = 0; lane < 16; lane++) sums[lane] += terms[lane];
+    memcpy(lanes, sums, sizeof sums);
+    return ops_called(name) ? PTQ_OK : PTQ_UNSUPPORTED;
+}
+
 EXPORT int32_t ptq_decode_rows(const char *name, const struct ptq_decode *job) {
     const struct ptq_ops *ops = ops_called(name);
     return ops ? ops->decode(job) : PTQ_UNSUPPORTED;
