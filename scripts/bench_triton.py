@@ -6,7 +6,7 @@ bytes are compared with the torch reference on a slice ("equal"). ModelOpt's ker
 ours where ModelOpt is installed. Without a device it says so and exits with 1; under Triton's interpreter
 (TRITON_INTERPRET=1) the same runs on CPU tensors, to see that it runs: its times mean nothing.
 
-    python scripts/bench_triton.py [--only quantize|linear] [--rows 16384] [--columns 16384] [--rounds 20]
+    python scripts/bench_triton.py [--only quantize|linear|attention] [--rows 16384] [--columns 16384] [--rounds 20]
         [--formats nvfp4 ...] [--shapes 4096x4096 ...] [--batches 1 8 ...]
 
 Then, for every format, shape ``[N, K]`` and batch, packed linear layers beside torch's bfloat16 linear, alternating:
@@ -14,7 +14,11 @@ microseconds a call of `packed_linear` (what models run), of the Triton kernel a
 (the way of many rows), of FP8 inputs by FP8 weights and of torch's `_scaled_mm` alone where the device has it, each
 with its ratio (bfloat16's time / its time: above 1 is faster), and the largest error of the kernel as a share of what
 float32 sums may have ("error"). Every call takes the next of COPIES_BYTES of weights, so that none is in a cache. Times
-are of CUDA graphs, which leave the launches on the host out of account. Exits with 1 if bytes differ, or an error is
+are of CUDA graphs, which leave the launches on the host out of account.
+
+Then attention over pages, of decode steps and of whole prompts ("queries" of each sequence): microseconds a layer,
+those of torch's attention sequence by sequence, and for decode steps those of a copy that reads the keys and values
+("read_us") with the kernel's ratio to it (1.0 is the memory's limit). Exits with 1 if bytes differ, or an error is
 above its limit.
 """
 
@@ -34,8 +38,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ptqpipe.api.matrices import quantize
+from ptqpipe.engine.attention import fused_attention, load
 from ptqpipe.formats import Format, get_format
-from ptqpipe.kernels import cuda_fp8, triton as kernels, triton_linear
+from ptqpipe.kernels import cuda_fp8, triton as kernels, triton_attention, triton_linear
+from ptqpipe.kernels.cpu_attention import PagedSpans
 from ptqpipe.qtensor import encode
 from ptqpipe.runtime import packed as runtime
 from ptqpipe.runtime.activations import InputQuantizer
@@ -47,6 +53,9 @@ BLOCK_FORMATS = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8")
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8_channel", "fp8_block")
 SHAPES = ("4096x4096", "1024x4096", "14336x4096", "4096x14336")
 BATCHES = (1, 2, 4, 8, 16, 64, 512, 2048)
+ATTENTION = (32, 8, 128, 16)  # heads, of keys and values, their dim, tokens a page: a model of 8B has them
+DECODES = ((1, 512), (1, 4096), (1, 32768), (16, 512), (16, 4096), (64, 512), (64, 4096))  # sequences, tokens of each
+PROMPTS = ((1, 512), (1, 4096), (8, 512))
 DEVICE = "cpu" if kernels.interpreting() else "cuda"
 NAME = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
 COPIES_BYTES = 512 << 20 if DEVICE == "cuda" else 0  # of weights that are gone through: more than the caches hold
@@ -146,7 +155,7 @@ def ways(x: torch.Tensor, weights: list[PackedWeight]) -> dict[str, list[Callabl
     return found
 
 
-def run_of(calls: list[Callable[[], object]]) -> Callable[[], object]:
+def run_of(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     """All the calls, one after the other, as one graph; under the interpreter as they are."""
     if DEVICE == "cpu":
         return lambda: [call() for call in calls]
@@ -226,22 +235,101 @@ def measure_linear(args: argparse.Namespace) -> bool:
     return good
 
 
+class Cache:
+    """Pages of ``batch`` sequences of ``tokens`` tokens, in random order; several layers, more than the caches hold."""
+
+    def __init__(self, batch: int, tokens: int, count: int, *, codes: bool) -> None:
+        heads, kv_heads, dim, size = ATTENTION
+        gen = torch.Generator(device=DEVICE).manual_seed(0)
+        pages, dtype = -(-tokens // size), torch.float8_e4m3fn if codes else torch.bfloat16
+        shape = (batch * pages, size, kv_heads, dim)
+        first = [torch.randn(shape, device=DEVICE, generator=gen).to(dtype) for _ in "kv"]
+        self.nbytes = 2 * batch * tokens * kv_heads * dim * first[0].element_size()
+        copies = max(1, min(16, COPIES_BYTES // self.nbytes)) if count == 1 else 1
+        self.layers = [first, *([page.clone() for page in first] for _ in range(copies - 1))]
+        scale = torch.full((1, 1), 0.5, device=DEVICE)
+        self.scales = (scale, scale) if codes else None
+        self.query = torch.randn(batch * count, heads, dim, device=DEVICE, generator=gen).bfloat16()
+        self.tables = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(0)).view(batch, pages)
+        starts, totals = torch.arange(batch + 1) * count, torch.full((batch,), tokens)
+        nothing = torch.zeros(batch * count, dtype=torch.int64)
+        self.where = triton_attention.place(PagedSpans(self.tables, totals, starts, 0), nothing, torch.device(DEVICE))
+        self.there, self.count, self.tokens = self.tables.to(DEVICE), count, tokens
+
+    def kernel(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The kernel's results."""
+        assert self.where is not None
+        found = triton_attention.attention(
+            self.query, keys, values, self.where, scaling=ATTENTION[2] ** -0.5, scales=self.scales
+        )
+        assert found is not None
+        return found
+
+    def by_torch(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """torch's attention of each sequence, as the engine has it where there is no kernel."""
+        scale = None if self.scales is None else self.scales[0]
+        found = []
+        for table, query in zip(self.there, self.query.split(self.count), strict=True):  # type: ignore[no-untyped-call]
+            k, v = (load(pages, table, self.tokens, scale, query.dtype) for pages in (keys, values))
+            found.append(fused_attention(query, k, v, None, ATTENTION[2] ** -0.5))
+        return torch.cat(found)
+
+
+def attention_line(batch: int, tokens: int, count: int, *, codes: bool, rounds: int) -> dict[str, object]:
+    """One line. The error is the distance to torch's results, as a share of 2^-8 of the largest value and 2^-7 of the
+    result: either way rounds weights and results to bfloat16."""
+    cache = Cache(batch, tokens, count, codes=codes)
+    keys, values = cache.layers[0]
+    found, wanted = (call(keys, values).float() for call in (cache.kernel, cache.by_torch))
+    limit = 2.0**-8 * float(values.float().abs().max()) * (0.5 if codes else 1.0) + 2.0**-7 * wanted.abs()
+    line: dict[str, object] = {
+        "attention": "fp8" if codes else "bfloat16", "device": NAME, "batch": batch, "tokens": tokens,
+        "queries": count, "error": round(float(((found - wanted).abs() / limit).max()), 4),
+    }  # fmt: skip
+    ways = {"kernel": cache.kernel, "torch": cache.by_torch}
+    runs = {name: run_of([partial(call, *layer) for layer in cache.layers]) for name, call in ways.items()}
+    if count == 1:
+        targets = [torch.empty_like(page) for page in cache.layers[0]]
+        pairs = [pair for layer in cache.layers for pair in zip(targets, layer, strict=True)]
+        runs["read"] = run_of([partial(target.copy_, page) for target, page in pairs])
+    times = [{name: elapsed(run) for name, run in runs.items()} for _ in range(rounds)]
+    us = {name: statistics.median(one[name] for one in times) * 1e6 / len(cache.layers) for name in runs}
+    if count == 1:
+        us["read"] /= 2  # a copy writes as much
+        line["ratio_to_read"] = round(us["read"] / us["kernel"], 4)
+    return line | {f"{name}_us": round(value, 2) for name, value in us.items()}
+
+
+def measure_attention(args: argparse.Namespace) -> bool:
+    """Prints the lines of attention; whether all errors are within their limit."""
+    cases = [(*case, 1) for case in DECODES] + [(batch, tokens, tokens) for batch, tokens in PROMPTS]
+    if DEVICE == "cpu":
+        cases = [(2, 40, 1), (1, 40, 40)]
+    good = True
+    for batch, tokens, count in cases:
+        for codes in (False, True):
+            line = attention_line(batch, tokens, count, codes=codes, rounds=args.rounds)
+            print(json.dumps(line), flush=True)
+            good = good and float(str(line["error"])) <= 1
+    return good
+
+
 def main() -> None:
     """Measures what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--columns", type=int, default=16384, help="a multiple of 128")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", choices=("quantize", "linear"))
+    parser.add_argument("--only", choices=("quantize", "linear", "attention"))
     parser.add_argument("--formats", nargs="+")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="NxK")
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     args = parser.parse_args()
     if not kernels.available():
         sys.exit("bench_triton.py needs Triton and a CUDA device, or Triton's interpreter (TRITON_INTERPRET=1)")
-    good = args.only == "linear" or measure_quantize(args)
-    good = (args.only == "quantize" or measure_linear(args)) and good
-    sys.exit(0 if good else 1)
+    parts = {"quantize": measure_quantize, "linear": measure_linear, "attention": measure_attention}
+    good = [measure(args) for name, measure in parts.items() if args.only in (None, name)]
+    sys.exit(0 if all(good) else 1)
 
 
 def measure_quantize(args: argparse.Namespace) -> bool:
