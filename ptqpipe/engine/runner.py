@@ -140,7 +140,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:
-        """Float32 logits [wanted, vocabulary] of a batch, on the CPU."""
+        """Float32 logits [wanted, vocabulary] of a batch, where the model is."""
         return self._forward(batch) if self.overlap is None else self.overlap.run(batch, self._forward)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
@@ -162,7 +162,7 @@ class ModelRunner:
         logits: torch.Tensor = out.logits[0]
         if len(logits) == len(batch.tokens) != len(batch.wanted):  # by models that do not know it (MiniCPM-V)
             logits = logits[batch.wanted.to(device)]
-        return logits[: len(batch.wanted)].float().cpu()
+        return logits[: len(batch.wanted)].float()
 
     def _with_images(self, _module: Any, _args: Any, found: torch.Tensor) -> torch.Tensor:
         """The embeddings [1, T, hidden] of a step's tokens, those of images in their places."""
