@@ -93,7 +93,9 @@ def block_launches() -> Iterator[Launch]:
             yield "block_quantize", f"{about} weighted", partial(call, absmax=False, importance=h)
             yield "block_quantize", f"{about} absmax", partial(call, absmax=True, importance=None)
             for weights in (None, h):
-                totals = partial(triton_block.scores, w, plan, lanes=128, global_scale=g, importance=weights)
+                totals = partial(
+                    triton_block.scores, w, plan, absmax=False, lanes=128, global_scale=g, importance=weights
+                )
                 yield "block_quantize", f"{about} totals{'' if weights is None else ' weighted'}", totals
 
 

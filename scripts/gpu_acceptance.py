@@ -74,6 +74,11 @@ PARTS = (
         "scripts/bench_triton.py --only linear --formats nvfp4 --shapes 32x64 --batches 1 16 --rounds 1",
     ),
     Part(
+        "attention", 1, "scripts/bench_triton.py --only attention --rounds 10",
+        "scripts/bench_triton.py --only attention --rounds 1",
+        MODELS,
+    ),
+    Part(
         "allreduce", 2, "scripts/check_symmetric.py --calls 10000",
         "scripts/check_symmetric.py --ranks 2 --calls 2",
     ),

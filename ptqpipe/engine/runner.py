@@ -147,7 +147,7 @@ class ModelRunner:
         """The same, of a batch or of a half of one."""
         found = None if self.graphs is None else self.graphs.run(batch)
         if found is not None:
-            return found.float().cpu()
+            return found.to(torch.float32, copy=True)
         device = self.model.device
         with self.attention.during(batch), self.states.during(batch):
             found = None if self.whole is None else self.whole.run(batch)

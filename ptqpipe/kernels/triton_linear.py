@@ -2,8 +2,8 @@
 
 Sums are float32, in an order that depends on the shape of the weight, the multiprocessors of the device and the class
 of the number of rows of x (`tile_of`): two calls of the same class give a row the same bits whatever the others hold.
-Under Triton's interpreter CPU tensors are taken, which is how the kernels are tested without a GPU. They have not been
-timed on one: the sizes of tiles are counts of registers and bytes, which ``scripts/bench_triton.py`` can judge.
+Under Triton's interpreter CPU tensors are taken, which is how the kernels are tested without a GPU. The sizes of tiles
+are the best of some 900 that were timed on one H100; ``scripts/bench_triton.py`` measures what they give.
 
 Knows formats; must not know modules or files. Triton is imported on first use only.
 """
@@ -69,13 +69,14 @@ class Tile:
     width: int
     tokens: int
     parts: int = 1
+    warps: int = 4
 
     def chunk(self, width: int) -> int:
         """Bytes of a row of ``width`` that one part sums: whole steps."""
         return _over(_over(width, self.width), self.parts) * self.width
 
 
-_UNPACKED = Tile(16, 128, 0)  # that a program of unpack_kernel decodes
+_UNPACKED = Tile(8, 256, 0)  # that a program of unpack_kernel decodes
 
 
 def plan_of(fmt: Format, scales: torch.Tensor | None) -> LinearPlan | None:
@@ -167,7 +168,7 @@ def _unpack(out: torch.Tensor, weight: LinearWeight, tile: Tile) -> None:
         out.view(torch.int16), data, scales, n, width, data.stride(0),
         0 if weight.scales is None else weight.scales.shape[1],
         BITS=plan.bits, KIND=plan.kind, GROUP=plan.group, SCALE_ROWS=plan.scale_rows,
-        BN=tile.rows, BYTES=size, RUN=4 if plan.kind == _NONE else plan.group, num_warps=4, enable_fp_fusion=True,
+        BN=tile.rows, BYTES=size, RUN=plan.group if plan.kind == _NUMBERS else 4, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -175,18 +176,18 @@ def tile_of(plan: LinearPlan, m: int, shape: tuple[int, int], *, parts: int | No
     """The sizes for ``m`` rows of x. The classes of m are 1, 2, 3, 4, and up to 16, 32, 64, and more."""
     n, width = shape[0], shape[1] * plan.bits // 8
     if m <= FEW:
-        # Four bytes a lane of four warps side by side, of each row; 4 sums a lane for each of these and each row of x.
-        rows, columns, tokens = (8 if m <= 2 else 4), 512, m
+        # Four bytes a lane, of each row; 4 sums a lane for each of these and each row of x.
+        rows, columns, warps = 4, (1024 if m <= 2 else 256), (4 if m <= 2 else 2)
         rows = 64 if interpreting() else rows  # it pays by the operation, not by the lane
-        columns = max(4, min(columns, 1 << (width - 1).bit_length()))
+        tokens, columns = m, max(4, min(columns, 1 << (width - 1).bit_length()))
     else:
         tokens = next((size for size in (16, 32, 64) if m <= size), 128)
-        rows, columns = (128 if tokens == 128 else 64), 8 * plan.bits  # 64 codes per step
+        rows, columns, warps = (64, 16 * plan.bits, 4) if tokens <= 64 else (128, 8 * plan.bits, 8)  # 128 or 64 codes
         columns = columns if plan.kind == _NUMBERS else max(columns, plan.group)
     if parts is None:
-        wanted = _over(PROGRAMS * processors, _over(n, rows))
+        wanted = PROGRAMS * processors // _over(n, rows)
         parts = max(1, min(PARTS, _over(width, columns) // 4, wanted)) if m <= 64 else 1
-    return Tile(rows, columns, tokens, parts)
+    return Tile(rows, columns, tokens, parts, warps)
 
 
 def _bytes(scales: torch.Tensor) -> torch.Tensor:
@@ -215,14 +216,14 @@ def _multiply(x: torch.Tensor, weight: LinearWeight, tile: Tile, *, lanes: bool,
             _bits(target), x, *weight.arguments(), n, data.shape[1], data.stride(0), blocks, chunk,
             M=m, FLOAT16=out.dtype == torch.float16, FACTOR=factor, BIAS=bias, BITS=plan.bits, KIND=plan.kind,
             GROUP=plan.group, SCALE_ROWS=plan.scale_rows, BN=tile.rows, BYTES=tile.width,
-            num_warps=4, enable_fp_fusion=True,
+            num_warps=tile.warps, enable_fp_fusion=True,
         )  # fmt: skip
     else:
         triton_products.tiles_kernel[(_over(n, tile.rows) * _over(m, tile.tokens), parts)](
             _bits(target), x, *weight.arguments(), m, n, data.shape[1], data.stride(0), blocks, chunk,
             EXACT=exact, FACTOR=factor, BIAS=bias, BITS=plan.bits, KIND=plan.kind, GROUP=plan.group,
             SCALE_ROWS=plan.scale_rows, BM=tile.tokens, BN=tile.rows, BYTES=tile.width,
-            num_warps=8 if tile.tokens * tile.rows >= 128 * 128 else 4, enable_fp_fusion=True,
+            num_warps=tile.warps, enable_fp_fusion=True,
         )  # fmt: skip
     if parts > 1:
         triton_products.parts_kernel[(_over(m * n, _SUM_LANES),)](

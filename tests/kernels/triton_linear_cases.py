@@ -98,7 +98,7 @@ def test_scales_of_blocks_may_be_float32(rows: int) -> None:
 def test_a_device_with_many_processors_cuts_k() -> None:
     plan = triton_linear.plan_of(weight("nvfp4", 16, 64)[0].fmt, torch.ones(1))
     assert plan is not None
-    assert triton_linear.tile_of(plan, 1, (64, 65536), parts=None, processors=132).parts == triton_linear.PARTS
+    assert triton_linear.tile_of(plan, 1, (64, 1 << 18), parts=None, processors=132).parts == triton_linear.PARTS
     assert triton_linear.tile_of(plan, 1, (65536, 65536), parts=None, processors=132).parts == 1
     assert triton_linear.tile_of(plan, 65, (64, 65536), parts=None, processors=132).parts == 1
 
