@@ -229,7 +229,7 @@ def _begin(
             "exp_avg": state[f"{name}/mean"].to(variable.device, copy=True),
             "exp_avg_sq": state[f"{name}/square"].to(variable.device, copy=True),
         }
-    return progress, {name: state[f"{name}/best"] for name in variables.tensors}
+    return progress, {name: state[f"{name}/best"].to(at.device) for name, at in variables.tensors.items()}
 
 
 def _state(

@@ -60,7 +60,8 @@ class Learned:
 
 
 class Choice:
-    """The code of every weight of one matrix, its neighbour towards the float weight, and what chooses between them.
+    """The code of every weight of one matrix, its neighbour towards the float weight, and what chooses between them,
+    where the float matrix is.
 
     gain  logarithm of what the matrix is multiplied by, float32 0-d; may require a gradient. None: 0
     """
@@ -69,14 +70,15 @@ class Choice:
         self.gain = gain
         codec = q.fmt.element
         block = q.fmt.block_extent(q.shape)
-        scale = q.block_scales().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        scale = q.block_scales().to(w.device).repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
         values, codes = (found.to(w.device) for found in _sorted_codes(codec))
         y = torch.where(scale > 0, w.float() / scale, torch.zeros(()))
-        start = torch.searchsorted(values, code_values(q.codes, codec))
+        chosen = q.codes.to(w.device)
+        start = torch.searchsorted(values, code_values(chosen, codec))
         # The other choice lies on the side of the float weight: none for a weight beyond the largest code.
         other = (start + torch.where(y >= values[start], 1, -1)).clamp(0, len(values) - 1)
         span = values[other] - values[start]
-        self._codes, self._start, self._other = codes, q.codes, other.to(torch.int16)
+        self._codes, self._start, self._other = codes, chosen, other.to(torch.int16)
         self.base = values[start] * scale
         self.step = span * scale
         place = torch.where(span != 0, (y - values[start]) / span.masked_fill(span == 0, 1.0), torch.zeros(()))

@@ -38,7 +38,7 @@ def add_columns(lanes: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
 
 
 def sum_blocks(terms: torch.Tensor) -> float:
-    """The sum of float64 ``terms`` ``[blocks]`` of any device, on the CPU: how ``score_total`` adds blocks."""
+    """The sum of float64 ``terms`` ``[blocks]`` of any device, on the CPU: how ``score_total`` adds its scores."""
     terms, lanes = terms.cpu(), torch.zeros(LANES, dtype=torch.float64)
     for start in range(0, len(terms), _CHUNK):
         lanes = add_columns(lanes, terms[start : start + _CHUNK].unsqueeze(0))

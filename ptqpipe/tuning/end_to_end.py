@@ -155,9 +155,10 @@ def _learn(
         if kept:
             opened.enter_context(runner.embeddings())
             whole.entering = runner.embedded
-        trained = Trained(skeleton, kept, _global_scales(prepared, stored) if GLOBAL in options.train else [])
+        place = _place(machine.device, _need(prepared, options.train))
+        trained = Trained(skeleton, kept, _global_scales(prepared, stored) if GLOBAL in options.train else [], place)
         whole.float_head = trained.float_head
-        choices = _quantized(whole, prepared, runner, stored, trained)
+        choices = _quantized(whole, prepared, runner, stored, trained, place)
         sources = {DATA: judged, OTHER: list(range(runner.held_from, len(runner.batches)))}
 
         def learn(variables: Variables, title: str) -> Found:
@@ -190,10 +191,17 @@ def _global_scales(prepared: Conversion, stored: Rounding) -> list[tuple[Unit, t
     return found
 
 
+def _place(device: torch.device, need: int) -> torch.device:
+    """Where codes are chosen: in a GPU's memory if it has as much as what is learned takes, else in the host's."""
+    roomy = device.type == "cpu" or torch.cuda.mem_get_info(device)[0] >= need
+    return device if roomy else torch.device("cpu")
+
+
 def _quantized(
-    whole: Whole, prepared: Conversion, runner: Runner, stored: Rounding, trained: Trained
+    whole: Whole, prepared: Conversion, runner: Runner, stored: Rounding, trained: Trained, place: torch.device
 ) -> dict[str, Choice]:
-    """Puts the quantized layers in the place of the float ones; the choices that their weights come from, by key."""
+    """Puts the quantized layers in the place of the float ones; the choices, in memory of ``place``, that their weights
+    come from, by key."""
     choices: dict[str, Choice] = {}
     layers = []
     for block in whole.blocks:
@@ -203,7 +211,7 @@ def _quantized(
             for m in unit.members:
                 if m.key in work.usable:
                     q = stored.of(m.key, unit.scheme.fmt, shape=m.shape)
-                    own[m.key] = Choice(work.weights[m.key], q, trained.gains.get(m.key))
+                    own[m.key] = Choice(work.weights[m.key].to(place), q, trained.gains.get(m.key))
         runner.skeleton.free([f"{block.name}.{a.parameter}" for a in work.assemblies])
         layers.append(_layer(replace(work, weights={}), own, runner.device))
         choices |= own

@@ -110,9 +110,13 @@ class Trained:
     """
 
     def __init__(
-        self, skeleton: Skeleton, kept: Sequence[TrainedTensor], scales: Sequence[tuple[Unit, torch.Tensor]]
+        self,
+        skeleton: Skeleton,
+        kept: Sequence[TrainedTensor],
+        scales: Sequence[tuple[Unit, torch.Tensor]],
+        device: torch.device | str = "cpu",
     ) -> None:
-        """``scales``: units whose global scale is trained, with what it starts from."""
+        """``scales``: units whose global scale is trained, with what it starts from; the gains are on ``device``."""
         self.floats: dict[str, Float] = {}
         self.gains: dict[str, torch.Tensor] = {}
         blocks = tuple(f"{name}." for name, _ in skeleton.blocks)
@@ -124,7 +128,7 @@ class Trained:
             if not each.parameter.startswith(blocks):
                 outside.append(parameter)
         for unit, scale in scales:
-            gain = torch.zeros((), requires_grad=True)
+            gain = torch.zeros((), device=device, requires_grad=True)
             self.floats[unit_name(unit)] = Float(gain, _GLOBAL_RATE, _to_canonical(scale, unit))
             self.gains |= {member.key: gain for member in unit.members}
         self._float = [(parameter, parameter.detach().clone()) for parameter in outside]
@@ -159,4 +163,4 @@ def _to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _to_canonical(start: torch.Tensor, unit: Unit) -> Callable[[torch.Tensor], torch.Tensor]:
     """Rounds the logarithm of a factor so that the scale times the factor is canonical."""
-    return lambda gain: (canonical(start * gain.exp(), unit.scheme.fmt) / start).log()
+    return lambda gain: (canonical(start * gain.exp().cpu(), unit.scheme.fmt) / start).log().to(gain.device)
