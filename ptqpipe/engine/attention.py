@@ -396,9 +396,12 @@ def implementation(config: Any) -> str:
     return MASKED if "indexed_attention" in (getattr(config, "layer_types", None) or ()) else IMPLEMENTATION
 
 
-def _everything(batch_size: int, q_length: int, kv_length: int, **ignored: Any) -> torch.Tensor:
+def _everything(
+    batch_size: int, q_length: int, kv_length: int, device: torch.device | str = "cpu", **ignored: Any
+) -> torch.Tensor:
     """A mask for an indexer whose choice is everything, as long as the context is (`runner.context_length`)."""
-    made = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(batch_size, 1, int(q_length), int(kv_length))
+    one = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    made = one.expand(batch_size, 1, int(q_length), int(kv_length))
     setattr(made, _EVERYTHING, True)
     return made
 
