@@ -74,7 +74,7 @@ class PackedWeight:
             return cls(q.fmt, q.shape, q.data, None, q.block_scales().reshape(-1).contiguous())
         if q.global_scale is None:
             return cls(q.fmt, q.shape, q.data, q.scales.contiguous(), None)
-        g = q.global_scale.float()
+        g = q.global_scale.to(q.data.device).float()
         factor = (1.0 / g if q.global_divides else g).reshape(1)
         return cls(q.fmt, q.shape, q.data, q.scales.contiguous(), factor, g if q.global_divides else None)
 
