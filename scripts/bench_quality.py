@@ -12,7 +12,8 @@ calibrated gets the same 128 rows of 256 tokens, chosen by the seed, once a seed
 precision everywhere. One JSON line an entry, model, format and seed; lines that the results have already are not made
 again, so a run that was stopped continues, and ``--redo`` makes those again whose "tool:entry" contains PART. A peer
 that fails says so in its line. Times are of whole processes, imports included, on one thread; with ``--warm`` each
-tool is imported once, its jobs are forks, and times leave the imports out.
+tool is imported once, its jobs are forks, and times leave the imports out. With ``--device`` ptqpipe quantizes and all
+checkpoints are measured there; llm-compressor takes a GPU by itself, ModelOpt where its interpreter sees one.
 """
 
 import argparse
@@ -197,13 +198,14 @@ def run_model(
     folder.mkdir(parents=True, exist_ok=True)
     texts = (place(model.held_out, args.shared), place(model.calibration, args.shared), args.tokens, model.shared_text)
     other = place(model.other, args.shared) if model.other else None
-    begun = worker.submit(quality_worker.begin, source, *texts, other).result()
+    begun = worker.submit(quality_worker.begin, source, *texts, other, args.device, args.threads).result()
     yield {"model": model.name, "tool": "float", **begun}
     for seed, fmt, entry in todo:
         number = 0 if seed is None else seed
         file = folder / f"rows-{number}.jsonl"
         rows, row_tokens = worker.submit(quality_worker.write_rows, number, file).result()
-        job = Job(entry, fmt, source, folder / "out", file, number, rows, row_tokens, model.convert)
+        out, machine = folder / "out", (args.device, args.threads)
+        job = Job(entry, fmt, source, out, file, number, rows, row_tokens, model.convert, *machine)
         line = {"model": model.name, "format": fmt, "tool": entry.tool, "entry": entry.name, "seed": seed}
         line |= {"calibrated": entry.calibrated, "version": args.versions[entry.tool]}
         for left in (*folder.glob("out*"), *folder.glob(".out*")):
@@ -237,6 +239,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--python", nargs="+", default=[], metavar="TOOL=PYTHON", help=", ".join(PACKAGES))
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N [cpu]")
+    parser.add_argument("--threads", type=int, default=1, help="of each process [1]")
     parser.add_argument("--warm", action="store_true", help="import each tool once; times are then without imports")
     parser.add_argument("--shared", type=Path, default=HERE.parent.parent / "shared", help="folder of the assets")
     parser.add_argument("--scratch", type=Path, default=Path("bench-scratch"))
@@ -263,7 +267,8 @@ def main() -> None:
 
     from ptqpipe._version import __version__
 
-    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    threads = str(args.threads)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     args.scratch = args.scratch.resolve()
     args.versions = {tool: version_of(python, PACKAGES[tool]) for tool, python in args.pythons.items()}
     args.versions[OWN] = __version__

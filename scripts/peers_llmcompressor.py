@@ -53,7 +53,6 @@ def main() -> None:
     from llmcompressor import oneshot
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     options: dict[str, Any] = {}
     if args.calibration is not None:

@@ -158,7 +158,6 @@ def main() -> None:
     from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1)
     without_gpu()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -199,6 +199,8 @@ class Job:
     out          the checkpoint to write
     calibration  the file of token rows, ``rows`` of ``row_tokens``, that ``seed`` chose
     convert      what `ptqpipe convert` must be told about this model
+    device       where ptqpipe computes
+    threads      of each of its processes
     """
 
     entry: Entry
@@ -210,6 +212,13 @@ class Job:
     rows: int
     row_tokens: int
     convert: tuple[str, ...] = ()
+    device: str = "cpu"
+    threads: int = 1
+
+    @property
+    def machine(self) -> list[str]:
+        """Where a command of ptqpipe computes; `transform` does it on the CPU alone."""
+        return ["--workers", str(self.threads), *(["--device", self.device] if self.device != "cpu" else [])]
 
 
 def peer_command(job: Job) -> list[str]:
@@ -236,26 +245,26 @@ def calibrate_command(source: Path, stats: Path, job: Job, moments: str = "diago
     """`ptqpipe calibrate` on the same rows that every peer gets."""
     rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens), "--moments", moments]
     head = ["-m", "ptqpipe", "calibrate", str(source), "--data", str(job.calibration), *rows]
-    return [*head, "-o", str(stats), "--workers", "1", "-q"]
+    return [*head, "-o", str(stats), *job.machine, "-q"]
 
 
 def own_steps(job: Job, stats: Path) -> list[list[str]]:
     """The processes of a ptqpipe entry after calibration, whose statistics are in ``stats``; without interpreters."""
     entry, tool, source = job.entry, ["-m", "ptqpipe"], job.source
     floats, again, codes = (job.out.with_name(job.out.name + tail) for tail in ("-float", "-stats", "-codes"))
-    quiet = [*(["--rotate", entry.rotate] if entry.rotate else []), "--workers", "1", "-q"]
+    rotated, quiet = ["--rotate", entry.rotate] if entry.rotate else [], [*job.machine, "-q"]
     steps: list[list[str]] = []
     if entry.quality is not None:
         texts = [*([str(job.calibration)] if entry.calibrated else []), *(["self"] if entry.own_text else [])]
         chosen = ["--samples", str(job.rows * len(texts)), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
         ask = [*tool, "convert", str(source), *(word for text in texts for word in ("--data", text)), *chosen]
         what = list(entry.options) if "--budget" in entry.options else ["--format", job.fmt]
-        return [[*ask, *what, "--quality", entry.quality, *job.convert, "-o", str(job.out), *quiet]]
+        return [[*ask, *what, "--quality", entry.quality, *job.convert, *rotated, "-o", str(job.out), *quiet]]
     data, rows = [str(job.calibration)], job.rows
     if entry.own_text:
         own, count = job.out.with_name(job.out.name + "-text.jsonl"), job.rows if entry.calibrated else OWN_ROWS
         write = [*tool, "generate", str(source), "--samples", str(count), "--seqlen", str(job.row_tokens)]
-        steps.append([*write, "--seed", str(job.seed), "-o", str(own), "--workers", "1"])
+        steps.append([*write, "--seed", str(job.seed), "-o", str(own), *job.machine])
         if entry.calibrated:
             data, rows = [f"{data[0]}=1", "--data", f"{own}=1"], rows + count
         else:
@@ -266,21 +275,23 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
         steps.append(calibrate_command(source, gradients, job, "diagonal,pairs"))
         fold = [*tool, "transform", str(source), "--apply", "rotate", "--learn", str(entry.learn)]
         fold += ["--stats", str(gradients), "--format", job.fmt, "--untie", "--dtype", "fp32", "-o", str(turned)]
-        steps.append([*fold, *quiet[-3:]])
+        steps.append([*fold, *job.machine[:2], "-q"])
         source, stats = turned, job.out.with_name(job.out.name + "-stats")
         steps += [calibrate_command(source, stats, job)] if entry.transform else []
     if entry.transform:
         fold = [*tool, "transform", str(source), "--apply", entry.transform, "--stats", str(stats)]
-        steps.append([*fold, "--format", job.fmt, "--untie", "--dtype", "fp32", "-o", str(floats), *quiet[-3:]])
+        steps.append(
+            [*fold, "--format", job.fmt, "--untie", "--dtype", "fp32", "-o", str(floats), *job.machine[:2], "-q"]
+        )
         source = floats
     known = ["--stats", str(stats)] if entry.calibrated else []
     if entry.tune is not None:
         chosen = ["--samples", str(rows), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
         learn = [*tool, "tune", str(source), "--data", *data, "--format", job.fmt, *chosen]
-        steps.append([*learn, *job.convert, *entry.tune, "-o", str(codes), *quiet])
-        known, quiet = ["--rounding", str(codes)], quiet[-3:]  # the codes bring their recipe
+        steps.append([*learn, *job.convert, *entry.tune, *rotated, "-o", str(codes), *quiet])
+        known, rotated = ["--rounding", str(codes)], []  # the codes bring their recipe
     elif entry.transform or entry.own_text:
         steps.append(calibrate_command(source, again, job))
         known = ["--stats", str(again)]
-    convert = ["--format", job.fmt, *entry.options, *job.convert, "-o", str(job.out), *quiet]
+    convert = ["--format", job.fmt, *entry.options, *job.convert, *rotated, "-o", str(job.out), *quiet]
     return [*steps, [*tool, "convert", str(source), *known, *convert]]

@@ -59,28 +59,29 @@ def read_texts(model: Path, held_out: Path, calibration: Path, *, tokens: int, s
 
 @dataclass(slots=True)
 class Baseline:
-    """The float model: its weights and its logits on the held-out text."""
+    """The float model: its weights and its logits on the held-out text; models run on ``device``."""
 
     texts: Texts
     state: Mapping[str, torch.Tensor]
     reference: Remembered
     perplexity: float
+    device: str
 
     @classmethod
-    def of(cls, source: Path, texts: Texts) -> "Baseline":
+    def of(cls, source: Path, texts: Texts, device: str = "cpu") -> "Baseline":
         """Loads it in float32."""
-        model = load_model(source)
+        model = load_model(source, device=device)
         window = min(texts.window, positions(model))
         reference = Remembered(partial(model_logits, model))
         found = perplexity(score(model, texts.held_out, window=window, reference=reference))
-        return cls(texts, model.state_dict(), reference, found.value)
+        return cls(texts, model.state_dict(), reference, found.value, device)
 
     def measure(self, out: Path, fmt: str, *, floats: bool = False) -> dict[str, Any]:
         """KL and perplexity of a checkpoint or dump; ``kl_windows`` are the sums by window, which intervals need.
 
         floats  of the float weights, inputs quantized as in the checkpoint
         """
-        model = load_model(out)
+        model = load_model(out, device=self.device)
         own = model.state_dict()
         changed = [n for n, w in self.state.items() if w.dim() > 1 and not torch.equal(w.float(), own[n].float())]
         dump = not (out / "hf_quant_config.json").exists() and "quantization_config" not in (
@@ -114,6 +115,7 @@ def quantize_inputs(model: Any, out: Path, fmt: str, modules: list[str]) -> None
     file = out / "inputs" / "scales.safetensors"
     extra = load_file(file) if file.exists() else {}
     for name in modules:
+        module = model.get_submodule(name)
         factor, scale = extra.get(f"{name}.pre_quant_scale"), extra.get(f"{name}.input_scale")
         if fmt == "nvfp4_w4a4":
             if scale is None:
@@ -123,7 +125,7 @@ def quantize_inputs(model: Any, out: Path, fmt: str, modules: list[str]) -> None
             quantizer = InputQuantizer(DYNAMIC[fmt])
         else:
             continue
-        model.get_submodule(name).register_forward_pre_hook(hook(quantizer, factor))
+        module.register_forward_pre_hook(hook(quantizer, None if factor is None else factor.to(module.weight.device)))
 
 
 def hook(quantizer: InputQuantizer, factor: torch.Tensor | None) -> Callable[..., Any]:

@@ -17,20 +17,28 @@ OTHER_TOKENS = 8192  # of a text of another kind
 
 
 def begin(
-    source: Path, held_out: Path, calibration: Path, tokens: int, shared: bool, other: Path | None
+    source: Path,
+    held_out: Path,
+    calibration: Path,
+    tokens: int,
+    shared: bool,
+    other: Path | None,
+    device: str = "cpu",
+    threads: int = 1,
 ) -> dict[str, Any]:
-    """Loads a float model in the place of the one before; its perplexity."""
+    """Loads a float model in the place of the one before; its perplexity, and that on the text of another kind."""
     import torch
     from quality_measure import Baseline, read_texts
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     _current.clear()
     texts = read_texts(source, held_out, calibration, tokens=tokens, shared=shared)
-    _current.append(Baseline.of(source, texts))
+    _current.append(Baseline.of(source, texts, device))
     if other is not None:
         of_other = read_texts(source, other, other, tokens=min(tokens, OTHER_TOKENS), shared=True)
-        _current.append(Baseline.of(source, of_other))
-    return {"perplexity": _current[0].perplexity, "tokens": len(texts.held_out)}
+        _current.append(Baseline.of(source, of_other, device))
+    more = {"other_perplexity": _current[1].perplexity} if other is not None else {}
+    return {"perplexity": _current[0].perplexity, "tokens": len(texts.held_out), **more}
 
 
 def write_rows(seed: int, file: Path) -> tuple[int, int]:
@@ -45,5 +53,6 @@ def measure(out: Path, fmt: str, floats: bool = False) -> dict[str, Any]:
     another kind."""
     found = _current[0].measure(out, fmt, floats=floats)
     for other in _current[1:]:
-        found["other_kl"] = other.measure(out, fmt, floats=floats)["kl"]
+        its = other.measure(out, fmt, floats=floats)
+        found |= {"other_kl": its["kl"], "other_perplexity": its["perplexity"]}
     return found

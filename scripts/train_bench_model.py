@@ -6,7 +6,8 @@ AdamW, cosine learning rate; products in bfloat16 on GPUs and on CPUs that multi
 ``--save`` steps, and at the end, OUT gets the model (safetensors, config, the tokenizer's files) and state.pt, from
 which the same call continues; OUT/training.jsonl has a line for each of these: steps, tokens, seconds, loss of the
 training text and of its last twentieth, which is not trained on. Batches follow from ``--seed`` and the number of the
-step alone; a call that goes on with other ``--steps`` changes the learning rate of what is left.
+step alone; a call that goes on with other ``--steps`` changes the learning rate of what is left. With ``--minutes`` a
+call ends that long after it began, whatever it has reached of the steps: the learning rate falls by the clock then.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -27,7 +29,10 @@ WARM_UP, WEIGHT_DECAY = 0.02, 0.1  # of the steps; of AdamW
 
 
 def read_tokens(paths: list[Path], tokenizer: Any) -> torch.Tensor:
-    """int64 ``[T]``: all texts of the files and folders, in the order of their names."""
+    """int64 ``[T]``: all texts of the files and folders, in the order of their names; one .npy file has tokens ``[T]``
+    of this tokenizer already."""
+    if paths[0].suffix == ".npy":
+        return torch.from_numpy(np.load(paths[0]).astype(np.int64))
     files = [f for path in paths for f in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     texts = [f.read_text(encoding="utf-8", errors="replace") for f in files if f.suffix in SUFFIXES or f in paths]
     if not texts:
@@ -43,24 +48,24 @@ def rows_of(tokens: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Te
 def batch_of(tokens: torch.Tensor, step: int, args: argparse.Namespace) -> torch.Tensor:
     """The rows of a step."""
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-    return rows_of(tokens, torch.randint(len(tokens) - args.length, (args.batch,), generator=generator), args.length)
+    rows = rows_of(tokens, torch.randint(len(tokens) - args.length, (args.batch,), generator=generator), args.length)
+    return rows.pin_memory() if torch.cuda.is_available() else rows  # a copy that the host does not wait for
 
 
 def held_out_loss(model: LlamaForCausalLM, tokens: torch.Tensor, args: argparse.Namespace) -> float:
     """Mean loss of evenly spaced rows, nats a token."""
     starts = torch.linspace(0, len(tokens) - args.length, HELD_ROWS).long()
     rows = rows_of(tokens, starts, args.length).to(model.device)
-    with torch.inference_mode():
-        losses = [float(model(part, labels=part).loss) for part in rows.split(16)]
+    with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+        losses = [float(model(part, labels=part, use_cache=False).loss) for part in rows.split(16)]
     return sum(losses) / len(losses)
 
 
-def rate(step: int, args: argparse.Namespace) -> float:
-    """The learning rate of a step."""
+def rate(step: int, spent: float, args: argparse.Namespace) -> float:
+    """The learning rate of a step, ``spent`` of the time being over (0 to 1)."""
     warm = max(1, round(WARM_UP * args.steps))
-    if step < warm:
-        return float(args.lr * (step + 1) / warm)
-    return float(args.lr * (0.05 + 0.475 * (1 + math.cos(math.pi * (step - warm) / max(1, args.steps - warm)))))
+    done = max((step - warm) / max(1, args.steps - warm), spent)
+    return float(args.lr * min(1, (step + 1) / warm) * (0.05 + 0.475 * (1 + math.cos(math.pi * max(0, done)))))
 
 
 def build(args: argparse.Namespace, vocabulary: int) -> LlamaForCausalLM:
@@ -82,8 +87,11 @@ def build(args: argparse.Namespace, vocabulary: int) -> LlamaForCausalLM:
 
 
 def train(args: argparse.Namespace, save: Callable[[int, float], None], model: Any, tokens: torch.Tensor) -> None:
-    """Steps from where the state stands to the last."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
+    """Steps from where the state stands to the last, or to the end of the time."""
+    cuda = model.device.type == "cuda"
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=cuda
+    )
     state, first = args.out / "state.pt", 0
     if state.exists():
         found = torch.load(state, map_location=model.device, weights_only=True)
@@ -91,36 +99,46 @@ def train(args: argparse.Namespace, save: Callable[[int, float], None], model: A
         optimizer.load_state_dict(found["optimizer"])
         first = found["step"]
     for step in range(first, args.steps):
+        spent = (time.monotonic() - args.begun) / (60 * args.minutes) if args.minutes else 0.0
         for group in optimizer.param_groups:
-            group["lr"] = rate(step, args)
-        rows = batch_of(tokens, step, args).to(model.device)
-        bfloat16 = model.device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+            group["lr"] = rate(step, min(1.0, spent), args)
+        rows = batch_of(tokens, step, args).to(model.device, non_blocking=True)
+        bfloat16 = cuda or torch.cpu._is_avx512_bf16_supported()
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
-            loss = model(rows, labels=rows).loss
+            loss = model(rows, labels=rows, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if (step + 1) % args.save == 0 or step + 1 == args.steps:
+        last = step + 1 == args.steps or spent >= 1
+        if (step + 1) % args.save == 0 or last:
             part = state.with_suffix(".part")
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, part)
             part.rename(state)  # whole or not at all
-            save(step + 1, float(loss))
+            save(step + 1, loss.item())
+        if last:
+            return
 
 
 def parsed() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--data", type=Path, nargs="+", required=True)
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="texts, or one .npy file of tokens")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder of a model whose tokenizer is taken")
     for name, value in (("hidden", 192), ("layers", 4), ("heads", 4), ("kv-heads", 0), ("intermediate", 0)):
         parser.add_argument(f"--{name}", type=int, default=value, help="[%(default)s]")
     for name, value in (("steps", 2000), ("batch", 16), ("length", 256), ("save", 200), ("seed", 0), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=value, help="[%(default)s]")
     parser.add_argument("--lr", type=float, default=2e-3, help="[%(default)s]")
+    parser.add_argument("--minutes", type=float, default=0, help="end after so long, saving apart [all steps]")
     parser.add_argument("--tie", action="store_true", help="the head is the embedding")
-    return parser.parse_args()
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the decoder layers, which takes a minute or less"
+    )
+    args = parser.parse_args()
+    args.begun = time.monotonic()
+    return args
 
 
 def main() -> None:
@@ -135,12 +153,14 @@ def main() -> None:
     if len(held_out) <= args.length:
         raise SystemExit(f"{len(every)} tokens are too few; expected {HELD_OUT * (args.length + 1)} or more")
     model: Any = build(args, len(tokenizer)).to("cuda" if torch.cuda.is_available() else "cpu")
-    begun = time.monotonic()
+    if args.compile:
+        for layer in model.model.layers:  # one by one: all of them run the first one's code
+            layer.compile()
 
     def save(step: int, loss: float) -> None:
         model.save_pretrained(args.out)
         tokenizer.save_pretrained(args.out)
-        line = {"steps": step, "tokens": step * args.batch * args.length, "seconds": time.monotonic() - begun}
+        line = {"steps": step, "tokens": step * args.batch * args.length, "seconds": time.monotonic() - args.begun}
         line |= {"loss": loss, "held_out": held_out_loss(model, held_out, args), "parameters": model.num_parameters()}
         with open(args.out / "training.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
