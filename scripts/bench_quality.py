@@ -208,6 +208,7 @@ def run_model(
         job = Job(entry, fmt, source, out, file, number, rows, row_tokens, model.convert, *machine)
         line = {"model": model.name, "format": fmt, "tool": entry.tool, "entry": entry.name, "seed": seed}
         line |= {"calibrated": entry.calibrated, "version": args.versions[entry.tool]}
+        line |= {"device": args.device} if args.device != "cpu" else {}
         for left in (*folder.glob("out*"), *folder.glob(".out*")):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:

@@ -29,7 +29,8 @@ class Cell:
         self.perplexity = float(np.mean([line["perplexity"] for line in lines]))
         self.sums = np.mean([line["kl_windows"] for line in lines], axis=0)
         self.counts = np.full(len(self.sums), lines[0]["window"] - 1.0)
-        self.cpu_s = float(np.median([line["cpu_s"] for line in lines]))
+        # Of one thread on a CPU; what a run beside a GPU took is no such cost.
+        self.cpu_s = "" if "device" in lines[0] else f"{float(np.median([line['cpu_s'] for line in lines])):.0f}"
         self.peak_mib = max(line["peak_rss_mib"] for line in lines)
 
     @property
@@ -80,7 +81,7 @@ def other_text(cells: dict[tuple[str, str], dict[str, Cell]]) -> str:
     """KL x 1000 on both texts, for the entries that were measured on one of another kind."""
     rows = [
         f"| {model} | {fmt} | {cell.name} | {1000 * cell.kl:.2f} | {1000 * float(np.mean(cell.others)):.2f} |"
-        f" {len(cell.others)} | {cell.cpu_s:.0f} |"
+        f" {len(cell.others)} | {cell.cpu_s} |"
         for (model, fmt), found in cells.items()
         for cell in found.values()
         if cell.others
