@@ -148,6 +148,15 @@ def test_own_text_beside_the_calibration_text_is_as_many_rows_of_each(modules: A
     assert convert[convert.index("--rounding") + 1] == learn[learn.index("-o") + 1]
 
 
+def test_every_command_is_told_the_device_and_the_threads(modules: Any, tmp_path: Path) -> None:
+    entries = modules("quality_entries")
+    for entry in [one for one in entries.ENTRIES if one.tool == "ptqpipe"]:
+        job = entries.Job(entry, entry.formats[0], DEMO, tmp_path / "out", tmp_path / "rows", 1, 40, 64, (), "cuda", 3)
+        for step in [*entries.own_steps(job, tmp_path / "stats"), entries.calibrate_command(DEMO, tmp_path, job)]:
+            assert step[step.index("--workers") + 1] == "3"
+            assert ("--device" in step) == (step[2] != "transform")  # it computes on the CPU
+
+
 def test_learned_rotations_come_before_the_factors_and_both_are_found_on_statistics_of_their_own(
     modules: Any, tmp_path: Path
 ) -> None:
