@@ -1,6 +1,7 @@
 """What a GPU does with models, beside a CPU: `convert`, `calibrate` to `eval`, and the engine. JSON lines.
 
-    python scripts/gpu_models.py convert|calibrate|engine --scratch DIR [--dense llama-8b] [--rehearse]
+    python scripts/gpu_models.py convert|calibrate|engine --scratch DIR [--dense llama-8b] [--formats nvfp4 ...]
+        [--rehearse]
 
 Parts of ``gpu_acceptance.py``, which says what each has to show. DIR keeps the models that one part makes for another;
 in memory (/dev/shm), disks are not what is measured. ``--rehearse`` runs the same on a CPU with tiny models, the GPU's
@@ -44,6 +45,7 @@ TINY = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "tie_word_embeddings": False,
 }  # fmt: skip
+FORMATS = ("nvfp4", "fp8", "mxfp4", "bfloat16")
 MEMORY = {"max_memory": "32GiB"}
 FULL_BYTES, FEW_LAYERS = 60e9, 8  # of an 8B model, its copies and an MoE; layers where there is less room
 MOMENTS_BOUND = 1e-3  # relative to the largest: float32 sums in another order, in all layers before
@@ -54,8 +56,8 @@ TIE = {"float32": 1e-5, "bfloat16": 2.0**-7}  # gap of two logits to the largest
 class Part:
     """A part under way: where it computes, where its files are, and whether all was as it must be so far."""
 
-    def __init__(self, scratch: Path, dense: str, *, rehearse: bool) -> None:
-        self.scratch, self.dense, self.rehearse, self.good = scratch, dense, rehearse, True
+    def __init__(self, scratch: Path, dense: str, formats: list[str], *, rehearse: bool) -> None:
+        self.scratch, self.dense, self.formats, self.rehearse, self.good = scratch, dense, formats, rehearse, True
         self.device = "cpu" if rehearse else "cuda"
         self.fmt = "mxfp4a16" if rehearse else "nvfp4"  # the interpreter takes its time for a search of global scales
         self.fewer = {"ignore": ["*mlp*"]} if rehearse else {}  # and for every weight
@@ -141,6 +143,7 @@ def same_files(one: Path, other: Path) -> list[str]:
 def run_convert(part: Part) -> None:
     """Part 4: a dense model and an MoE, GB/s, and the CPU's bytes. The dense one stays for the engine."""
     cases = [(part.dense, "nvfp4"), (part.dense, "fp8"), (part.dense, "mxfp4"), ("moe-fused", "mxfp4")]
+    cases = [case for case in cases if case[1] in part.formats]
     for shape, fmt in [("tiny", part.fmt)] if part.rehearse else cases:
         gpu, cpu = part.converted(shape, fmt), part.scratch / "on-the-cpu"
         part.convert(part.model(shape), cpu, fmt, gpu=False)
@@ -342,7 +345,14 @@ def measure_transformers(part: Part, ckpt: Path, name: str) -> None:
 
 
 def run_engine(part: Part) -> None:
-    """Part 6: greedy tokens beside transformers', then tokens a second by format, and transformers' own."""
+    """Part 6: tokens a second by format, and transformers' own; then greedy tokens beside transformers'."""
+    for fmt in [fmt for fmt in ("nvfp4", "fp8", "bfloat16") if fmt in part.formats and not part.rehearse]:
+        plain = fmt == "bfloat16"
+        ckpt = part.model(part.dense) if plain else part.converted(part.dense, fmt)
+        measure_engine(part, ckpt, f"{part.dense} {fmt}")
+        torch.cuda.empty_cache()
+    if not part.rehearse:
+        measure_transformers(part, part.model(part.dense), f"{part.dense} bfloat16")
     model = part.model("tiny") if part.rehearse else trained()
     ckpt = part.scratch / f"{model.name}-for-the-engine"
     part.convert(model, ckpt, part.fmt, gpu=not part.rehearse)
@@ -351,13 +361,6 @@ def run_engine(part: Part) -> None:
             compare_greedy(part, given, dtype, 8 if part.rehearse else 48)
     if part.rehearse:
         measure_engine(part, ckpt, f"tiny {part.fmt}")
-        return
-    for fmt in ("nvfp4", "fp8", "bfloat16"):
-        plain = fmt == "bfloat16"
-        ckpt = part.model(part.dense) if plain else part.converted(part.dense, fmt)
-        measure_engine(part, ckpt, f"{part.dense} {fmt}")
-        torch.cuda.empty_cache()
-    measure_transformers(part, part.model(part.dense), f"{part.dense} bfloat16")
 
 
 def main() -> int:
@@ -369,12 +372,13 @@ def main() -> int:
     parser.add_argument(
         "--dense", choices=sorted(synthetic.SHAPES), default="llama-8b", help="what is converted and run"
     )
+    parser.add_argument("--formats", nargs="+", default=[*FORMATS], choices=FORMATS, help="and in which formats")
     parser.add_argument("--rehearse", action="store_true", help="tiny models on a CPU, TRITON_INTERPRET=1")
     options = parser.parse_args()
     if options.rehearse and not triton.interpreting():
         sys.exit("--rehearse needs Triton and TRITON_INTERPRET=1")
     options.scratch.mkdir(parents=True, exist_ok=True)
-    part = Part(options.scratch, options.dense, rehearse=options.rehearse)
+    part = Part(options.scratch, options.dense, options.formats, rehearse=options.rehearse)
     parts[options.part](part)
     return 0 if part.good else 1
 
