@@ -127,7 +127,10 @@ class Machine:
             threads = ahead
         cache = max(0, free // threads - WORKER_BYTES)
         used = BASE_BYTES + threads * (WORKER_BYTES + min(cache, largest_unit_bytes))
-        return Share(workers, threads, cache, max(0, self.memory_bytes - used), self.device)
+        pool = self.memory_bytes - used
+        if self.device.type == "cuda":  # what jobs need in addition they need there, too
+            pool = min(pool, torch.cuda.mem_get_info(self.device)[0] - threads * WORKER_BYTES)
+        return Share(workers, threads, cache, max(0, pool), self.device)
 
 
 @contextlib.contextmanager

@@ -45,6 +45,8 @@ from ptqpipe.inputs import OUT_ROWS, Moments
 from ptqpipe.qtensor import QTensor
 from ptqpipe.search import get_search
 
+GPU_ELEMENTS = 1 << 25  # about 1.2 GB: a dozen float32 numbers each, for a while
+
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
@@ -127,7 +129,7 @@ def choose(task: Task, feedback: Feedback) -> None:
     Raises as `quantize` does."""
     inputs = task.inputs or ()
     scales, _ = _searched(task, inputs)
-    for batch in _batches(task, inputs):
+    for batch in _batches(task, inputs, _run_elements(task, feedback)):
         first = batch[0][0]
         metric, nearest = _prepare(feedback, first, task.names[first]), _nearest(inputs[first], task, scales)
         w = torch.cat([task.weights[index].rows(start, stop) for index, start, stop in batch]).to(task.device)
@@ -226,7 +228,7 @@ def _weight(
     simple: list[tuple[int, QTensor]] = []
     errors, base = _Errors(), _Errors()
     absmax = 0.0
-    for start, stop in _runs(weight, moments, fmt):
+    for start, stop in _runs(weight, moments, fmt, elements=_run_elements(task, feedback)):
         outputs = _between(moments.outputs, start, stop)
         w = weight.rows(start, stop).to(task.device)
         absmax += total_error(w, fmt, search="absmax", global_scale=scales.plain)
@@ -282,24 +284,31 @@ class _Errors:
         self.output += expected_error(error, judge, outputs)
 
 
-def _runs(weight: Weight, moments: Moments, fmt: Format) -> list[tuple[int, int]]:
-    """Runs of rows [start, stop): whole runs of OUT_ROWS where the moments of the outputs are known."""
-    if moments.outputs is None:
-        return chunks(weight.shape, fmt)
-    return row_runs(weight.shape, block_rows=math.lcm(fmt.block_extent(weight.shape)[0], OUT_ROWS))
+def _runs(weight: Weight, moments: Moments, fmt: Format, *, elements: int) -> list[tuple[int, int]]:
+    """Runs of rows [start, stop) of about so many weights: whole runs of OUT_ROWS where the moments of the outputs are
+    known."""
+    rows = fmt.block_extent(weight.shape)[0]
+    rows = rows if moments.outputs is None else math.lcm(rows, OUT_ROWS)
+    return row_runs(weight.shape, block_rows=rows, elements=elements)
 
 
-def _batches(task: Task, inputs: Sequence[Moments]) -> list[list[tuple[int, int, int]]]:
+def _run_elements(task: Task, feedback: Feedback | None) -> int:
+    """How many weights are quantized at once. Feedback goes from column to column in steps that a GPU begins one after
+    the other, however few rows there are: it gets more of them, and sums of errors come in another order there."""
+    return GPU_ELEMENTS if feedback is not None and task.device.type == "cuda" else CHUNK_ELEMENTS
+
+
+def _batches(task: Task, inputs: Sequence[Moments], most: int) -> list[list[tuple[int, int, int]]]:
     """Runs of rows (number of a weight, start, stop) in order, by what is quantized at once: those of weights that are
-    given one input, up to the size of one run, where each goes through its rows a few at a time."""
+    given one input, up to ``most`` weights, where each goes through its rows a few at a time."""
     found: list[list[tuple[int, int, int]]] = []
     elements = 0  # of the last batch
     last: torch.Tensor | None = None  # its input, where others may join it
     for index, (weight, moments) in enumerate(zip(task.weights, inputs, strict=True)):
         joins = moments.outputs is not None and task.fmt.block[0] == 1
-        for start, stop in _runs(weight, moments, task.fmt):
+        for start, stop in _runs(weight, moments, task.fmt, elements=most):
             size = (stop - start) * weight.shape[1]
-            if joins and moments.second_moment is last and elements + size <= CHUNK_ELEMENTS:
+            if joins and moments.second_moment is last and elements + size <= most:
                 found[-1].append((index, start, stop))
                 elements += size
             else:

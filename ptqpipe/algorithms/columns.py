@@ -85,8 +85,7 @@ def descend(
     kernel = kernel_for(exact.device, "descend")
     if kernel is not None and kernel(exact, error, codes, slope, s, moment, element):
         return
-    for i in range(len(exact)):
-        curvature = float(moment[i, i])
+    for i, curvature in enumerate(moment.diagonal().tolist()):  # all at once: a GPU is waited for each time
         decoded = exact[i] - error[i]
         target = decoded + slope[i] * (1.0 / torch.tensor(curvature)) if curvature > 0 else exact[i]
         codes[i], decoded = nearest(target, s[i], element)

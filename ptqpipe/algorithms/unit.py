@@ -134,10 +134,13 @@ def total_error(
     done = None if kernel is None else kernel(w, fmt, rule=search, global_scale=global_scale, importance=importance)
     if done is not None:
         return float(done)
-    codes = get_search(search).search(w, fmt, global_scale=global_scale, importance=importance).reshape(-1)
-    h = importance_blocks(importance, w, fmt)
-    found, _ = formula(magnitude_blocks(w, fmt), codes, fmt=fmt, global_scale=global_scale, h=h)
-    total = reference.sum_blocks(found)
+    found = []
+    for start, stop in chunks((w.shape[0], w.shape[1]), fmt):  # a dozen numbers for each weight, for a while
+        rows = w[start:stop]
+        codes = get_search(search).search(rows, fmt, global_scale=global_scale, importance=importance).reshape(-1)
+        h = importance_blocks(importance, rows, fmt)
+        found.append(formula(magnitude_blocks(rows, fmt), codes, fmt=fmt, global_scale=global_scale, h=h)[0])
+    total = reference.sum_blocks(torch.cat(found))
     return total if global_scale is None else total * float(global_scale) ** 2
 
 
