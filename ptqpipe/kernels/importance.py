@@ -1,5 +1,7 @@
 """Column weights of a scale search, in the form that the objective and every kernel expect."""
 
+import math
+
 import torch
 
 from ptqpipe.errors import FormatError, NumericsError
@@ -14,8 +16,8 @@ def normalize_importance(importance: torch.Tensor) -> torch.Tensor:
     top = h.amax()
     if not bool(torch.isfinite(h).all()) or bool((h < 0).any()) or not bool(top > 0):
         raise NumericsError("importance must be finite, non-negative and not all zero; check the statistics")
-    exponent = torch.frexp(top).exponent - 1
-    return torch.ldexp(h.double(), -exponent).float().clamp(min=2.0**-24)
+    exponent = math.frexp(float(top))[1] - 1  # a number here: a GPU's own powers of two need not be exact
+    return (h.double() * 2.0**-exponent).float().clamp(min=2.0**-24)
 
 
 def column_weights(importance: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
