@@ -29,8 +29,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ptqpipe.engine.runner import ModelRunner
 from ptqpipe.formats import Format
-from ptqpipe.kernels import cpu, triton, triton_block, triton_codecs, triton_linear, triton_rows
+from ptqpipe.kernels import (
+    cpu,
+    triton,
+    triton_attention,
+    triton_block,
+    triton_codecs,
+    triton_linear,
+    triton_rows,
+)
 from ptqpipe.qtensor import QTensor
 
 aten = torch.ops.aten
@@ -305,9 +314,21 @@ def _product(
     return _launched(linear)(x, data, scales, factor, bias)
 
 
+def _unpacked(data: torch.Tensor, scales: Any, fmt: Format, shape: tuple[int, int]) -> Any:
+    if triton_linear.plan_of(fmt, scales) is None or not data.numel():
+        return None
+
+    def unpacked(data: torch.Tensor, scales: Any) -> torch.Tensor:
+        one = torch.ones(()) if fmt.has_global else None
+        codes = data.view(torch.float8_e4m3fn).float()
+        return (codes if scales is None else QTensor(fmt, shape, data, scales, one).dequantize()).bfloat16()
+
+    return _launched(unpacked)(data, scales)
+
+
 _KERNELS: Mapping[str, Callable[..., Any]] = {
     "block_quantize": _searched(cpu.block_quantize, ("exact", "absmax")),
-    "score_total": _searched(cpu.score_total, ("exact",)),
+    "score_total": _searched(cpu.score_total, ("exact", "absmax")),
     "dequantize": _decoded,
     "decode_error": _decode_error,
     "fp8_encode": _fp8_encoded,
@@ -331,7 +352,9 @@ def pretended() -> Iterator[None]:
         (torch, {"tensor": _new, "as_tensor": _as_new}),
         (threading.Thread, {"run": run_with_gpu}),
         (triton, {**_KERNELS, "available": lambda: True, "interpreting": lambda: False}),
-        (triton_linear, {"linear": _product}),
+        (triton_linear, {"linear": _product, "unpacked": _unpacked}),
+        (triton_attention, {"place": lambda *given: None}),  # so that torch's own attention runs, sequence by sequence
+        (ModelRunner, {"_step_graphs": lambda runner, longest: None}),
     ]
     with contextlib.ExitStack() as stack:
         for place, names in places:
