@@ -129,6 +129,8 @@ class Machine:
         used = BASE_BYTES + threads * (WORKER_BYTES + min(cache, largest_unit_bytes))
         pool = self.memory_bytes - used
         if self.device.type == "cuda":  # what jobs need in addition they need there, too
+            # torch loads what factors matrices when it is first used, and fails where two threads do that at once.
+            torch.linalg.inv(torch.ones(1, 1, device=self.device))
             pool = min(pool, torch.cuda.mem_get_info(self.device)[0] - threads * WORKER_BYTES)
         return Share(workers, threads, cache, max(0, pool), self.device)
 

@@ -313,7 +313,7 @@ def measure_engine(part: Part, ckpt: Path, name: str) -> None:
     with part.kernels():
         alone = [generate(engine, prompts[at : at + 1], new)[0][0] for at in range(2)]
         for batch in batches:
-            generate(engine, prompts[:batch], 2)  # compiles and records what such a batch needs
+            generate(engine, prompts[:batch], new)  # compiles and records what the steps of such a batch need
             found, prefill, decode = generate(engine, prompts[:batch], new)
             part.say(
                 engine=name, batch=batch, prompt=length, new=new, prefill_tokens_s=round(batch * length / prefill, 1),

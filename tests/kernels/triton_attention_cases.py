@@ -18,6 +18,7 @@ from ptqpipe.kernels.cpu_attention import PagedSpans
 DEVICE = torch.device("cpu" if kernels.interpreting() else "cuda")
 BLOCK = 16
 HALF_ULP = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-24}
+interpreted = pytest.mark.skipif(not kernels.interpreting(), reason="pages of codes have torch's attention on a GPU")
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -140,6 +141,7 @@ def test_windows_caps_and_sinks(options: dict[str, Any], dtype: torch.dtype) -> 
         assert_exact(found, case, span, scaling=0.2, **options)
 
 
+@interpreted
 @pytest.mark.parametrize("dtype", HALF_ULP)
 @pytest.mark.parametrize("by_head", ["k", "v", "kv", ""])
 def test_codes_stand_for_their_number_times_the_scale(by_head: str, dtype: torch.dtype) -> None:
@@ -150,6 +152,7 @@ def test_codes_stand_for_their_number_times_the_scale(by_head: str, dtype: torch
         assert_exact(found, case, span, scaling=0.2)
 
 
+@interpreted
 def test_every_code_is_its_number() -> None:
     """A query that sees itself alone gets its value."""
     codes = torch.arange(256, dtype=torch.uint8)
@@ -213,7 +216,9 @@ def test_huge_scores_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF_ULP)
-@pytest.mark.parametrize("by_head", [None, True, False])
+@pytest.mark.parametrize(
+    "by_head", [None, pytest.param(True, marks=interpreted), pytest.param(False, marks=interpreted)]
+)
 def test_new_keys_and_values_are_stored_as_torch_does(by_head: bool | None, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(4)
     held = dtype if by_head is None else torch.float8_e4m3fn
