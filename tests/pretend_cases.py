@@ -17,10 +17,11 @@ from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
 from tests import tiny
+from tests.containers.builders import read_checkpoint
 from tests.engine import models, test_architectures, test_states
-from tests.engine.test_fp8_cache import SCHEME
 from tests.pretend_gpu import CPU, CUDA, pretended
-from tests.runtime.test_kv_cache import scales_named, with_scales
+from tests.runtime.models import save_source
+from tests.runtime.test_kv_cache import SCHEME, with_scales
 
 MEMORY = {"max_memory": "4GiB", "overwrite": True}
 WINDOWS = {"samples": 2, "seqlen": 32}
@@ -195,15 +196,8 @@ def generated(runner: ModelRunner, prompts: list[tuple[int, ...]]) -> list[list[
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_engine_with_an_fp8_cache(nvfp4: Path, tmp_path: Path, dtype: str) -> None:
-    from tests.containers.builders import read_checkpoint
-
-    scales = {kind: torch.tensor([[[0.013]], [[0.02]]])[:1].reshape(1) for kind in "kv"}
-    named = {
-        name: scale
-        for name, scale in scales_named("model.layers.{layer}.self_attn.{kind}_scale", scales).items()
-        if ".0." in name
-    }
-    path = with_scales(read_checkpoint(nvfp4), named, SCHEME).save(tmp_path / "q")
+    scales = {f"model.layers.0.self_attn.{kind}_scale": torch.tensor([0.013]) for kind in "kv"}
+    path = with_scales(read_checkpoint(nvfp4), scales, SCHEME).save(tmp_path / "q")
 
     def run(device: str) -> list[list[int]]:
         served = ModelRunner(load(path, dtype=dtype, device=device), CacheOptions(1 << 22, 64, 4, 8))
@@ -215,7 +209,7 @@ def test_the_engine_with_an_fp8_cache(nvfp4: Path, tmp_path: Path, dtype: str) -
 
 
 ARCHITECTURES = ("gemma2, window and soft cap", "gpt-oss, sinks and window", "deepseek v3.2")
-STATES = ("qwen3-next", "recurrent gemma")
+STATES = ("qwen3-next",)
 
 
 @pytest.mark.parametrize("kind", [*ARCHITECTURES, *STATES])
@@ -227,6 +221,18 @@ def test_the_engine(kind: str) -> None:
     def run(device: str) -> list[list[int]]:
         served = ModelRunner(copy.deepcopy(model).to(device), CacheOptions(1 << 24, 64, 4, 8))
         return generated(served, place.PROMPTS)
+
+    here, there = on_both(run)
+    assert there == here
+
+
+def test_packed_experts(tmp_path: Path) -> None:
+    source = save_source("gpt_oss", tmp_path / "source")
+    path = Path(ptqpipe.convert(source, format="mxfp4", out=tmp_path / "mxfp4", **MEMORY).path)
+
+    def run(device: str) -> list[list[int]]:
+        served = ModelRunner(load(path, dtype="float32", device=device), CacheOptions(1 << 24, 64, 4, 8))
+        return generated(served, test_states.PROMPTS)
 
     here, there = on_both(run)
     assert there == here

@@ -124,8 +124,8 @@ class _Devices(TorchDispatchMode):
         if getattr(_thread, "all_is_memory", False):
             return func(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        mixes = there = any(on_gpu(x) for x in given)
-        if mixes:
+        there = any(on_gpu(x) for x in given)
+        if there:
             _check(func, args, kwargs)
         device = kwargs.get("device")
         if device is not None:
@@ -142,7 +142,7 @@ class _Devices(TorchDispatchMode):
             if _is_cpu(x) and x.untyped_storage()._cdata not in old:
                 if there:
                     _put(x)
-                elif device is not None and not mixes:
+                elif device is not None and func is not aten._to_copy.default:
                     x.untyped_storage().made_by = _caller()
         return out
 
