@@ -7,7 +7,8 @@ other transports: stripes are those of ``layout.py``. Longer messages than the b
 every stripe at the same places and so change no bit. A launch goes to the caller's stream, keeps nothing on the host,
 and can be captured in a CUDA graph. All sums over one memory must be on one stream, in the same order on all ranks.
 
-Never run on GPUs. Tested under Triton's interpreter, one process per rank in shared memory; compiled for sm_90.
+Never run on several GPUs. Tested under Triton's interpreter, one process per rank in shared memory; its kernel on one
+H100, whose streams were the ranks.
 ``scripts/check_symmetric.py`` is what to run first on a GPU. The buffers come from ``torch.distributed
 ._symmetric_memory``, which torch calls a prototype; its API as of torch 2.13.
 """

@@ -3,7 +3,7 @@
 Sums are float32, in an order that depends on the shape of the weight, the multiprocessors of the device and the class
 of the number of rows of x (`tile_of`): two calls of the same class give a row the same bits whatever the others hold.
 Under Triton's interpreter CPU tensors are taken, which is how the kernels are tested without a GPU. The sizes of tiles
-are the best of some 900 that were timed on one H100; ``scripts/bench_triton.py`` measures what they give.
+are those that an H100 was fastest with; ``scripts/bench_triton.py`` measures what they give.
 
 Knows formats; must not know modules or files. Triton is imported on first use only.
 """
