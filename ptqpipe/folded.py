@@ -1,9 +1,10 @@
-"""A float checkpoint with factors folded into its weights while they are read: what `transform` writes, without a copy.
+"""A float checkpoint with factors and rotations folded into its weights while they are read, without a copy.
 
-A folding is described by the factors of each edge (`encoded`), a few numbers for every channel of the model. They lie
-in a folder of their own (``ptqpipe-folding.json``, which names the model), and in the record of what was quantized
-behind them. Tensors have the names, dtypes, order and bytes of transform's float32 checkpoint; files and config are the
-model's own. Knows readers and foldings; must not know how factors are found.
+A folding is described by the factors of an edge, or by the matrices of a rotation (`encoded`). They lie in a folder of
+their own (``ptqpipe-folding.json``, which names the model), and in the record of what was quantized behind them.
+Tensors have the names and bytes of transform's float32 checkpoint, but for what a rotation changes of embeddings and
+head: these are rarely quantized, so they keep their dtype and are rounded to it. Files and config are the model's
+own. Knows readers and foldings; must not know how factors and matrices are found.
 """
 
 import base64
@@ -26,29 +27,45 @@ from ptqpipe.checkpoint import (
 )
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import CheckpointError
-from ptqpipe.transforms import Edge, Op, apply, find_structure, grouped, move_factors
+from ptqpipe.transforms import (
+    BLOCKS,
+    ROTATIONS,
+    RUN,
+    STREAM,
+    Folding,
+    Op,
+    Rotate,
+    Structure,
+    apply,
+    find_structure,
+    get_rotation,
+    grouped,
+    move_factors,
+    rotated_tensors,
+)
 
 RUN_ELEMENTS = 1 << 20  # a run is computed in float64
 _DTYPE = "F32"  # of the tensors that change
+_ORTHOGONAL = 1e-9  # what a product of a matrix and its transpose may differ from 1
 
 
 def encoded(factors: torch.Tensor) -> str:
-    """Factors float64 [channels] as text: base64 of their little-endian bytes."""
+    """Numbers of any shape as text: base64 of their little-endian bytes in float64."""
     return base64.b64encode(factors.to(torch.float64).numpy().astype("<f8").tobytes()).decode("ascii")
 
 
-def _decoded(text: object, edge: Edge) -> torch.Tensor:
-    """float64 [channels]. CheckpointError for what `encoded` did not write for this edge."""
+def decoded(text: object, count: int, what: str) -> torch.Tensor:
+    """float64 [count] of what `encoded` wrote. CheckpointError, which names ``what`` is damaged, for anything else."""
     try:
         raw = bytearray(base64.b64decode(str(text), validate=True))
     except binascii.Error:
         raw = bytearray()
-    if len(raw) != 8 * edge.channels:
-        raise CheckpointError(f"the factors of '{edge.id}' are damaged, expected {edge.channels} numbers in base64")
-    factors = torch.frombuffer(raw, dtype=torch.float64)
-    if not bool((torch.isfinite(factors) & (factors > 0)).all()):
-        raise CheckpointError(f"the factors of '{edge.id}' are not all positive numbers; they are damaged")
-    return factors
+    if len(raw) != 8 * count:
+        raise CheckpointError(f"the {what} are damaged, expected {count} numbers in base64")
+    found = torch.frombuffer(raw, dtype=torch.float64)
+    if not bool(torch.isfinite(found).all()):
+        raise CheckpointError(f"the {what} are not all finite numbers; they are damaged")
+    return found
 
 
 def open_folded(folder: Path) -> CheckpointReader:
@@ -78,23 +95,23 @@ def folded(base: CheckpointReader, foldings: object) -> CheckpointReader:
     CheckpointError for foldings of another model.
     """
     tensors = {name: (entry.dtype, entry.shape) for name, entry in base.entries.items()}
-    edges = {edge.id: edge for edge in find_structure(tensors, base.config).edges}
+    structure = find_structure(tensors, base.config)
     ops: dict[str, list[Op]] = {}
-    used: list[list[str]] = []
+    used: list[Sequence[str]] = []
     for folding in foldings if isinstance(foldings, list) else [foldings]:
-        if not isinstance(folding, Mapping) or str(folding.get("edge")) not in edges:
-            raise CheckpointError(
-                f"the factors are of a place that {base.path} does not have; they are another model's"
-            )
-        edge = edges[str(folding["edge"])]
-        used.append(edge.tensors())
-        for name in used[-1]:
+        if not isinstance(folding, Mapping):
+            raise _of_another(base)
+        rotates = folding.get("transform") in ROTATIONS
+        found, sets = (_rotation if rotates else _scaling)(base, structure, folding, ops)
+        used += sets
+        for name in (name for names in sets for name in names):
             ops.setdefault(name, [])
-        if "factors" in folding:
-            for name, op in move_factors(edge, _decoded(folding["factors"], edge)):
-                ops[name].append(op)
+        for name, op in found:
+            ops[name].append(op)
+    outer = {*structure.embeddings, *(m.tensor for e in structure.edges if e.kind == "final" for m in e.consumers)}
+    changed = ops.keys() - outer
     groups = [
-        [TensorSpec(name, _DTYPE if name in ops else tensors[name][0], tensors[name][1]) for name in group]
+        [TensorSpec(name, _DTYPE if name in changed else tensors[name][0], tensors[name][1]) for name in group]
         for group in grouped(tensors, used).values()
     ]
     headers = ShardLayout.plan(groups).headers(base.path)
@@ -102,9 +119,58 @@ def folded(base: CheckpointReader, foldings: object) -> CheckpointReader:
     return CheckpointReader(base.path, content, fill=_Folding(base, ops).fill, origin=base)
 
 
+Change = tuple[Sequence[Folding], Sequence[Sequence[str]]]
+"""What happens to tensors, and the sets of those that change together."""
+
+
+def _scaling(
+    base: CheckpointReader, structure: Structure, folding: Mapping[str, object], _former: Mapping[str, Sequence[Op]]
+) -> Change:
+    edge = next((edge for edge in structure.edges if edge.id == str(folding.get("edge"))), None)
+    if edge is None:
+        raise _of_another(base)
+    if "factors" not in folding:
+        return [], [edge.tensors()]
+    factors = decoded(folding["factors"], edge.channels, f"factors of '{edge.id}'")
+    if not bool((factors > 0).all()):
+        raise CheckpointError(f"the factors of '{edge.id}' are not all positive numbers; they are damaged")
+    return move_factors(edge, factors), [edge.tensors()]
+
+
+def _rotation(
+    base: CheckpointReader, structure: Structure, folding: Mapping[str, object], former: Mapping[str, Sequence[Op]]
+) -> Change:
+    """Of the residual stream, or of the values of the edge that a folding names."""
+    name, key, block = str(folding["transform"]), str(folding.get("edge", STREAM)), folding.get("block")
+    edges = [edge for edge in structure.edges if edge.kind == "value" and edge.id == key]
+    channels = structure.hidden if key == STREAM else sum(edge.channels for edge in edges)
+    untold = key == STREAM and structure.tied  # the head would need a tensor of its own
+    if not isinstance(block, int) or block not in BLOCKS or not channels or channels % block or untold:
+        raise _of_another(base)
+    what = "matrices of the residual stream" if key == STREAM else f"matrices of '{key}'"
+    matrices = decoded(folding.get("matrices"), channels * block, what).reshape(-1, block, block)
+    if not bool(((matrices @ matrices.mT - torch.eye(block, dtype=torch.float64)).abs() < _ORTHOGONAL).all()):
+        raise CheckpointError(f"the {what} are not orthogonal; they are damaged")
+    if key == STREAM:
+        edges = [edge for edge in structure.edges if edge.kind in ("norm", "final")]
+    writers, embeddings = (structure.writers, structure.embeddings) if key == STREAM else ((), ())
+
+    def read(tensor: str) -> torch.Tensor:
+        return apply(base.read(tensor), former.get(tensor, ()))
+
+    found = get_rotation(name).fold(
+        structure, edges, writers=writers, embeddings=embeddings, block=block, read=read, matrices={key: matrices}
+    )
+    return found, rotated_tensors(edges, writers, embeddings)
+
+
+def _of_another(base: CheckpointReader) -> CheckpointError:
+    return CheckpointError(f"the factors are of a place that {base.path} does not have; they are another model's")
+
+
 @dataclass(frozen=True, slots=True)
 class _Folding:
-    """What is folded into the tensors of ``base``: by name, for every tensor that is float32 now."""
+    """What is folded into the tensors of ``base``, by name, for every tensor that changes."""
 
     base: CheckpointReader
     ops: Mapping[str, Sequence[Op]]
@@ -117,20 +183,22 @@ class _Folding:
             return
         out = torch.frombuffer(view, dtype=torch.uint8)
         width = entry.nbytes // _tall(entry)
-        for first, last in _runs(entry, start // width, -(-stop // width)):
+        turns = any(isinstance(op, Rotate) for op in self.ops[entry.name])
+        for first, last in _runs(entry, start // width, -(-stop // width), turns=turns):
             made = torch.frombuffer(bytes_of(self._rows(entry, first, last)), dtype=torch.uint8)
             low, high = max(first * width, start), min(last * width, stop)
             out[low - start : high - start].copy_(made[low - first * width : high - first * width])
 
     def _rows(self, entry: TensorEntry, first: int, last: int) -> torch.Tensor:
-        """float32 rows [first, last) of the tensor seen as one tall matrix, all of them of one plane of a stack."""
+        """Rows [first, last) of the tensor seen as one tall matrix, all of them of one plane of a stack, as they are
+        now."""
         source, tall = self.base.entries[entry.name], _tall(entry)
         width = source.nbytes // tall
         raw = self.base.read_raw(entry.name, start=first * width, stop=last * width).view(DTYPES[source.dtype][0])
         rows = raw if len(entry.shape) == 1 else raw.reshape(last - first, entry.shape[-1])
         plane = tall // entry.shape[0] if len(entry.shape) == 3 else None
         expert, row = (None, first) if plane is None else divmod(first, plane)
-        return apply(rows, self.ops[entry.name], first=row, expert=expert).float()
+        return apply(rows, self.ops[entry.name], first=row, expert=expert).to(DTYPES[entry.dtype][0])
 
 
 def _tall(entry: TensorEntry) -> int:
@@ -138,12 +206,18 @@ def _tall(entry: TensorEntry) -> int:
     return entry.shape[0] * entry.shape[1] if len(entry.shape) == 3 else entry.shape[0]
 
 
-def _runs(entry: TensorEntry, row: int, end: int) -> Iterator[tuple[int, int]]:
-    """[first, last) of rows of the tall matrix, none of them across two planes of a stack."""
+def _runs(entry: TensorEntry, row: int, end: int, *, turns: bool) -> Iterator[tuple[int, int]]:
+    """[first, last) of rows of the tall matrix that hold [row, end), none of them across two planes of a stack.
+
+    turns  whether blocks of rows and columns are rotated: runs are then always the same ones, of RUN rows, so that
+           neither the blocks nor the sums depend on what is read beside them
+    """
     columns = entry.shape[-1] if len(entry.shape) > 1 else 1
     plane = entry.shape[-2] if len(entry.shape) == 3 else entry.shape[0]
-    step = max(1, RUN_ELEMENTS // columns)
+    step = RUN if turns else max(1, RUN_ELEMENTS // columns)
+    row -= row % plane % RUN if turns else 0
     while row < end:
-        last = min(row + step, (row // plane + 1) * plane, end)
+        whole = (row // plane + 1) * plane
+        last = min(row + step, whole, whole if turns else end)
         yield row, last
         row = last

@@ -51,6 +51,7 @@ DOWN_64 = "down_proj:64"
 ONE_SIDED, TWO_SIDED = (("--method", "gptq", "--metric", metric) for metric in ("output", "kl"))
 TRAINED = ("--method", "kl", "--train", "head,embeddings")
 OWN_ROWS = 128  # that a model writes
+LEARNED = 200  # steps of rotations that are learned
 NV, FP4, FOUR_BIT_INPUTS = ("nvfp4", "nvfp4_w4a4"), FORMATS[:4], ("nvfp4_w4a4", "mxfp4")
 QUANTIZED_INPUTS = (*FOUR_BIT_INPUTS, "fp8")
 
@@ -146,7 +147,7 @@ ENTRIES = (
         formats=FOUR_BIT_INPUTS,
     ),
     *(
-        _ours(f"learned rotations + {name}", learn=100, tune=how, formats=("fp8",))
+        _ours(f"learned rotations + {name}", learn=LEARNED, tune=how, formats=("fp8",))
         for name, how in (
             ("two-sided gptq in order", TWO_SIDED),
             ("end to end after two-sided gptq in order", ("--method", "kl")),
@@ -154,14 +155,14 @@ ENTRIES = (
     ),
     _ours(
         "learned rotations + aqas + two-sided gptq in order",
-        learn=100,
+        learn=LEARNED,
         transform="aqas",
         tune=TWO_SIDED,
         formats=FOUR_BIT_INPUTS,
     ),
     _ours(
         "learned rotations + aqas + end to end after two-sided gptq in order, own text beside",
-        learn=100,
+        learn=LEARNED,
         transform="aqas",
         tune=("--method", "kl"),
         own_text=True,

@@ -15,7 +15,7 @@ import torch
 from ptqpipe.calibration.collect import find_slots
 from ptqpipe.calibration.experts import is_stacked
 
-PAIRS = 8192  # tokens of which pairs are kept
+PAIRS = 32_768  # tokens of which pairs are kept, where so many are given
 LEAST, NUMBERS = 256, 1 << 30  # fewer where all of a model would have more numbers, but not below the least
 _SEED = 20240526
 
@@ -46,7 +46,11 @@ def watched_modules(name: str, module: torch.nn.Module, origins: Mapping[str, tu
 
 def most_tokens(blocks: Sequence[tuple[str, torch.nn.Module]], origins: Mapping[str, tuple[str, ...]]) -> int:
     """Of how many tokens a model's pairs are kept; layers that share an input count as if they did not."""
-    columns = sum(sum(_columns(name, module, origins)) for name, module in blocks)
+    return most_pairs(sum(sum(_columns(name, module, origins)) for name, module in blocks))
+
+
+def most_pairs(columns: int) -> int:
+    """The same of a model whose inputs have so many columns together."""
     return max(LEAST, min(PAIRS, NUMBERS // max(1, 2 * columns)))
 
 

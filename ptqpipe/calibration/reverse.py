@@ -30,7 +30,7 @@ from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.merge import merge_added
 from ptqpipe.calibration.moments import symmetric
-from ptqpipe.calibration.pairs import Pair, PairCollector, most_tokens, nbytes as pair_bytes
+from ptqpipe.calibration.pairs import PAIRS, Pair, PairCollector, most_tokens, nbytes as pair_bytes
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
@@ -86,17 +86,18 @@ def streams(blocks: int, step: int) -> int:
     return -(-blocks // step) + min(step, blocks)
 
 
-def enough(windows: int, seqlen: int) -> int:
-    """How many of so many windows of ``seqlen`` tokens are run backwards: all of TOKENS tokens, but at least one of
-    SHARE. More of them change the moments of gradients, and what they lead to, by less than another text does."""
-    return min(windows, max(1, TOKENS // seqlen, windows // SHARE))
+def enough(windows: int, seqlen: int, *, pairs: bool = False) -> int:
+    """How many of so many windows of ``seqlen`` tokens are run backwards: all of TOKENS tokens, or with ``pairs`` of
+    PAIRS, but at least one of SHARE. More of them change the moments of gradients, and what they lead to, by less than
+    another text does; what is learned from pairs gains by more of them."""
+    return min(windows, max(1, (PAIRS if pairs else TOKENS) // seqlen, windows // SHARE))
 
 
-def thinned(samples: Samples, world: int = 1) -> Samples:
+def thinned(samples: Samples, world: int = 1, *, pairs: bool = False) -> Samples:
     """The samples that are run backwards, evenly spread over those that may be; at least one for each of ``world``
     processes."""
     count, seqlen = samples.windows.shape
-    most = max(enough(count, seqlen), min(count, world))
+    most = max(enough(count, seqlen, pairs=pairs), min(count, world))
     return samples.spread(most) if count > most else samples
 
 

@@ -19,12 +19,12 @@ import torch
 from ptqpipe.errors import UsageError, did_you_mean
 from ptqpipe.schemes import ROTATION_BLOCKS
 from ptqpipe.transforms.find_structure import find_structure
-from ptqpipe.transforms.folding import RUN, Folding, Op, apply, is_exact, move_factors
+from ptqpipe.transforms.folding import RUN, Folding, Op, Rotate, apply, is_exact, move_factors
 from ptqpipe.transforms.learn_rotations import BATCH, Learned, Reader, Rounding, learn
 from ptqpipe.transforms.problem import Consumer, Problem, Quantize, Solution, SolveOptions
 from ptqpipe.transforms.rotate_residual import STREAM
 from ptqpipe.transforms.rotate_values import turns
-from ptqpipe.transforms.structure import Edge, Matrix, Norm, Structure, grouped
+from ptqpipe.transforms.structure import Edge, Matrix, Norm, Structure, grouped, rotated_tensors
 
 SCALINGS = ("smoothquant", "awq", "aqas", "smooth_swiglu")
 BLOCKS = (*ROTATION_BLOCKS, 256)  # channels that a folded rotation may take together; 256 is `folding.RUN`

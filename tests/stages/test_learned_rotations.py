@@ -10,17 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, NumericsError, OutputError, OutputExists, UsageError
+from ptqpipe.folded import encoded
 from ptqpipe.machine import Machine
+from ptqpipe.source import Source
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.transform import learn as learning
+from ptqpipe.stages.transform.factors import find_factors
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import transform
-from ptqpipe.transforms import learn
+from ptqpipe.transforms import learn, transform_names
 from tests import tiny
 from tests.calibration.models import make_windows, write_windows
 from tests.stages.test_transform import check_same_logits, run
@@ -56,6 +60,62 @@ def test_learned_rotations_keep_the_logits(tmp_path: Path, kind: str, apply: str
     assert {one["transform"] for one in learned["rotations"]} >= {"rotate_values"}
     assert sum(one["error"] for one in learned["rotations"]) < sum(one["plain_error"] for one in learned["rotations"])
     check_same_logits(model, tmp_path / "out", ids)
+
+
+@pytest.mark.parametrize(
+    ("kind", "apply"),
+    [
+        *((kind, "rotate") for kind in ("llama", "llama_bias", "qwen3", "mixtral", "qwen3_moe")),
+        ("gpt2", "rotate_values"),
+    ],
+)
+def test_a_folder_of_matrices_is_the_model_with_them_folded_in(tmp_path: Path, kind: str, apply: str) -> None:
+    """Reading it gives the bytes of the written checkpoint, whatever part is read; embeddings and head, which keep
+    their dtype, are its numbers rounded once."""
+    model = make_model(tmp_path / "model", kind, dtype=torch.bfloat16)
+    stats = make_pairs(model, tmp_path / "stats")
+    options = TransformOptions(apply, block=32, learn=12, dtype="fp32", format="nvfp4_w4a4")
+    run(model, tmp_path / "out", options, stats)
+    found = find_factors(model, tmp_path / "matrices", stats=stats, options=options)
+    assert {one["transform"] for one in found.content["foldings"]} == set(transform_names(apply))
+    with Source.open(tmp_path / "matrices") as folded, Source.open(tmp_path / "out") as written:
+        ours, theirs = folded.reader, written.reader
+        assert set(ours.entries) == set(theirs.entries)
+        rounded = [name for name, entry in ours.entries.items() if entry.dtype != theirs.entries[name].dtype]
+        assert len(rounded) == (0 if kind == "gpt2" else 2)
+        for name, entry in ours.entries.items():
+            whole = ours.read(name)
+            assert torch.equal(whole, theirs.read(name).to(whole.dtype)), name
+            raw = ours.read_bytes(name, start=0, stop=entry.nbytes)
+            for start, stop in ((0, 3), (entry.nbytes // 3, entry.nbytes // 2 + 5), (entry.nbytes - 7, entry.nbytes)):
+                assert ours.read_bytes(name, start=start, stop=stop) == raw[start:stop]
+
+
+def test_matrices_of_another_model_and_damaged_ones_are_refused(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    model, stats = llama
+    options = replace(OPTIONS, dtype="fp32", learn=12)
+    find_factors(model, tmp_path / "matrices", stats=stats, options=options)
+    file = tmp_path / "matrices" / "ptqpipe-folding.json"
+    content = json.loads(file.read_text())
+    stream = next(one for one in content["foldings"] if one["transform"] == "rotate_residual")
+    for wrong, message in (
+        ({"matrices": encoded(torch.zeros(4, dtype=torch.float64))}, "matrices of the residual stream are damaged"),
+        ({"matrices": stream["matrices"].replace("A", "B")}, "matrices of the residual stream are not"),
+        ({"block": 7}, "of a place that"),
+        ({"edge": "model.layers.9.value"}, "of a place that"),
+    ):
+        others = [one for one in content["foldings"] if one is not stream]
+        file.write_text(json.dumps({**content, "foldings": [{**stream, **wrong}, *others]}))
+        with pytest.raises(CheckpointError, match=message):
+            Source.open(tmp_path / "matrices")
+
+
+def test_a_head_that_is_the_embedding_keeps_its_stream(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama_tied")
+    options = replace(OPTIONS, dtype="fp32", untie=True)
+    stats = make_pairs(model, tmp_path / "stats")
+    with pytest.raises(UsageError, match="folded in while a model is read; use transform"):
+        find_factors(model, tmp_path / "matrices", stats=stats, options=options)
 
 
 def test_rotations_are_learned_from_pairs_alone(tmp_path: Path) -> None:
@@ -131,6 +191,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from ptqpipe.stages.transform import learn as learning
+from ptqpipe.stages.transform.factors import find_factors
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import transform
 real, calls = learning.learn, []

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 import ptqpipe
@@ -31,9 +32,13 @@ from ptqpipe.source import Source
 from ptqpipe.stages.pipeline import run as stage, stages
 from ptqpipe.stages.pipeline.prepare import prepare
 from ptqpipe.stages.pipeline.room import memory_of
-from ptqpipe.stages.pipeline.table import markdown
+from ptqpipe.stages.pipeline.table import LEARN_STEPS, markdown
+from ptqpipe.stages.transform import learn as learning
+from ptqpipe.stages.transform.factors import find_factors
+from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import Transformation
 from ptqpipe.stages.tune import run as tune_stage
+from ptqpipe.transforms import learn_rotations
 from tests import tiny
 from tests.calibration.models import make_model, make_windows, write_windows
 
@@ -159,20 +164,67 @@ def test_four_bit_activations_are_quantized_behind_a_transform(
     the model says float32 in its config; here the model's own dtype stays."""
     done = made(model, tmp_path / "out", work_of(text), scheme)
     static = scheme == "nvfp4_w4a4"
-    assert done.record["transformed"]["transform"] == "aqas"
+    assert done.record["transformed"]["transform"] == "rotate_residual,rotate_values,aqas"
     assert done.record["source"]["name"] == "small"
     assert ("statistics" in done.record) == static
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     stats, floats, codes, two = (tmp_path / name for name in ("stats", "floats", "codes", "two"))
-    ran("calibrate", model, *few(text), "--moments", "diagonal,block", "-o", stats)
-    ran("transform", model, "--stats", stats, "--apply", "aqas", "--format", scheme, "--dtype", "fp32", "-o", floats)
+    turned = rotated(model, text, tmp_path, scheme)
+    ran("calibrate", turned, *few(text), "--moments", "diagonal,block", "-o", stats)
+    find_factors(turned, floats, stats=stats, options=TransformOptions("aqas", format=scheme, dtype="fp32"))
     if static:
         ran("calibrate", floats, *few(text), "--moments", "diagonal", "-o", tmp_path / "again")
     again = ("--stats", tmp_path / "again") if static else ()
     ran("tune", floats, *few(text), "--format", scheme, *again, "-o", codes)
     ran("convert", floats, "--rounding", codes, *again, "-o", two)
     assert weights_of(tmp_path / "out") == weights_of(two)
+
+
+def rotated(model: Path, text: Path, folder: Path, scheme: str) -> Path:
+    """The model with rotations that are learned for a format folded in."""
+    pairs, turned = folder / "pairs", folder / "turned"
+    ran("calibrate", model, *few(text), "--moments", "diagonal,pairs", "--holdout", 0, "-o", pairs)
+    options = TransformOptions("rotate", learn=LEARN_STEPS, format=scheme, dtype="fp32")
+    find_factors(model, turned, stats=pairs, options=options)
+    return turned
+
+
+def test_eight_bit_activations_are_quantized_behind_rotations(model: Path, text: Path, tmp_path: Path) -> None:
+    done = made(model, tmp_path / "out", work_of(text), "fp8")
+    assert done.record["transformed"]["transform"] == "rotate_residual,rotate_values"
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    turned = rotated(model, text, tmp_path, "fp8")
+    ran("tune", turned, *few(text), "--format", "fp8", "-o", tmp_path / "codes")
+    ran("convert", turned, "--rounding", tmp_path / "codes", "-o", tmp_path / "two")
+    assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")
+    told = json.loads(ran("verify", tmp_path / "out", "--source", model, "--json"))
+    assert told["faults"] == []
+    assert all(0 < weight["relative_mse"] < 0.002 for weight in told["weights"].values())
+    with safe_open(model / "model.safetensors", "pt") as before, safe_open(done.out / "model.safetensors", "pt") as now:
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            assert before.get_slice(name).get_dtype() == now.get_slice(name).get_dtype()
+
+
+def test_a_model_whose_head_is_the_embedding_has_its_values_rotated_and_the_record_says_so(
+    text: Path, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "model", "llama_tied", dtype=torch.bfloat16)
+    said: list[str] = []
+    done = made(model, tmp_path / "out", work_of(text), "fp8", say=said.append)
+    assert done.record["transformed"]["transform"] == "rotate_values"
+    assert "the head is the embedding" in done.record["pipeline"]["without"][0]
+    assert any("warning: rotate_residual is refused: the head is the embedding" in line for line in said)
+
+
+def test_rotations_that_gain_nothing_are_left_out(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "LEARN_STEPS", 1)
+    monkeypatch.setattr(learn_rotations, "_RATE", 0.0)
+    done = made(model, tmp_path / "out", work_of(text), "fp8")
+    assert "transformed" not in done.record
+    assert "gain nothing" in done.record["pipeline"]["without"][0]
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4_w4a4", "nvfp4"])
@@ -211,10 +263,12 @@ def test_no_more_lies_beside_the_output_than_the_header_says(
     output = sum(path.stat().st_size for path in done.out.iterdir())
     assert len(seen) > 10
     beside = [sum(size for name, size in files.items() if name.startswith(".out.stages")) for files in seen]
-    assert (run.disk.codes + run.disk.small) / 8 < max(beside) <= run.disk.codes + run.disk.small
-    copies = [size for files in seen for name, size in files.items() if "/gradients/" not in name]
+    most = max(run.disk.codes, run.disk.pairs) + run.disk.small
+    assert most / 8 < max(beside) <= most
+    small = ("/gradients/", "pairs.safetensors", "ptqpipe-folding.json", "rotations")
+    copies = [size for files in seen for name, size in files.items() if not any(part in name for part in small)]
     assert max(copies) <= output
-    assert max(sum(files.values()) for files in seen) <= output + run.disk.codes + run.disk.small
+    assert max(sum(files.values()) for files in seen) <= output + most
 
 
 def test_a_mixture_of_experts_gets_gptq_for_its_experts(text: Path, tmp_path: Path) -> None:
@@ -243,7 +297,12 @@ def stops(real: Callable[..., Any], *, at: int, how: type[BaseException] = Keybo
 
 
 STAGES = [  # in their order: each goes on where the one before was stopped
-    (stages, "calibrate", 1),
+    (stages, "calibrate", 1),  # with pairs
+    (stages, "find_factors", 1),
+    (Transformation, "learn", 1),
+    (learning, "_entry", 2),
+    (stages, "read_json_object", 1),
+    (stages, "calibrate", 1),  # of the rotated model
     (stages, "find_factors", 1),
     (Transformation, "fold", 2),
     (stages, "calibrate", 1),  # of the transformed model

@@ -15,9 +15,9 @@ from ptqpipe.machine import BASE_BYTES, Machine, Ranks, counting_bar
 from ptqpipe.source import Source
 
 
-def learned_from(samples: Samples, world: int) -> Samples:
+def learned_from(samples: Samples, world: int, *, pairs: bool = False) -> Samples:
     """Those that are run backwards by so many processes; none that is held out."""
-    return thinned(replace(samples, held_out=samples.held_out[:0]), world)
+    return thinned(replace(samples, held_out=samples.held_out[:0]), world, pairs=pairs)
 
 
 def collect_outputs(
@@ -28,7 +28,7 @@ def collect_outputs(
     skeleton = Skeleton.of(source, dtype=torch.float32)
     found = reverse_model(
         skeleton,
-        learned_from(samples, ranks.world),
+        learned_from(samples, ranks.world, pairs=pairs),
         seed=seed,
         device=machine.device,
         memory_bytes=machine.memory_bytes - BASE_BYTES,

@@ -255,6 +255,7 @@ def _content(
     """stats.json. ``world``: how many processes shared the samples."""
     names = [name for name, _ in (*skeleton.blocks, *skeleton.mtp)]
     every = (*names, HEAD, OUTPUTS, *map(pairs_of, names))
+    pairs = "pairs" in options.moments
     units = [name for name in every if output.done.get(name)]
     blocks = {name: output.done[name] for name in units}
     return {
@@ -273,7 +274,7 @@ def _content(
             "held_out": samples.held_out.shape[0],
             "held_out_sha256": tokens_digest(samples.held_out),
             "windows": samples.candidates,
-            **({"backwards": len(learned_from(samples, world).windows)} if OUTPUTS in units else {}),
+            **({"backwards": len(learned_from(samples, world, pairs=pairs).windows)} if OUTPUTS in units else {}),
             "vocabulary_seen": int(torch.unique(samples.windows).numel()),
         },
         "settings": {

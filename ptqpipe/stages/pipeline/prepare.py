@@ -13,15 +13,17 @@ from ptqpipe.evaluation.text import check_text
 from ptqpipe.machine import Machine
 from ptqpipe.options import PipelineOptions, RecipeOptions, check_options
 from ptqpipe.readers import check_rotation
-from ptqpipe.recipe import build_recipe
+from ptqpipe.recipe import Recipe, build_recipe
+from ptqpipe.runtime.language_model import takes_images
 from ptqpipe.runtime.loading import default_length, load_tokenizer, read_config
 from ptqpipe.source import Source
 from ptqpipe.stages.convert.prepare import prepare as prepare_conversion
 from ptqpipe.stages.convert.text import missing_config, warnings_of
 from ptqpipe.stages.pipeline import call
 from ptqpipe.stages.pipeline.stages import Pipeline
-from ptqpipe.stages.pipeline.table import TABLE, WEIGHTS, Way, kind_of
+from ptqpipe.stages.pipeline.table import LEARN_STEPS, TABLE, WEIGHTS, Way, kind_of
 from ptqpipe.stages.plan.run import Budget, check_budget
+from ptqpipe.stages.transform.plan import TransformOptions, foldable_rotations, is_learnable
 from ptqpipe.transforms import find_structure
 
 
@@ -61,7 +63,8 @@ def prepare(
     with prepare_conversion(path, options=recipe, recipe_path=recipe_path, out=out, **asked) as prepared:
         built = prepared.outputs.recipe
         way = TABLE[kind_of(built.schemes())][work.quality or "best"] if work.data else None
-        way, warnings = _foldable(way, prepared.source)
+        way = _foldable(_rotatable(way, prepared.source, built), prepared.source)
+        warnings = [] if way is None else list(way.without)
         needs = way is not None and bool(call.has_static(built) or way.transform or not way.method)
         nbytes, target = prepared.layout.file_bytes, prepared.out
         no_config = missing_config(prepared)
@@ -81,13 +84,40 @@ def _check_windows(path: Path, work: PipelineOptions, texts: Sequence[str]) -> N
             check_samples(texts, path, samples=samples, seqlen=seqlen, field=work.field)
 
 
-def _foldable(way: Way | None, source: Source) -> tuple[Way | None, list[str]]:
-    """The way, without its transform where this family's layers are not known well enough to fold it, and a line that
-    says so."""
+def _rotatable(way: Way | None, source: Source, recipe: Recipe) -> Way | None:
+    """The way with those of its rotations that can be learned for this model, and why the others cannot be."""
+    if way is None or not way.rotations:
+        return way
+    scheme, reader = recipe.schemes()[0], source.reader
+    if not is_learnable(scheme):
+        return way._replace(rotations="")
+    if recipe.rotations:
+        return _without(way, "rotations", "--rotate rotates inputs while the model runs")
+    if takes_images(read_config(reader.path), reader.path):
+        return _without(way, "rotations", "they are learned from text alone, and the model takes images")
+    if source.container is not None:
+        return _without(way, "rotations", f"{reader.path} is quantized")
+    options = TransformOptions(apply=way.rotations, learn=LEARN_STEPS, format=scheme.name)
+    try:
+        structure = find_structure(source.tensors, reader.config)
+    except PtqError as error:
+        return _without(way, "rotations", str(error))
+    names, refused = foldable_rotations(structure, options)
+    return way._replace(rotations=",".join(names), without=(*way.without, *refused))
+
+
+def _foldable(way: Way | None, source: Source) -> Way | None:
+    """The way, without its transform where this family's layers are not known well enough to fold it."""
     if way is None or not way.transform:
-        return way, []
+        return way
     try:
         find_structure(source.tensors, source.reader.config)
     except PtqError as error:
-        return way._replace(transform=""), [f"{way.transform} is left out: {error}"]
-    return way, []
+        return _without(way, "transform", str(error))
+    return way
+
+
+def _without(way: Way, what: str, why: str) -> Way:
+    """The way without one of its parts, and a line that says so."""
+    name = "rotations" if what == "rotations" else way.transform
+    return way._replace(**{what: ""}, without=(*way.without, f"{name} left out: {why}"))

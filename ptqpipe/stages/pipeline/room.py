@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ptqpipe.calibration.pairs import LEAST, most_pairs
 from ptqpipe.calibration.reverse import enough, least_step, streams
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT
 from ptqpipe.evaluation.log_probabilities import MOST
@@ -27,7 +28,10 @@ from ptqpipe.runtime.loading import DEFAULT_LENGTH
 from ptqpipe.source import Source
 from ptqpipe.stages.pipeline.call import own_weight
 from ptqpipe.stages.pipeline.table import Way
+from ptqpipe.stages.transform.learn import ELEMENTS, STATES, TEMPORARIES
+from ptqpipe.statistics import of_all_experts
 from ptqpipe.tensor_names import layer_of
+from ptqpipe.transforms import BATCH
 
 # Bytes for each channel of a matrix, in float32: maximum, mean, second moment and that of the held-out samples, and the
 # mean square of the gradient at an output; the moments of its block of 16 and those of the held-out samples; a factor
@@ -49,13 +53,15 @@ class Disk(NamedTuple):
     """Bytes beside the output while it is made, at most.
 
     codes   those that `tune` finds, until they are in the output; moments of gradients, until they are found
-    small   statistics, factors, the model's own text
+    small   statistics, factors, the model's own text, the matrices of rotations
+    pairs   inputs and gradients that rotations are learned from, until they are
     hidden  hidden states of the samples, which lie on disk only where memory has no room for them
     logits  log-probabilities of the model, for the comparison at the end
     """
 
     codes: int = 0
     small: int = 0
+    pairs: int = 0
     hidden: int = 0
     logits: int = 0
 
@@ -64,6 +70,7 @@ class Disk(NamedTuple):
         parts = {
             "codes": self.codes,
             "statistics": self.small,
+            "pairs that rotations are learned from": self.pairs,
             "hidden states if memory has no room for them": self.hidden,
             "log-probabilities": self.logits,
         }
@@ -83,15 +90,16 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
     logits = min(DEFAULT_LIMIT, letters * (MOST * vocabulary + 4)) if known else DEFAULT_LIMIT * bool(texts)
     if way is None:
         return Disk(logits=logits)
-    gptq = way.method == "gptq"
+    gptq, turned = way.method == "gptq", bool(way.rotations)
     planes = [(shape, shape[0] if len(shape) > 2 else 1) for _, shape in source.tensors.values() if len(shape) > 1]
-    each = _STATISTICS * statistics + (_STATISTICS + _BLOCKS + _FACTOR if way.transform else 0)
+    each = _STATISTICS * (statistics + turned) + (_STATISTICS + _BLOCKS + _FACTOR if way.transform else 0)
     channels = sum(max(shape[-2:]) * count for shape, count in planes)
     tokens = max(_tokens(config, work))
     own_text = _TOKEN * tokens if own_weight(work.data) is not None else 0
     return Disk(
         ((weights_bytes or source.reader.nbytes) if way.method else 0) + _gradients(source) * gptq,
-        channels * each + _MATRIX * sum(count for _, count in planes) + own_text,
+        channels * each + _MATRIX * sum(count for _, count in planes) + own_text + _matrices(source) * turned,
+        4 * sum(_inputs(source)) * _pairs(source, work) * turned,
         4 * _config_number(config, *_HIDDEN) * max(_states(source, work, way)[-2:]),
         logits,
     )
@@ -113,6 +121,8 @@ def memory_of(source: Source, work: PipelineOptions, way: Way | None, *, limit: 
         more = 4 * max(_tokens(config, work)) * _width(source) if way.method == "gptq" else 0
         forward = min(least + more, max(least, limit)), least  # as much more as there is room for
         hidden = max(next((n for n in each if n <= limit), 0) for each in (backward, forward))
+        if way.rotations:
+            found["rotate"] = _PROCESS + _learning(source, work), "the pairs of all that reads the residual stream"
         found[name] = _PROCESS + hidden + _largest_layer(source, way.method), "one decoder layer at a time"
     if work.eval:
         window = min(DEFAULT_LENGTH, _config_number(config, *_POSITIONS) or DEFAULT_LENGTH)
@@ -156,8 +166,12 @@ def _largest_layer(source: Source, method: str) -> int:
 
 def _tokens(config: Mapping[str, Any], work: PipelineOptions) -> tuple[int, int]:
     """How many the samples have that are run backwards, and all of them with those held out."""
-    seqlen = work.seqlen or min(DEFAULT_LENGTH, _config_number(config, *_POSITIONS) or DEFAULT_LENGTH)
+    seqlen = _seqlen(config, work)
     return enough(work.samples, seqlen) * seqlen, -(-work.samples * 9 // 8) * seqlen
+
+
+def _seqlen(config: Mapping[str, Any], work: PipelineOptions) -> int:
+    return work.seqlen or min(DEFAULT_LENGTH, _config_number(config, *_POSITIONS) or DEFAULT_LENGTH)
 
 
 def _states(source: Source, work: PipelineOptions, way: Way) -> tuple[int, ...]:
@@ -175,6 +189,32 @@ def _gradients(source: Source) -> int:
     widths = [member.shape[0] for member in Origins.of(source).weights.values()]
     widths += [_config_number(source.reader.config, *_HIDDEN)] * _layers(source)
     return sum(2 * width * (min(width, OUT_ROWS) + 1) for width in widths)
+
+
+def _inputs(source: Source) -> list[int]:
+    """Columns of the input of each linear layer of the decoder, those of a layer's experts once."""
+    known = {of_all_experts(name): member.shape[1] for name, member in Origins.of(source).weights.items()}
+    return [columns for name, columns in known.items() if layer_of(name) is not None]
+
+
+def _pairs(source: Source, work: PipelineOptions) -> int:
+    """Of how many tokens pairs are kept, at most."""
+    seqlen = _seqlen(source.reader.config, work)
+    return min(enough(work.samples, seqlen, pairs=True) * seqlen, most_pairs(sum(_inputs(source))))
+
+
+def _matrices(source: Source) -> int:
+    """What the matrices of rotations take as text, in the journal and in the file, where heads have 256 channels and as
+    many are of values as of queries."""
+    hidden = _config_number(source.reader.config, *_HIDDEN)
+    return 2 * 11 * 256 * hidden * (1 + _layers(source))
+
+
+def _learning(source: Source, work: PipelineOptions) -> int:
+    """The pairs of the residual stream, and what a step takes; a layer's pairs and what they are found from is less."""
+    hidden, readers = _config_number(source.reader.config, *_HIDDEN), 2 * _layers(source)
+    tokens = min(_pairs(source, work), max(LEAST, ELEMENTS // max(1, 2 * readers * hidden)))
+    return 4 * tokens * hidden * (readers + 1) + hidden * (8 * STATES * 256 + 4 * TEMPORARIES * BATCH)
 
 
 def _layers(source: Source) -> int:

@@ -195,7 +195,7 @@ def _refuse(run: Pipeline, identity: Mapping[str, str]) -> None:
 def _check_disk(run: Pipeline) -> None:
     """The output, and what certainly lies beside it."""
     place = next(folder for folder in Paths.of(run.out).out.parents if folder.is_dir())
-    free, need = shutil.disk_usage(place).free, run.weights_bytes + run.disk.codes + run.disk.small
+    free, need = shutil.disk_usage(place).free, run.weights_bytes + max(run.disk.codes, run.disk.pairs) + run.disk.small
     if need > free:
         raise OutputError(
             f"{place} has {disk_size(free)} free, the output and what is made on the way need {disk_size(need)}; free "

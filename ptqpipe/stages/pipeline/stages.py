@@ -4,6 +4,7 @@ Must not know how a stage works, nor how a call is checked.
 """
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -29,7 +30,7 @@ from ptqpipe.stages.evaluate.text import write as write_evaluation
 from ptqpipe.stages.generate import GenerateOptions, generate
 from ptqpipe.stages.pipeline import call
 from ptqpipe.stages.pipeline.room import Disk, disk_of, memory_of, memory_text
-from ptqpipe.stages.pipeline.table import Way, words_of
+from ptqpipe.stages.pipeline.table import LEARN_STEPS, Way, words_of
 from ptqpipe.stages.plan.run import Budget, plan_mixed, write_recipe
 from ptqpipe.stages.report.run import make_report
 from ptqpipe.stages.transform.factors import find_factors
@@ -136,6 +137,8 @@ class Pipeline:
                 found.append(Step(name, words, run))
 
         add(self._own_weight is not None, "generate", "the model writes its own text", self._generate)
+        turned = "rotations that are learned from gradients at inputs, folded in while the model is read"
+        add(way and way.rotations, "rotate", turned, self._rotate)
         known = self.needs_statistics and way is not None
         add(known, "calibrate", "statistics of the inputs of every layer, a few kB each", self._calibrate)
         folded = f"{way and way.transform}: factors that are folded in while the model is read"
@@ -174,7 +177,17 @@ class Pipeline:
         """The statistics of the model that is quantized, if this run makes any."""
         if not self.needs_statistics or self.way is None:
             return None
-        return self.folder / ("statistics" if self.floats == self.path else "statistics-transformed")
+        return self.folder / ("statistics-transformed" if self._scaled else "statistics")
+
+    @property
+    def _scaled(self) -> bool:
+        """Whether the factors of the transform are in what is quantized."""
+        return self.floats == self.folder / "factors"
+
+    @property
+    def _format(self) -> str:
+        """The one that what is folded in is made for."""
+        return build_recipe(self.recipe, path=self.recipe_path).schemes()[0].name
 
     @property
     def recipe_file(self) -> Path | None:
@@ -188,10 +201,26 @@ class Pipeline:
             generate(self.path, self._own_text, options=options, machine=self.computing)
         self.texts.append(f"{self._own_text}={self._own_weight!r}" if self.texts else str(self._own_text))
 
+    def _rotate(self) -> None:
+        assert self.way is not None
+        pairs, target = self.folder / "pairs", self.folder / "rotations"
+        if not target.exists():
+            kinds = ("diagonal", "pairs")
+            options = CalibrateOptions(**self.windows(), field=self._field, moments=kinds, holdout=0)
+            with suppress(AlreadyComplete):
+                done = calibrate(self.path, self.texts, pairs, options=options, mode="resume", machine=self.computing)
+                self.notes += [] if done is None else done.notes
+            turning = TransformOptions(self.way.rotations, learn=LEARN_STEPS, format=self._format, dtype="fp32")
+            find_factors(self.path, target, stats=pairs, options=turning, mode="resume", machine=self.computing)
+        if pairs.exists() and self.work.keep_stages is None:
+            shutil.rmtree(pairs)
+        if read_json_object(target / FOLDING_FILE)["foldings"]:
+            self.floats = target
+
     def _calibrate(self) -> None:
         assert self.way is not None
         assert self.stats is not None
-        blocks = self.way.transform and self.floats == self.path
+        blocks = self.way.transform and not self._scaled
         by_kl = self.work.budget is not None and self.way.method == "gptq"  # as the codes will be chosen
         kinds = ("diagonal", *(["block"] if blocks else []), *(["kl"] if by_kl else []))
         options = CalibrateOptions(**self.windows(), field=self._field, moments=kinds)
@@ -202,9 +231,9 @@ class Pipeline:
         assert self.way is not None
         assert self.stats is not None
         target = self.folder / "factors"
-        options = TransformOptions(apply=self.way.transform, format=self.recipe.scheme or "nvfp4", dtype="fp32")
+        options = TransformOptions(apply=self.way.transform, format=self._format, dtype="fp32")
         with suppress(AlreadyComplete):
-            find_factors(self.path, target, stats=self.stats, options=options, mode="resume", machine=self.machine)
+            find_factors(self.floats, target, stats=self.stats, options=options, mode="resume", machine=self.machine)
         self.floats = target
         if _static(self):
             self._calibrate()
@@ -266,12 +295,17 @@ class Pipeline:
             return {}
         asked = {"quality": self.work.quality or "best", "run": run_id_of(self.identity)}
         entry: dict[str, Any] = {"pipeline": {**asked, "budget": self.work.budget}}
+        rotated = self.floats != self.path and self.way is not None and bool(self.way.rotations)
+        without = [] if self.way is None else list(self.way.without)
         if self.floats != self.path:
+            folded = read_json_object(self.floats / FOLDING_FILE)
+            rotated = rotated and any("matrices" in folding for folding in folded["foldings"])
             with Source.open(self.path) as source:
-                assert self.way is not None
-                foldings = read_json_object(self.floats / FOLDING_FILE)["foldings"]
-                entry["transformed"] = {"transform": self.way.transform, "from": named_source(source)}
-                entry["transformed"]["foldings"] = foldings
+                entry["transformed"] = {"transform": ",".join(folded["transforms"]), "from": named_source(source)}
+                entry["transformed"]["foldings"] = folded["foldings"]
+        if self.way is not None and self.way.rotations and not rotated:
+            without.append("rotations: those that were learned gain nothing on the tokens that were held out")
+        entry["pipeline"] |= {"without": without} if without else {}
         return entry
 
     def _verify(self) -> None:

@@ -13,20 +13,25 @@ from ptqpipe.schemes import Activation, Scheme
 class Way(NamedTuple):
     """How codes are found.
 
-    transform  what is folded into the float model first (``transform --apply``); empty: nothing
+    rotations  which are learned and folded into the float model first (``transform --apply --learn``); empty: none
+    transform  what is folded in then (``transform --apply``); empty: nothing
     method     of ``tune``; empty: nearest codes, at scales that are weighted by the second moments of the inputs
+    without    why something that the table has is left out of this run
     """
 
+    rotations: str = ""
     transform: str = ""
     method: str = ""
+    without: tuple[str, ...] = ()
 
 
+LEARN_STEPS = 200
 WEIGHTS, BYTES, NIBBLES = "weights alone", "8-bit activations", "4-bit activations"
 
 TABLE: dict[str, dict[str, Way]] = {
     WEIGHTS: {"fast": Way(), "good": Way(method="layerwise"), "best": Way(method="gptq")},
-    BYTES: {"fast": Way(), "good": Way(method="layerwise"), "best": Way(method="gptq")},
-    NIBBLES: {"fast": Way(), "good": Way(method="layerwise"), "best": Way(transform="aqas", method="gptq")},
+    BYTES: {"fast": Way(), "good": Way(method="layerwise"), "best": Way("rotate", method="gptq")},
+    NIBBLES: {"fast": Way(), "good": Way(method="layerwise"), "best": Way("rotate", "aqas", "gptq")},
 }
 
 _WORDS = {
@@ -45,7 +50,8 @@ def kind_of(schemes: Sequence[Scheme]) -> str:
 
 def words_of(way: Way) -> str:
     """What a way does, in words."""
-    return (f"{way.transform}, then " if way.transform else "") + _WORDS[way.method]
+    before = [*(["learned rotations"] if way.rotations else []), *([way.transform] if way.transform else [])]
+    return (f"{', '.join(before)}, then " if before else "") + _WORDS[way.method]
 
 
 def markdown() -> str:

@@ -1,7 +1,9 @@
-"""The factors of scalings alone: what `transform` finds, as a small folder instead of a float copy of the model.
+"""The factors of scalings, or learned rotations, alone: what `transform` finds, in a small folder instead of a copy of
+the model.
 
-`Source.open` takes the folder for the model with the factors folded in, computed as it is read. One component after
-another is in the journal, so a run that was interrupted goes on behind the last. Must not know what is made of it.
+`Source.open` takes the folder for the model with them folded in, computed as it is read. One component after another is
+in the journal, so a run that was interrupted goes on behind the last. A folder that is made of another one holds what
+that one holds, too. Must not know what is made of it.
 """
 
 import threading
@@ -12,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe._version import __version__
-from ptqpipe.checkpoint import FOLDING_FILE, BlockFolder, Finished, Mode, resolve_source
+from ptqpipe.checkpoint import FOLDING_FILE, BlockFolder, Finished, Mode, read_json_object, resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.folded import encoded
 from ptqpipe.machine import Machine, one_thread_each, peak_bytes, progress_bar, run_jobs
 from ptqpipe.rewriting import named_source, records_of
 from ptqpipe.source import Source
 from ptqpipe.stages.transform.plan import Component, TransformOptions
-from ptqpipe.stages.transform.run import Transformation, prepare
+from ptqpipe.stages.transform.run import Transformation, check_memory, prepare
 from ptqpipe.stages.transform.weights import Weights
 from ptqpipe.transforms import ROTATIONS
 
@@ -35,18 +37,28 @@ def find_factors(
 ) -> Finished:
     """Writes a folder of the factors that `transform` would fold in.
 
-    Raises UsageError for what it would refuse, for rotations, and for another dtype than float32.
+    model  may be such a folder itself
+
+    Raises UsageError for what it would refuse, for rotations that are not learned, for those of a head that is the
+    embedding, and for another dtype than float32.
     """
     begun = time.monotonic()
     with ExitStack() as opened:
-        source = opened.enter_context(Source.open(resolve_source(str(model))))
+        path = resolve_source(str(model))
+        source = opened.enter_context(Source.open(path))
         work = prepare(source, out, opened, stats=stats, options=options)
-        if any(name in ROTATIONS for name in work.names) or work.statistics is None or work.dtype != "fp32":
+        rotates = any(name in ROTATIONS for name in work.names)
+        if rotates != bool(work.units) or work.origins or work.statistics is None or work.dtype != "fp32":
             raise UsageError(f"{options.apply} has no factors that are folded in while a model is read; use transform")
+        check_memory(work, machine or Machine())
         folder = BlockFolder(out, work.run_parts, source=source.reader, index_file=FOLDING_FILE, mode=mode)
         with folder:
-            _run(work, folder, machine or Machine())
-            content = _content(work, folder)
+            if rotates:
+                with one_thread_each():
+                    work.learn(folder.done, folder.commit, machine or Machine())
+            else:
+                _run(work, folder, machine or Machine())
+            content = _content(work, folder, path)
             folder.finish(content)
     return Finished(out, content, time.monotonic() - begun, peak_bytes())
 
@@ -78,13 +90,29 @@ def _components(work: Transformation) -> list[Component]:
     return [job for job in work.jobs if isinstance(job, Component)]
 
 
-def _content(work: Transformation, folder: BlockFolder) -> Mapping[str, Any]:
+def _rotations(work: Transformation) -> list[dict[str, Any]]:
+    """Of what is learned, the matrices that gain something."""
+    found = []
+    for unit in work.units:
+        entry = work.learned[unit.id]
+        if entry["record"] is not None and entry["record"]["error"] < entry["record"]["plain_error"]:
+            found.append({**entry["record"], "matrices": entry["matrices"]})
+    return found
+
+
+def _content(work: Transformation, folder: BlockFolder, path: Path) -> Mapping[str, Any]:
     """ptqpipe-folding.json. The model's place is for this machine; nothing that is published has it."""
-    done = records_of(_components(work), folder.done)
+    done = records_of([] if work.units else _components(work), folder.done)
+    former = read_json_object(path / FOLDING_FILE) if (path / FOLDING_FILE).is_file() else {}
+    named = {"path": str(work.source.reader.path.absolute()), **named_source(work.source)}
     return {
         "ptqpipe": __version__,
         "run_id": folder.run_id,
-        "model": {"path": str(work.source.reader.path.absolute()), **named_source(work.source)},
-        "transforms": list(work.names),
-        "foldings": [folding for entry in done for folding in entry["foldings"]],
+        "model": former.get("model", named),
+        "transforms": [*former.get("transforms", []), *work.names],
+        "foldings": [
+            *former.get("foldings", []),
+            *_rotations(work),
+            *(folding for entry in done for folding in entry["foldings"]),
+        ],
     }

@@ -13,9 +13,21 @@ from ptqpipe.dtypes import FLOAT_DTYPES, FLOATS
 from ptqpipe.errors import UsageError
 from ptqpipe.machine import Job
 from ptqpipe.rewriting import CopyTensor
-from ptqpipe.schemes import Activation, get_scheme
+from ptqpipe.schemes import Activation, Scheme, get_scheme
 from ptqpipe.source import Source
-from ptqpipe.transforms import BLOCKS, ROTATIONS, SCALINGS, Edge, Matrix, Structure, get_scaling, grouped
+from ptqpipe.transforms import (
+    BLOCKS,
+    ROTATIONS,
+    SCALINGS,
+    Edge,
+    Matrix,
+    Structure,
+    get_rotation,
+    get_scaling,
+    grouped,
+    rotated_tensors,
+    transform_names,
+)
 
 EIGHT_BITS = (
     Activation.MXFP8,
@@ -98,12 +110,29 @@ def _check_learning(options: TransformOptions, names: Sequence[str]) -> None:
             f"--learn beside {scaling}: rotations are learned on statistics of the model as it is; rotate first, then "
             f"calibrate the rotated model and apply {scaling} to that"
         )
-    activation = get_scheme(options.format).activation
-    if not (activation.four_bits or activation in EIGHT_BITS):
+    if not is_learnable(get_scheme(options.format)):
         raise UsageError(
             f"--learn lowers the error of quantized inputs, but {options.format} has none in FP4 or FP8; name a "
             "--format such as mxfp4, nvfp4_w4a4 or fp8"
         )
+
+
+def is_learnable(scheme: Scheme) -> bool:
+    """Whether its inputs are in a format that rotations are learned for."""
+    return scheme.activation.four_bits or scheme.activation in EIGHT_BITS
+
+
+def foldable_rotations(structure: Structure, options: TransformOptions) -> tuple[list[str], list[str]]:
+    """(those rotations of the options that this model allows, why not for each of the others)."""
+    names, refused = [], []
+    for name in transform_names(options.apply):
+        try:
+            get_rotation(name).check(structure, block_of(name, options, structure), untie=options.untie)
+        except UsageError as error:
+            refused.append(str(error))
+        else:
+            names.append(name)
+    return names, refused
 
 
 def default_block(options: TransformOptions, structure: Structure) -> int:
@@ -155,8 +184,7 @@ def make_jobs(
     residual = "rotate_residual" in names
     writers = structure.writers if residual else ()
     embeddings = structure.embeddings if residual else ()
-    sets = [edge.tensors() for edge in edges]
-    sets += [[w.tensor, *([w.bias] if w.bias else [])] for w in writers] + [[name] for name in embeddings]
+    sets = rotated_tensors(edges, writers, embeddings)
     tensors = dict(source.tensors)
     origins: dict[str, str] = {}
     if residual and structure.tied:

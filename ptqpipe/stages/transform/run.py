@@ -9,7 +9,7 @@ exact in every float dtype: then the dtype stays, and the result computes the sa
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -115,16 +115,26 @@ class Transformation(Rewrite[Component | CopyTensor]):
 
     def begin(self, writer: CheckpointWriter, machine: Machine) -> None:
         """As `Rewrite`: learns the rotations that an earlier run, or the first rank, has not learned."""
-        if not self.units or self.statistics is None:
+
+        def commit(name: str, entry: Mapping[str, Any]) -> None:
+            writer.commit(name, entry)
+            writer.flush()
+
+        if self.units:
+            self.learn(writer.done(), commit, machine)
+
+    def learn(
+        self, former: Mapping[str, Mapping[str, Any]], commit: Callable[[str, dict[str, Any]], None], machine: Machine
+    ) -> None:
+        """Learns the rotations that the journal's entries do not have, and commits one after another to it."""
+        if self.statistics is None:
             return
-        former = writer.done()
         self.learned.update({unit.id: former[unit.id] for unit in self.units if unit.id in former})
         left = [unit for unit in self.units if unit.id not in former]
         total, begun = (self.options.learn * sum(len(unit.inputs) for unit in units) for units in (self.units, left))
 
         def keep(unit: LearningUnit, entry: Mapping[str, Any]) -> None:
-            writer.commit(unit.id, entry)
-            writer.flush()
+            commit(unit.id, dict(entry))
             self.learned[unit.id] = entry
 
         shown = machine.progress and bool(begun)
@@ -213,7 +223,7 @@ def transform(
     with ExitStack() as opened:
         source = opened.enter_context(Source.open(resolve_source(str(model))))
         work = prepare(source, Path(out), opened, stats=stats, options=options or TransformOptions())
-        _check_memory(work, run.get("machine") or Machine())
+        check_memory(work, run.get("machine") or Machine())
         return rewrite(work, **run)
 
 
@@ -247,7 +257,8 @@ def prepare(
     return Transformation(*work, units)
 
 
-def _check_memory(work: Transformation, machine: Machine) -> None:
+def check_memory(work: Transformation, machine: Machine) -> None:
+    """UsageError where the pairs that rotations are learned from do not fit."""
     least, _ = work.least_memory()
     if work.units and least > machine.memory_bytes:
         raise UsageError(
