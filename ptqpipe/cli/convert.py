@@ -240,7 +240,7 @@ def dequantize(given: Given) -> None:
     type=int,
     metavar="STEPS",
     default=0,
-    help="Learn rotations for --format in so many steps, such as 100, on statistics with --moments diagonal,pairs.  "
+    help="Learn rotations for --format in so many steps, such as 200, on statistics with --moments diagonal,pairs.  "
     "[default: 0, Hadamard matrices]",
 )
 @click.option("--untie", is_flag=True, help="Write an output head that shares the embedding as a tensor of its own.")

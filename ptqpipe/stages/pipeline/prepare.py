@@ -12,6 +12,7 @@ from ptqpipe.errors import PtqError
 from ptqpipe.evaluation.text import check_text
 from ptqpipe.machine import Machine
 from ptqpipe.options import PipelineOptions, RecipeOptions, check_options
+from ptqpipe.quantities import disk_size
 from ptqpipe.readers import check_rotation
 from ptqpipe.recipe import Recipe, build_recipe
 from ptqpipe.runtime.language_model import takes_images
@@ -23,8 +24,10 @@ from ptqpipe.stages.pipeline import call
 from ptqpipe.stages.pipeline.stages import Pipeline
 from ptqpipe.stages.pipeline.table import LEARN_STEPS, TABLE, WEIGHTS, Way, kind_of
 from ptqpipe.stages.plan.run import Budget, check_budget
-from ptqpipe.stages.transform.plan import TransformOptions, foldable_rotations, is_learnable
+from ptqpipe.stages.transform.plan import TransformOptions, foldable_rotations, is_learnable, matrix_bytes
 from ptqpipe.transforms import find_structure
+
+MATRICES = 128_000_000  # bytes of a record that the matrices of rotations may take: half of what is read
 
 
 def prepare(
@@ -103,6 +106,9 @@ def _rotatable(way: Way | None, source: Source, recipe: Recipe) -> Way | None:
     except PtqError as error:
         return _without(way, "rotations", str(error))
     names, refused = foldable_rotations(structure, options)
+    if matrix_bytes(names, structure, options) > MATRICES and "rotate_values" in names:
+        names.remove("rotate_values")
+        refused.append(f"rotate_values is left out: the matrices would take over {disk_size(MATRICES)} in the record")
     return way._replace(rotations=",".join(names), without=(*way.without, *refused))
 
 
@@ -119,5 +125,5 @@ def _foldable(way: Way | None, source: Source) -> Way | None:
 
 def _without(way: Way, what: str, why: str) -> Way:
     """The way without one of its parts, and a line that says so."""
-    name = "rotations" if what == "rotations" else way.transform
+    name = "rotations are" if what == "rotations" else f"{way.transform} is"
     return way._replace(**{what: ""}, without=(*way.without, f"{name} left out: {why}"))

@@ -27,11 +27,12 @@ from ptqpipe.rows import files_of
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
 from ptqpipe.source import Source
 from ptqpipe.stages.pipeline.call import own_weight
-from ptqpipe.stages.pipeline.table import Way
+from ptqpipe.stages.pipeline.table import LEARN_STEPS, Way
 from ptqpipe.stages.transform.learn import ELEMENTS, STATES, TEMPORARIES
+from ptqpipe.stages.transform.plan import TransformOptions, matrix_bytes
 from ptqpipe.statistics import of_all_experts
 from ptqpipe.tensor_names import layer_of
-from ptqpipe.transforms import BATCH
+from ptqpipe.transforms import BATCH, find_structure, transform_names
 
 # Bytes for each channel of a matrix, in float32: maximum, mean, second moment and that of the held-out samples, and the
 # mean square of the gradient at an output; the moments of its block of 16 and those of the held-out samples; a factor
@@ -98,7 +99,7 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
     own_text = _TOKEN * tokens if own_weight(work.data) is not None else 0
     return Disk(
         ((weights_bytes or source.reader.nbytes) if way.method else 0) + _gradients(source) * gptq,
-        channels * each + _MATRIX * sum(count for _, count in planes) + own_text + _matrices(source) * turned,
+        channels * each + _MATRIX * sum(count for _, count in planes) + own_text + _matrices(source, way),
         4 * sum(_inputs(source)) * _pairs(source, work) * turned,
         4 * _config_number(config, *_HIDDEN) * max(_states(source, work, way)[-2:]),
         logits,
@@ -203,11 +204,13 @@ def _pairs(source: Source, work: PipelineOptions) -> int:
     return min(enough(work.samples, seqlen, pairs=True) * seqlen, most_pairs(sum(_inputs(source))))
 
 
-def _matrices(source: Source) -> int:
-    """What the matrices of rotations take as text, in the journal and in the file, where heads have 256 channels and as
-    many are of values as of queries."""
-    hidden = _config_number(source.reader.config, *_HIDDEN)
-    return 2 * 11 * 256 * hidden * (1 + _layers(source))
+def _matrices(source: Source, way: Way) -> int:
+    """What the matrices of rotations take as text, in the journal and in both files that have them."""
+    if not way.rotations:
+        return 0
+    options = TransformOptions(way.rotations, learn=LEARN_STEPS)
+    structure = find_structure(source.tensors, source.reader.config)
+    return 3 * matrix_bytes(transform_names(way.rotations), structure, options)
 
 
 def _learning(source: Source, work: PipelineOptions) -> int:

@@ -135,6 +135,13 @@ def foldable_rotations(structure: Structure, options: TransformOptions) -> tuple
     return names, refused
 
 
+def matrix_bytes(names: Sequence[str], structure: Structure, options: TransformOptions) -> int:
+    """What the matrices of some rotations take in a record: base64 of numbers of 8 bytes."""
+    values = sum(edge.channels for edge in structure.edges if edge.kind == "value")
+    channels = {"rotate_residual": structure.hidden, "rotate_values": values}
+    return sum(channels[name] * block_of(name, options, structure) * 8 * 4 // 3 for name in names)
+
+
 def default_block(options: TransformOptions, structure: Structure) -> int:
     """Of learned rotations the largest block that divides the hidden size: the larger, the better they are. Hadamard
     matrices gain less from it."""
