@@ -24,7 +24,7 @@ from ptqpipe.stages.pipeline import call
 from ptqpipe.stages.pipeline.stages import Pipeline
 from ptqpipe.stages.pipeline.table import LEARN_STEPS, TABLE, WEIGHTS, Way, kind_of
 from ptqpipe.stages.plan.run import Budget, check_budget
-from ptqpipe.stages.transform.plan import TransformOptions, foldable_rotations, is_learnable, matrix_bytes
+from ptqpipe.stages.transform.plan import TransformOptions, foldable_rotations, matrix_bytes
 from ptqpipe.transforms import find_structure
 
 MATRICES = 128_000_000  # bytes of a record that the matrices of rotations may take: half of what is read
@@ -92,8 +92,6 @@ def _rotatable(way: Way | None, source: Source, recipe: Recipe) -> Way | None:
     if way is None or not way.rotations:
         return way
     scheme, reader = recipe.schemes()[0], source.reader
-    if not is_learnable(scheme):
-        return way._replace(rotations="")
     if recipe.rotations:
         return _without(way, "rotations", "--rotate rotates inputs while the model runs")
     if takes_images(read_config(reader.path), reader.path):

@@ -26,12 +26,26 @@ class Way(NamedTuple):
 
 
 LEARN_STEPS = 200
-WEIGHTS, BYTES, NIBBLES = "weights alone", "8-bit activations", "4-bit activations"
+WEIGHTS, INT8, FP8 = "weights alone", "INT8 activations", "FP8 activations"
+MXFP4, NVFP4 = "MXFP4 activations", "NVFP4 activations"
+_KINDS = {
+    Activation.NONE: WEIGHTS,
+    Activation.INT8_TOKEN: INT8,
+    Activation.MXFP4: MXFP4,
+    Activation.NVFP4_STATIC_GLOBAL: NVFP4,
+}  # the others are in FP8
+
+
+def _row(best: Way) -> dict[str, Way]:
+    return {"fast": Way(), "good": Way(method="layerwise"), "best": best}
+
 
 TABLE: dict[str, dict[str, Way]] = {
-    WEIGHTS: {"fast": Way(), "good": Way(method="layerwise"), "best": Way(method="gptq")},
-    BYTES: {"fast": Way(), "good": Way(method="layerwise"), "best": Way("rotate", method="gptq")},
-    NIBBLES: {"fast": Way(), "good": Way(method="layerwise"), "best": Way("rotate", "aqas", "gptq")},
+    WEIGHTS: _row(Way(method="gptq")),
+    INT8: _row(Way(method="gptq")),
+    FP8: _row(Way("rotate", method="gptq")),
+    MXFP4: _row(Way("rotate", "aqas", "gptq")),
+    NVFP4: _row(Way(transform="aqas", method="gptq")),
 }
 
 _WORDS = {
@@ -43,9 +57,7 @@ _WORDS = {
 
 def kind_of(schemes: Sequence[Scheme]) -> str:
     """The row of the table for these schemes together: of several, weights alone, which every format gains by."""
-    if len(schemes) != 1 or schemes[0].activation is Activation.NONE:
-        return WEIGHTS
-    return NIBBLES if schemes[0].activation.four_bits else BYTES
+    return WEIGHTS if len(schemes) != 1 else _KINDS.get(schemes[0].activation, FP8)
 
 
 def words_of(way: Way) -> str:

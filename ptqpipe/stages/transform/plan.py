@@ -13,7 +13,7 @@ from ptqpipe.dtypes import FLOAT_DTYPES, FLOATS
 from ptqpipe.errors import UsageError
 from ptqpipe.machine import Job
 from ptqpipe.rewriting import CopyTensor
-from ptqpipe.schemes import Activation, Scheme, get_scheme
+from ptqpipe.schemes import Activation, get_scheme
 from ptqpipe.source import Source
 from ptqpipe.transforms import (
     BLOCKS,
@@ -110,16 +110,12 @@ def _check_learning(options: TransformOptions, names: Sequence[str]) -> None:
             f"--learn beside {scaling}: rotations are learned on statistics of the model as it is; rotate first, then "
             f"calibrate the rotated model and apply {scaling} to that"
         )
-    if not is_learnable(get_scheme(options.format)):
+    activation = get_scheme(options.format).activation
+    if not (activation.four_bits or activation in EIGHT_BITS):
         raise UsageError(
             f"--learn lowers the error of quantized inputs, but {options.format} has none in FP4 or FP8; name a "
             "--format such as mxfp4, nvfp4_w4a4 or fp8"
         )
-
-
-def is_learnable(scheme: Scheme) -> bool:
-    """Whether its inputs are in a format that rotations are learned for."""
-    return scheme.activation.four_bits or scheme.activation in EIGHT_BITS
 
 
 def foldable_rotations(structure: Structure, options: TransformOptions) -> tuple[list[str], list[str]]:
