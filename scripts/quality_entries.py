@@ -51,7 +51,7 @@ DOWN_64 = "down_proj:64"
 ONE_SIDED, TWO_SIDED = (("--method", "gptq", "--metric", metric) for metric in ("output", "kl"))
 TRAINED = ("--method", "kl", "--train", "head,embeddings")
 OWN_ROWS = 128  # that a model writes
-LEARNED = 200  # steps of rotations that are learned
+LEARNED = {"fp8": 200, "mxfp4": 50, "nvfp4_w4a4": 50}  # steps of rotations that are learned
 NV, FP4, FOUR_BIT_INPUTS = ("nvfp4", "nvfp4_w4a4"), FORMATS[:4], ("nvfp4_w4a4", "mxfp4")
 QUANTIZED_INPUTS = (*FOUR_BIT_INPUTS, "fp8")
 
@@ -66,7 +66,7 @@ class Entry:
     options     of `ptqpipe convert`, or of the peer's script
     transform   ptqpipe: what `transform --apply` does first, on statistics of the model; then it is calibrated again,
                 unless tuned
-    learn       ptqpipe: steps in which rotations are learned and folded before all this, on statistics of their own
+    learn       ptqpipe: whether rotations are learned and folded before all this, on statistics of their own
     tune        ptqpipe: options of `tune`, whose codes are converted; None: no tuning
     quality     ptqpipe: `convert --data TEXT --quality` of this name, one command; None: the stages one by one. Under
                 a budget, one of its options, the format does not count
@@ -83,7 +83,7 @@ class Entry:
     calibrated: bool = False
     options: tuple[str, ...] = ()
     transform: str | None = None
-    learn: int = 0
+    learn: bool = False
     tune: tuple[str, ...] | None = None
     own_text: bool = False
     quality: str | None = None
@@ -147,7 +147,7 @@ ENTRIES = (
         formats=FOUR_BIT_INPUTS,
     ),
     *(
-        _ours(f"learned rotations + {name}", learn=LEARNED, tune=how, formats=("fp8",))
+        _ours(f"learned rotations + {name}", learn=True, tune=how, formats=("fp8",))
         for name, how in (
             ("two-sided gptq in order", TWO_SIDED),
             ("end to end after two-sided gptq in order", ("--method", "kl")),
@@ -155,14 +155,14 @@ ENTRIES = (
     ),
     _ours(
         "learned rotations + aqas + two-sided gptq in order",
-        learn=LEARNED,
+        learn=True,
         transform="aqas",
         tune=TWO_SIDED,
         formats=FOUR_BIT_INPUTS,
     ),
     _ours(
         "learned rotations + aqas + end to end after two-sided gptq in order, own text beside",
-        learn=LEARNED,
+        learn=True,
         transform="aqas",
         tune=("--method", "kl"),
         own_text=True,
@@ -274,7 +274,7 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
     if entry.learn:
         turned, gradients = (job.out.with_name(job.out.name + tail) for tail in ("-turned", "-gradients"))
         steps.append(calibrate_command(source, gradients, job, "diagonal,pairs"))
-        fold = [*tool, "transform", str(source), "--apply", "rotate", "--learn", str(entry.learn)]
+        fold = [*tool, "transform", str(source), "--apply", "rotate", "--learn", str(LEARNED[job.fmt])]
         fold += ["--stats", str(gradients), "--format", job.fmt, "--untie", "--dtype", "fp32", "-o", str(turned)]
         steps.append([*fold, *job.machine[:2], "-q"])
         source, stats = turned, job.out.with_name(job.out.name + "-stats")

@@ -32,7 +32,7 @@ from ptqpipe.source import Source
 from ptqpipe.stages.pipeline import run as stage, stages
 from ptqpipe.stages.pipeline.prepare import prepare
 from ptqpipe.stages.pipeline.room import memory_of
-from ptqpipe.stages.pipeline.table import LEARN_STEPS, MXFP4, NVFP4, TABLE, markdown
+from ptqpipe.stages.pipeline.table import FP8, TABLE, Way, kind_of, markdown
 from ptqpipe.stages.transform import learn as learning
 from ptqpipe.stages.transform.factors import find_factors
 from ptqpipe.stages.transform.plan import TransformOptions
@@ -164,14 +164,13 @@ def test_four_bit_activations_are_quantized_behind_a_transform(
     the model says float32 in its config; here the model's own dtype stays."""
     done = made(model, tmp_path / "out", work_of(text), scheme)
     static = scheme == "nvfp4_w4a4"
-    turns = scheme == "mxfp4"
-    assert done.record["transformed"]["transform"] == ("rotate_residual,rotate_values,aqas" if turns else "aqas")
+    assert done.record["transformed"]["transform"] == "rotate_residual,rotate_values,aqas"
     assert done.record["source"]["name"] == "small"
     assert ("statistics" in done.record) == static
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     stats, floats, codes, two = (tmp_path / name for name in ("stats", "floats", "codes", "two"))
-    turned = rotated(model, text, tmp_path, scheme) if turns else model
+    turned = rotated(model, text, tmp_path, scheme)
     ran("calibrate", turned, *few(text), "--moments", "diagonal,block", "-o", stats)
     find_factors(turned, floats, stats=stats, options=TransformOptions("aqas", format=scheme, dtype="fp32"))
     if static:
@@ -186,7 +185,8 @@ def rotated(model: Path, text: Path, folder: Path, scheme: str) -> Path:
     """The model with rotations that are learned for a format folded in."""
     pairs, turned = folder / "pairs", folder / "turned"
     ran("calibrate", model, *few(text), "--moments", "diagonal,pairs", "--holdout", 0, "-o", pairs)
-    options = TransformOptions("rotate", learn=LEARN_STEPS, format=scheme, dtype="fp32")
+    steps = TABLE[kind_of([get_scheme(scheme)])]["best"].steps
+    options = TransformOptions("rotate", learn=steps, format=scheme, dtype="fp32")
     find_factors(model, turned, stats=pairs, options=options)
     return turned
 
@@ -221,7 +221,7 @@ def test_a_model_whose_head_is_the_embedding_has_its_values_rotated_and_the_reco
 def test_rotations_that_gain_nothing_are_left_out(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "LEARN_STEPS", 1)
+    monkeypatch.setitem(TABLE[FP8], "best", Way("rotate", 1, method="gptq"))
     monkeypatch.setattr(learn_rotations, "_RATE", 0.0)
     done = made(model, tmp_path / "out", work_of(text), "fp8")
     assert "transformed" not in done.record
@@ -320,9 +320,7 @@ STAGES = [  # in their order: each goes on where the one before was stopped
 def whole(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What a run with all stages gives that nobody stopped."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TABLE[NVFP4], "best", TABLE[MXFP4]["best"])
-        done = made(model, out, work_of(text, eval=(str(text),), report=True), "nvfp4_w4a4")
+    done = made(model, out, work_of(text, eval=(str(text),), report=True), "nvfp4_w4a4")
     assert done.report == out.parent / "out.report.html"
     assert done.evaluation is not None
     assert done.evaluation["kl"][0]["mean"] > 0
@@ -340,7 +338,6 @@ def test_a_run_that_was_stopped_in_every_stage_ends_with_the_same_bytes(
     model: Path, text: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = work_of(text, eval=(str(text),), report=True)
-    monkeypatch.setitem(TABLE[NVFP4], "best", TABLE[MXFP4]["best"])
     for where, name, at in STAGES:
         with monkeypatch.context() as patch:
             patch.setattr(where, name, stops(getattr(where, name), at=at))

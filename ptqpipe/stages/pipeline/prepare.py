@@ -22,7 +22,7 @@ from ptqpipe.stages.convert.prepare import prepare as prepare_conversion
 from ptqpipe.stages.convert.text import missing_config, warnings_of
 from ptqpipe.stages.pipeline import call
 from ptqpipe.stages.pipeline.stages import Pipeline
-from ptqpipe.stages.pipeline.table import LEARN_STEPS, TABLE, WEIGHTS, Way, kind_of
+from ptqpipe.stages.pipeline.table import TABLE, WEIGHTS, Way, kind_of
 from ptqpipe.stages.plan.run import Budget, check_budget
 from ptqpipe.stages.transform.plan import TransformOptions, foldable_rotations, matrix_bytes
 from ptqpipe.transforms import find_structure
@@ -98,7 +98,7 @@ def _rotatable(way: Way | None, source: Source, recipe: Recipe) -> Way | None:
         return _without(way, "rotations", "they are learned from text alone, and the model takes images")
     if source.container is not None:
         return _without(way, "rotations", f"{reader.path} is quantized")
-    options = TransformOptions(apply=way.rotations, learn=LEARN_STEPS, format=scheme.name)
+    options = TransformOptions(apply=way.rotations, learn=way.steps, format=scheme.name)
     try:
         structure = find_structure(source.tensors, reader.config)
     except PtqError as error:

@@ -27,7 +27,7 @@ from ptqpipe.rows import files_of
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
 from ptqpipe.source import Source
 from ptqpipe.stages.pipeline.call import own_weight
-from ptqpipe.stages.pipeline.table import LEARN_STEPS, Way
+from ptqpipe.stages.pipeline.table import Way
 from ptqpipe.stages.transform.learn import ELEMENTS, STATES, TEMPORARIES
 from ptqpipe.stages.transform.plan import TransformOptions, matrix_bytes
 from ptqpipe.statistics import of_all_experts
@@ -208,7 +208,7 @@ def _matrices(source: Source, way: Way) -> int:
     """What the matrices of rotations take as text, in the journal and in both files that have them."""
     if not way.rotations:
         return 0
-    options = TransformOptions(way.rotations, learn=LEARN_STEPS)
+    options = TransformOptions(way.rotations, learn=way.steps)
     structure = find_structure(source.tensors, source.reader.config)
     return 3 * matrix_bytes(transform_names(way.rotations), structure, options)
 

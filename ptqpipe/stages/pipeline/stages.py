@@ -30,7 +30,7 @@ from ptqpipe.stages.evaluate.text import write as write_evaluation
 from ptqpipe.stages.generate import GenerateOptions, generate
 from ptqpipe.stages.pipeline import call
 from ptqpipe.stages.pipeline.room import Disk, disk_of, memory_of, memory_text
-from ptqpipe.stages.pipeline.table import LEARN_STEPS, Way, words_of
+from ptqpipe.stages.pipeline.table import Way, words_of
 from ptqpipe.stages.plan.run import Budget, plan_mixed, write_recipe
 from ptqpipe.stages.report.run import make_report
 from ptqpipe.stages.transform.factors import find_factors
@@ -210,7 +210,7 @@ class Pipeline:
             with suppress(AlreadyComplete):
                 done = calibrate(self.path, self.texts, pairs, options=options, mode="resume", machine=self.computing)
                 self.notes += [] if done is None else done.notes
-            turning = TransformOptions(self.way.rotations, learn=LEARN_STEPS, format=self._format, dtype="fp32")
+            turning = TransformOptions(self.way.rotations, learn=self.way.steps, format=self._format, dtype="fp32")
             find_factors(self.path, target, stats=pairs, options=turning, mode="resume", machine=self.computing)
         if pairs.exists() and self.work.keep_stages is None:
             shutil.rmtree(pairs)
