@@ -93,16 +93,16 @@ def _rotatable(way: Way | None, source: Source, recipe: Recipe) -> Way | None:
         return way
     scheme, reader = recipe.schemes()[0], source.reader
     if recipe.rotations:
-        return _without(way, "rotations", "--rotate rotates inputs while the model runs")
+        return _without_rotations(way, "--rotate rotates inputs while the model runs")
     if takes_images(read_config(reader.path), reader.path):
-        return _without(way, "rotations", "they are learned from text alone, and the model takes images")
+        return _without_rotations(way, "they are learned from text alone, and the model takes images")
     if source.container is not None:
-        return _without(way, "rotations", f"{reader.path} is quantized")
+        return _without_rotations(way, "the model is quantized already")
     options = TransformOptions(apply=way.rotations, learn=way.steps, format=scheme.name)
     try:
         structure = find_structure(source.tensors, reader.config)
     except PtqError as error:
-        return _without(way, "rotations", str(error))
+        return _without_rotations(way, str(error))
     names, refused = foldable_rotations(structure, options)
     if matrix_bytes(names, structure, options) > MATRICES and "rotate_values" in names:
         names.remove("rotate_values")
@@ -117,11 +117,10 @@ def _foldable(way: Way | None, source: Source) -> Way | None:
     try:
         find_structure(source.tensors, source.reader.config)
     except PtqError as error:
-        return _without(way, "transform", str(error))
+        line = f"{way.transform} is left out: {error}"
+        return way._replace(transform="", without=(*way.without, line))
     return way
 
 
-def _without(way: Way, what: str, why: str) -> Way:
-    """The way without one of its parts, and a line that says so."""
-    name = "rotations are" if what == "rotations" else f"{way.transform} is"
-    return way._replace(**{what: ""}, without=(*way.without, f"{name} left out: {why}"))
+def _without_rotations(way: Way, why: str) -> Way:
+    return way._replace(rotations="", without=(*way.without, f"rotations are left out: {why}"))
