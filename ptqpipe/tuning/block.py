@@ -215,8 +215,7 @@ def follow(
     start            those of `BlockWork.start`
     share            fraction of the error of earlier layers that each layer compensates for: 0 to 1
     held_out         share of the batches that only the gate sees
-    inputs, targets  hidden states of a batch, on the block's device: what the quantized blocks before this return,
-                     what this should return
+    inputs, targets  hidden states of a batch, where the block is: what the quantized ones before return, this should
     known            of the float block's run; of the quantized one's with the codes that are returned, afterwards
     gradients        of the float model in this block, over the batches that are not held out: then errors cost what
                      they add to the KL divergence of the model, and the errors that are returned are in nats
