@@ -51,7 +51,7 @@ DOWN_64 = "down_proj:64"
 ONE_SIDED, TWO_SIDED = (("--method", "gptq", "--metric", metric) for metric in ("output", "kl"))
 TRAINED = ("--method", "kl", "--train", "head,embeddings")
 OWN_ROWS = 128  # that a model writes
-LEARNED = {"fp8": 200, "mxfp4": 50, "nvfp4_w4a4": 50}  # steps of rotations that are learned
+LEARNED = {"fp8": 200, "mxfp4": 200, "nvfp4_w4a4": 50}  # steps of rotations that are learned
 NV, FP4, FOUR_BIT_INPUTS = ("nvfp4", "nvfp4_w4a4"), FORMATS[:4], ("nvfp4_w4a4", "mxfp4")
 QUANTIZED_INPUTS = (*FOUR_BIT_INPUTS, "fp8")
 

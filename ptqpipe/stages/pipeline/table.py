@@ -45,7 +45,7 @@ TABLE: dict[str, dict[str, Way]] = {
     WEIGHTS: _row(Way(method="gptq")),
     INT8: _row(Way(method="gptq")),
     FP8: _row(Way("rotate", 200, method="gptq")),
-    MXFP4: _row(Way("rotate", 50, "aqas", "gptq")),
+    MXFP4: _row(Way("rotate", 200, "aqas", "gptq")),
     NVFP4: _row(Way("rotate", 50, "aqas", "gptq")),  # more steps lower the loss of inputs, and raise that of the model
 }
 
