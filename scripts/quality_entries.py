@@ -151,6 +151,7 @@ ENTRIES = (
         for name, how in (
             ("two-sided gptq in order", TWO_SIDED),
             ("end to end after two-sided gptq in order", ("--method", "kl")),
+            ("two-sided gptq in order, head and embedding trained", TRAINED),
         )
     ),
     _ours(
