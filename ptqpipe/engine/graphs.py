@@ -7,7 +7,7 @@ logits are, bit for bit, those of the model's own launches; a model that cannot 
 the GPU, runs by its own launches as before. Must not know sequences' owners or sampling.
 """
 
-import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +18,6 @@ from ptqpipe.engine.batch import Batch
 from ptqpipe.kernels.triton_attention import DeviceSpans
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_LOGGER = logging.getLogger(__name__)
 
 
 class StepGraphs:
@@ -59,10 +58,10 @@ class StepGraphs:
             own = self._compute(size).clone()  # compiles what is not compiled yet, too
             replay = self._graph(size)
         except RuntimeError as error:
-            _LOGGER.warning("decode steps of %d sequences are not recorded: %s", size, str(error).split("\n", 1)[0])
+            _say_unrecorded(size, str(error).split("\n", 1)[0])
             return None
         if not torch.equal(replay(), own):
-            _LOGGER.warning("decode steps of %d sequences are not recorded: their logits differ", size)
+            _say_unrecorded(size, "their logits differ")
             return None
         return replay
 
@@ -93,6 +92,11 @@ class StepGraphs:
             )
         logits: torch.Tensor = out.logits[0]
         return logits
+
+
+def _say_unrecorded(size: int, why: str) -> None:
+    """Says that steps of so many sequences take the model's own launches."""
+    warnings.warn(f"decode steps of {size} sequences are not recorded: {why}", RuntimeWarning, stacklevel=2)
 
 
 class _Inputs:
