@@ -343,7 +343,7 @@ def test_what_has_no_kernel_gives_none() -> None:
     for name in ("fp8_channel", "fp8_block", "e2m1/64/e4m3", "e2m1/16/fp32", "e4m3/16/e4m3", "e2m1/16/e5m2"):
         assert kernels.block_quantize(w, get_format(name)) is None
     assert kernels.block_quantize(w, get_format("mxfp4"), rule="four_over_six") is None
-    assert kernels.score_total(w, get_format("mxfp4"), rule="absmax") is None
+    assert kernels.score_total(w, get_format("mxfp4"), rule="four_over_six") is None
     assert kernels.block_quantize(w.double(), get_format("mxfp4")) is None
     assert kernels.amax(w[:0]) is None
 
