@@ -96,7 +96,11 @@ class StepGraphs:
 
 def _say_unrecorded(size: int, why: str) -> None:
     """Says that steps of so many sequences take the model's own launches."""
-    warnings.warn(f"decode steps of {size} sequences are not recorded: {why}", RuntimeWarning, stacklevel=2)
+    warnings.warn(
+        f"steps of {size} or fewer sequences are not recorded as a CUDA graph and take longer: {why}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 class _Inputs:

@@ -102,7 +102,8 @@ def test_what_cannot_be_recorded_runs_as_before_and_is_told_once(
         first, second = runner.run(batch), runner.run(batch)
     assert torch.equal(first, second)
     assert [str(one.message) for one in told] == [
-        "decode steps of 1 sequences are not recorded: operation not permitted when stream is capturing"
+        "steps of 1 or fewer sequences are not recorded as a CUDA graph and take longer: operation not permitted when "
+        "stream is capturing"
     ]
 
 
