@@ -10,11 +10,11 @@ ours where ModelOpt is installed. Without a device it says so and exits with 1; 
         [--formats nvfp4 ...] [--shapes 4096x4096 ...] [--batches 1 8 ...]
 
 Then, for every format, shape ``[N, K]`` and batch, packed linear layers beside torch's bfloat16 linear, alternating:
-microseconds a call of `packed_linear` (what models run), of the Triton kernel alone, of decoding and torch's product
+microseconds a call of `packed_linear` (what models run: up to 64 rows a Triton kernel), of decoding and torch's product
 (the way of many rows), of FP8 inputs by FP8 weights and of torch's `_scaled_mm` alone where the device has it, each
-with its ratio (bfloat16's time / its time: above 1 is faster), and the largest error of the kernel as a share of what
-float32 sums may have ("error"). Every call takes the next of COPIES_BYTES of weights, so that none is in a cache. Times
-are of CUDA graphs, which leave the launches on the host out of account.
+with its ratio (bfloat16's time / its time: above 1 is faster), and the largest error of `packed_linear` as a share of
+what float32 sums may have ("error"). Every call takes the next of COPIES_BYTES of weights, so that none is in a cache.
+Times are of CUDA graphs, which leave the launches on the host out of account.
 
 Then attention over pages, of decode steps and of whole prompts ("queries" of each sequence): microseconds a layer,
 those of torch's attention sequence by sequence, and for decode steps those of a copy that reads the keys and values
@@ -146,7 +146,6 @@ def ways(x: torch.Tensor, weights: list[PackedWeight]) -> dict[str, list[Callabl
     """Calls of each way to multiply x by packed weights, one a weight."""
     found: dict[str, list[Callable[[], object]]] = {
         "packed": [partial(packed_linear, x, w) for w in weights],
-        "kernel": [partial(triton_linear.linear, x, w.data, w.scales, w.factor, w.fmt, w.shape) for w in weights],
         "decoded": [partial(runtime._tiles, x, w, None) for w in weights],
     }
     if weights[0].scales is None and cuda_fp8.fits(x.device, weights[0].shape):
@@ -171,15 +170,16 @@ def run_of(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
 
 
 def share_of_limit(x: torch.Tensor, weight: PackedWeight) -> float:
-    """The kernel's largest error against float64, as a share of what it may be.
+    """The largest error of `packed_linear` against float64, as a share of what it may be.
 
-    Two float32 roundings a product and sum, one of the bfloat16 result.
+    Two float32 roundings a product and sum, one of the bfloat16 result; of many rows a second one, by the factor.
     """
-    y = triton_linear.linear(x, weight.data, weight.scales, weight.factor, weight.fmt, weight.shape)
+    y = packed_linear(x, weight)
     w = weight.dequantize().double()
     exact, sums = x.double() @ w.t(), x.double().abs() @ w.abs().t()
-    limit = sums * (2 * w.shape[1] * 2.0**-24) + 2.0**-8 * exact.abs() + 1e-30
-    return float("inf") if y is None else float(((y.double() - exact).abs() / limit).max())
+    roundings = 1 if len(x) <= triton_linear.MANY else 2
+    limit = sums * (2 * w.shape[1] * 2.0**-24) + roundings * 2.0**-8 * exact.abs() + 1e-30
+    return float(((y.double() - exact).abs() / limit).max())
 
 
 def linear_line(fmt: str, shape: tuple[int, int], batch: int, *, rounds: int) -> dict[str, object]:

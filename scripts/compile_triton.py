@@ -52,7 +52,7 @@ BLOCK_FORMATS = (
 )  # fmt: skip
 ROW_FORMATS = (*BLOCK_FORMATS, "fp8_channel", "fp8_tensor", "fp8_block")
 LINEAR_FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8_channel", "fp8_block")
-LINEAR_ROWS = (1, 2, 3, 4, 16, 32, 64, 128)
+LINEAR_ROWS = (1, 2, 3, 4, 16, 32, 64)
 ATTENTION = ((32, 8, (128, 128)), (64, 8, (64, 64)), (14, 2, (80, 80)), (16, 16, (192, 128)), (8, 2, (256, 256)))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Launch = tuple[str, str, Callable[[], object]]

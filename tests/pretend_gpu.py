@@ -301,7 +301,8 @@ def _product(
     x: torch.Tensor, data: torch.Tensor, scales: Any, factor: Any, fmt: Format, shape: tuple[int, int], bias: Any = None
 ) -> Any:
     halves = x.dtype in (torch.bfloat16, torch.float16)
-    if triton_linear.plan_of(fmt, scales) is None or not halves or not x.numel() or not data.numel():
+    taken = halves and 0 < x.shape[0] <= triton_linear.MANY and x.numel() and data.numel()
+    if triton_linear.plan_of(fmt, scales) is None or not taken:
         return None
 
     def linear(x: torch.Tensor, data: torch.Tensor, scales: Any, factor: Any, bias: Any) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ptqpipe.formats import WHOLE, Format
 from ptqpipe.kernels.triton import available, interpreting
 
 FEW = 4  # rows of x up to which every lane multiplies on its own: it keeps the sums of each in registers
-MANY = 64  # rows of x above which decoding once, for torch's product, costs less than decoding in every tile
+MANY = 64  # rows of x at most: of more, decoding once, for torch's product, costs less than decoding in every tile
 PROGRAMS = 2  # a multiprocessor, below which K is cut
 PARTS = 16  # of K at most
 _ELEMENTS = {"e2m1": 4, "e4m3": 8}
@@ -63,7 +63,7 @@ class LinearWeight:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """``rows`` rows and ``width`` bytes of a weight per step, ``tokens`` rows of x; K cut into ``parts`` at most."""
+    """``rows`` rows and ``width`` bytes of a weight per step, ``tokens`` rows of x or more; K cut into ``parts``."""
 
     rows: int
     width: int
@@ -111,10 +111,12 @@ def linear(
     parts                 into how many parts K is cut at most; None for as many as keep the device busy
 
     E2M1 and E4M3 with E4M3 or E8M0 scales of 8 to 128 columns, E4M3 with float scales of 128 columns, and both with
-    factors alone. None for the rest, for other dtypes and devices, and for empty tensors.
+    factors alone. None for the rest, for more than `MANY` rows, for other dtypes and devices, and for empty tensors.
     """
     plan = plan_of(fmt, scales)
     if plan is None or x.dtype not in (torch.bfloat16, torch.float16) or not x.numel() or not data.numel():
+        return None
+    if x.shape[0] > MANY:
         return None
     if not available() or (x.device.type == "cuda") == interpreting() or data.stride(-1) != 1:
         return None
@@ -173,7 +175,7 @@ def _unpack(out: torch.Tensor, weight: LinearWeight, tile: Tile) -> None:
 
 
 def tile_of(plan: LinearPlan, m: int, shape: tuple[int, int], *, parts: int | None, processors: int) -> Tile:
-    """The sizes for ``m`` rows of x. The classes of m are 1, 2, 3, 4, and up to 16, 32, 64, and more."""
+    """The sizes for ``m`` rows of x, at most `MANY`. The classes of m are 1, 2, 3, 4, and up to 16, 32, 64."""
     n, width = shape[0], shape[1] * plan.bits // 8
     if m <= FEW:
         # Four bytes a lane, of each row; 4 sums a lane for each of these and each row of x.
@@ -181,12 +183,12 @@ def tile_of(plan: LinearPlan, m: int, shape: tuple[int, int], *, parts: int | No
         rows = 64 if interpreting() else rows  # it pays by the operation, not by the lane
         tokens, columns = m, max(4, min(columns, 1 << (width - 1).bit_length()))
     else:
-        tokens = next((size for size in (16, 32, 64) if m <= size), 128)
-        rows, columns, warps = (64, 16 * plan.bits, 4) if tokens <= 64 else (128, 8 * plan.bits, 8)  # 128 or 64 codes
+        tokens = next(size for size in (16, 32, MANY) if m <= size)
+        rows, columns, warps = 64, 16 * plan.bits, 4  # 128 codes
         columns = columns if plan.kind == _NUMBERS else max(columns, plan.group)
     if parts is None:
         wanted = PROGRAMS * processors // _over(n, rows)
-        parts = max(1, min(PARTS, _over(width, columns) // 4, wanted)) if m <= 64 else 1
+        parts = max(1, min(PARTS, _over(width, columns) // 4, wanted))
     return Tile(rows, columns, tokens, parts, warps)
 
 
@@ -219,7 +221,7 @@ def _multiply(x: torch.Tensor, weight: LinearWeight, tile: Tile, *, lanes: bool,
             num_warps=tile.warps, enable_fp_fusion=True,
         )  # fmt: skip
     else:
-        triton_products.tiles_kernel[(_over(n, tile.rows) * _over(m, tile.tokens), parts)](
+        triton_products.tiles_kernel[(_over(n, tile.rows), parts)](
             _bits(target), x, *weight.arguments(), m, n, data.shape[1], data.stride(0), blocks, chunk,
             EXACT=exact, FACTOR=factor, BIAS=bias, BITS=plan.bits, KIND=plan.kind, GROUP=plan.group,
             SCALE_ROWS=plan.scale_rows, BM=tile.tokens, BN=tile.rows, BYTES=tile.width,

@@ -244,16 +244,14 @@ def tiles_kernel(
     BN: tl.constexpr,
     BYTES: tl.constexpr,
 ) -> None:
-    """``out [parts, m, n]``: program (i, part) sums ``chunk`` bytes of BN rows of the weight for BM rows of x.
+    """``out [parts, m, n]``: program (i, part) sums ``chunk`` bytes of BN rows of the weight for all rows of x.
 
-    Programs that follow each other share rows of the weight, which the second-level cache then holds. Where scales are
-    numbers, BYTES is a part of GROUP, and the scale of a block multiplies the sums of that part.
+    There are at most BM of these. Where scales are numbers, BYTES is a part of GROUP, and the scale of a block
+    multiplies the sums of that part.
     """
     PER: tl.constexpr = 8 // BITS
     BK: tl.constexpr = BYTES * PER
-    tiles = tl.cdiv(m, BM)
-    rows = tl.program_id(0) // tiles * BN + tl.arange(0, BN)
-    tokens = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
+    rows, tokens = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BM)
     live = rows < n
     begin = tl.program_id(1) * chunk
     lines = x + tokens.to(tl.int64)[:, None] * (width * PER)

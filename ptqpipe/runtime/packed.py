@@ -234,8 +234,6 @@ def packed_linears(x: torch.Tensor, weights: Sequence[tuple[PackedWeight, torch.
 def _kernel(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor | None:
     """By the kernel of the device; None where there is none for that number of rows."""
     if x.device.type == "cuda":
-        if x.dtype == torch.bfloat16 and x.shape[0] > triton_linear.MANY:
-            return None
         return triton_linear.linear(x, weight.data, weight.scales, weight.factor, weight.fmt, weight.shape, bias)
     if x.device.type != "cpu" or x.dtype != torch.bfloat16:
         return None

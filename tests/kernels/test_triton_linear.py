@@ -76,7 +76,7 @@ def show(kernel, types, constants, warps):
 for name in sys.argv[2:]:
     fmt = get_format(name)
     plan = triton_linear.plan_of(fmt, None if name == "fp8_channel" else torch.ones(1))
-    for m in (1, 4, 16, 200):
+    for m in (1, 4, 16, 64):
         tile = triton_linear.tile_of(plan, m, (4096, 4096), parts=1, processors=132)
         few = m <= triton_linear.FEW
         types = {
@@ -90,11 +90,10 @@ for name in sys.argv[2:]:
         if few:
             show(triton_products.lanes_kernel, types, constants | dict(M=m, FLOAT16=False), 4)
             continue
-        warps = 8 if tile.tokens * tile.rows >= 128 * 128 else 4
-        show(triton_products.tiles_kernel, types, constants | dict(EXACT=False, BM=tile.tokens), warps)
+        show(triton_products.tiles_kernel, types, constants | dict(EXACT=False, BM=tile.tokens), 4)
         halves = types | {"out": "*fp16", "x": "*fp16"}
         if m == 16:
-            show(triton_products.tiles_kernel, halves, constants | dict(EXACT=False, BM=tile.tokens), warps)
+            show(triton_products.tiles_kernel, halves, constants | dict(EXACT=False, BM=tile.tokens), 4)
 types = {"out": "*i16", "sums": "*fp32", "factor": "*fp32", "bias": "*bf16", "count": "i32", "n": "i32"}
 show(triton_products.parts_kernel, types, dict(PARTS=3, FACTOR=2, BIAS=True, LANES=1024), 4)
 """

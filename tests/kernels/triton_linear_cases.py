@@ -100,7 +100,6 @@ def test_a_device_with_many_processors_cuts_k() -> None:
     assert plan is not None
     assert triton_linear.tile_of(plan, 1, (64, 1 << 18), parts=None, processors=132).parts == triton_linear.PARTS
     assert triton_linear.tile_of(plan, 1, (65536, 65536), parts=None, processors=132).parts == 1
-    assert triton_linear.tile_of(plan, 65, (64, 65536), parts=None, processors=132).parts == 1
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -213,12 +212,6 @@ def test_views_are_read_where_they_lie(rows: int) -> None:
     assert_close(linear(x, packed), x, w)
 
 
-def test_more_rows_than_one_tile() -> None:
-    packed, w = weight("nvfp4", 130, 96)
-    x = numbers(150, 96, seed=10)
-    assert_close(linear(x, packed), x, w)
-
-
 def test_what_has_no_kernel_gives_none() -> None:
     packed, _ = weight("nvfp4", 16, 64)
     data, scales = packed.data.to(DEVICE), packed.scales
@@ -228,6 +221,7 @@ def test_what_has_no_kernel_gives_none() -> None:
     assert triton_linear.linear(x.float(), data, *ask) is None
     assert triton_linear.linear(x[:0], data, *ask) is None
     assert triton_linear.linear(x[:, :32], data, *ask) is None
+    assert triton_linear.linear(x[:1].expand(triton_linear.MANY + 1, -1), data, *ask) is None
     six, _ = weight("mxfp6_e2m3", 16, 64)
     assert six.scales is not None
     assert triton_linear.linear(x, six.data.to(DEVICE), six.scales.to(DEVICE), None, six.fmt, six.shape) is None
