@@ -41,6 +41,7 @@ from ptqpipe.kernels import (
     triton_attention,
     triton_block,
     triton_codecs,
+    triton_columns,
     triton_linear,
     triton_messages,
     triton_rows,
@@ -183,6 +184,27 @@ def attention_launches() -> Iterator[Launch]:
                 yield "attention store", about, store
 
 
+def column_launches() -> Iterator[Launch]:
+    """Error feedback and refinement of a run of columns, column by column and block by block."""
+    for name in ("nvfp4", "mxfp4", "mxfp8"):
+        element, block = get_format(name).element, get_format(name).block[1]
+        x, codes = torch.zeros(triton_columns.RUN, 256), torch.zeros(triton_columns.RUN, 256, dtype=torch.uint8)
+        square, weight, ladder = torch.zeros(triton_columns.RUN, triton_columns.RUN), torch.zeros(128), torch.ones(255)
+        places = torch.zeros(triton_columns.RUN // block, 256, dtype=torch.int64)
+        parts = torch.zeros(triton_columns.RUN // block, block, block)
+        of_blocks = (parts, parts[:, 0].contiguous(), parts, torch.ones(triton_columns.RUN // block, dtype=torch.uint8))
+        yield "columns feed", name, partial(triton_columns.feed_forward, x, x, x, square, element)
+        yield "columns descend", name, partial(triton_columns.descend, x, x, codes, x, x, square, element)
+        enter = partial(triton_columns.enter_rows, x, ladder, square, weight, block, 6, 15, element)
+        yield "columns enter", name, enter
+        for window in (2, 6):
+            sweep = partial(
+                triton_columns.sweep_block_rows, x, x, codes, places, ladder, square, of_blocks, (window, 1.0, 1),
+                element,
+            )  # fmt: skip
+            yield "columns sweep", f"{name} {2 * window + 1} scales", sweep
+
+
 def message_launches() -> Iterator[Launch]:
     """Messages of the all-reduce, and the whole sum over symmetric memory."""
     for dtype in DTYPES:
@@ -214,7 +236,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def launches(only: list[str]) -> list[Launch]:
     """Those whose name or case contains one of the words; all of them without any."""
-    parts = (block_launches, row_launches, linear_launches, attention_launches, message_launches)
+    parts = (block_launches, row_launches, linear_launches, attention_launches, column_launches, message_launches)
     found = [launch for part in parts for launch in part()]
     return [one for one in found if not only or any(word in f"{one[0]} {one[1]}" for word in only)]
 

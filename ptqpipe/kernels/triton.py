@@ -9,7 +9,7 @@ imported on first use only. Knows formats; must not know searches' names, files 
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -260,6 +260,27 @@ def amax(w: torch.Tensor) -> tuple[float, int] | None:
     if largest < float("inf"):
         return largest, -1
     return largest, int((~torch.isfinite(w)).reshape(-1).int().argmax())
+
+
+def _of_columns(name: str) -> Callable[..., Any]:
+    """The function of this name of ``triton_columns.py``; it gives None for tensors without a kernel."""
+
+    @_where_it_lies
+    def run(x: torch.Tensor, /, *args: Any) -> Any:
+        if not _runs(x):
+            return None
+        from ptqpipe.kernels import triton_columns
+
+        return getattr(triton_columns, name)(x, *args)
+
+    return run
+
+
+feed_forward = _of_columns("feed_forward")
+descend = _of_columns("descend")
+choose_block = _of_columns("choose_block")
+enter_rows = _of_columns("enter_rows")
+sweep_block_rows = _of_columns("sweep_block_rows")
 
 
 def _block_plan(w: torch.Tensor, fmt: Format, *, global_scale: torch.Tensor | None) -> "triton_block.BlockPlan | None":
