@@ -6,8 +6,8 @@ bytes are compared with the torch reference on a slice ("equal"). ModelOpt's ker
 ours where ModelOpt is installed. Without a device it says so and exits with 1; under Triton's interpreter
 (TRITON_INTERPRET=1) the same runs on CPU tensors, to see that it runs: its times mean nothing.
 
-    python scripts/bench_triton.py [--only quantize|linear|attention] [--rows 16384] [--columns 16384] [--rounds 20]
-        [--formats nvfp4 ...] [--shapes 4096x4096 ...] [--batches 1 8 ...]
+    python scripts/bench_triton.py [--only quantize|linear|attention|columns] [--rows 16384] [--columns 16384]
+        [--rounds 20] [--formats nvfp4 ...] [--shapes 4096x4096 ...] [--batches 1 8 ...]
 
 Then, for every format, shape ``[N, K]`` and batch, packed linear layers beside torch's bfloat16 linear, alternating:
 microseconds a call of `packed_linear` (what models run: up to 64 rows a Triton kernel), of decoding and torch's product
@@ -18,7 +18,12 @@ Times are of CUDA graphs, which leave the launches on the host out of account.
 
 Then attention over pages, of decode steps and of whole prompts ("queries" of each sequence): microseconds a layer,
 those of torch's attention sequence by sequence, and for decode steps those of a copy that reads the keys and values
-("read_us") with the kernel's ratio to it (1.0 is the memory's limit). Exits with 1 if bytes differ, or an error is
+("read_us") with the kernel's ratio to it (1.0 is the memory's limit).
+
+Last, error feedback ("feed_s") and one sweep of refinement ("sweep_s") of a layer: seconds by Triton's kernels, by
+torch's operations on the device, and by the CPU's kernels where they are built; and with moments of the gradients at the outputs, a few rows
+at a time ("two_sided_s", Triton's alone). The error is by how much Triton's output error differs from torch's, as a
+share of 1 % of it: sums come in another order. Exits with 1 if bytes differ, or an error is
 above its limit.
 """
 
@@ -27,22 +32,27 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ptqpipe.algorithms import columns, gptq, two_sided
+from ptqpipe.algorithms.metric import Metric, descending, make_metric, output_error
+from ptqpipe.algorithms.refine import Blocks, block_metrics, refine
+from ptqpipe.algorithms.unit import kernel_for, quantize_rows
 from ptqpipe.api.matrices import quantize
 from ptqpipe.engine.attention import fused_attention, load
 from ptqpipe.formats import Format, get_format
-from ptqpipe.kernels import cuda_fp8, triton as kernels, triton_attention, triton_linear
+from ptqpipe.kernels import cpu, cuda_fp8, triton as kernels, triton_attention, triton_linear
 from ptqpipe.kernels.cpu_attention import PagedSpans
-from ptqpipe.qtensor import encode
+from ptqpipe.qtensor import QTensor, encode
 from ptqpipe.runtime import packed as runtime
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
@@ -53,6 +63,7 @@ BLOCK_FORMATS = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8")
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8_channel", "fp8_block")
 SHAPES = ("4096x4096", "1024x4096", "14336x4096", "4096x14336")
 BATCHES = (1, 2, 4, 8, 16, 64, 512, 2048)
+LAYERS = ("4096x4096", "4096x14336")
 ATTENTION = (32, 8, 128, 16)  # heads, of keys and values, their dim, tokens a page: a model of 8B has them
 DECODES = ((1, 512), (1, 4096), (1, 32768), (16, 512), (16, 4096), (64, 512), (64, 4096))  # sequences, tokens of each
 PROMPTS = ((1, 512), (1, 4096), (8, 512))
@@ -314,20 +325,134 @@ def measure_attention(args: argparse.Namespace) -> bool:
     return good
 
 
+class Layer:
+    """A weight and the metric of its input on one device."""
+
+    def __init__(self, w: torch.Tensor, fmt: Format, metric: Metric, blocks: Blocks | None) -> None:
+        self.w, self.fmt, self.metric, self.blocks = w, fmt, metric, blocks
+        self.g = w.abs().amax() / fmt.max_product if fmt.has_global else None
+        self.seconds: dict[str, float] = {}
+
+    @classmethod
+    def drawn(cls, n: int, k: int, fmt: Format) -> "Layer":
+        """[n, k]; the columns of its input are correlated and differ in size."""
+        gen = torch.Generator(device=DEVICE).manual_seed(0)
+        w = 0.02 * torch.randn(n, k, device=DEVICE, generator=gen)
+        x = torch.randn(2048, k, device=DEVICE, generator=gen) * torch.rand(k, device=DEVICE, generator=gen)
+        x += torch.randn(2048, 1, device=DEVICE, generator=gen)
+        moment = x.t() @ x / len(x)
+        group = fmt.block[1] if gptq.at_entry("auto", fmt) else 1
+        return cls(w, fmt, make_metric(moment, order=descending(moment, group=group)), block_metrics(moment, fmt))
+
+    def on_cpu(self) -> "Layer":
+        """A copy."""
+        m, b = self.metric, self.blocks
+        metric = Metric(*(x.cpu() for x in (m.moment, m.order)), m.factor.t().cpu().t(), m.weight.cpu(), m.damping)
+        blocks = None if b is None else Blocks(*(x.cpu() for x in (b.feedback, b.weight, b.inverse, b.usable)))
+        return Layer(self.w.cpu(), self.fmt, metric, blocks)
+
+    def timed(self, name: str, call: Callable[[], QTensor]) -> QTensor:
+        """What a call gives; its seconds are kept."""
+        synchronize()
+        begun = time.perf_counter()
+        found = call()
+        synchronize()
+        self.seconds[name] = time.perf_counter() - begun
+        return found
+
+    def fed(self, w: torch.Tensor) -> QTensor:
+        """Rows by error feedback."""
+        if gptq.at_entry("auto", self.fmt):
+            return gptq.codes_at_entry(w, self.fmt, metric=self.metric, global_scale=self.g)
+        scales = quantize_rows(w, self.fmt, search="exact").scales
+        return gptq.codes_at(w, scales, self.fmt, metric=self.metric)
+
+    def swept(self, q: QTensor, w: torch.Tensor) -> QTensor:
+        """These, refined."""
+        return refine(q, w, moment=self.metric.moment, sweeps=1, blocks=self.blocks)
+
+    def run(self, rows: int, known: Callable[[torch.device, str], object]) -> float:
+        """The output error of the first rows after both, by the kernels that are ``known``."""
+        w = self.w[:rows]
+        with mock.patch.object(columns, "kernel_for", known):
+            q = self.timed("feed", lambda: self.fed(w))
+            q = self.timed("sweep", lambda: self.swept(q, w))
+        return output_error(w - q.dequantize(), self.metric.moment)
+
+    def two_sided(self) -> None:
+        """All rows, a few at a time."""
+        runs = [len(rows) for rows in self.w.split(1024)]
+        x = [torch.randn(2 * n, n, device=DEVICE) for n in runs]
+        outputs = [one.t() @ one / len(one) for one in x]
+        with mock.patch.object(columns, "kernel_for", by_triton):
+            self.timed(
+                "two_sided", lambda: two_sided.codes(self.w, outputs, lambda rows: self.swept(self.fed(rows), rows))
+            )
+
+
+def by_triton(device: torch.device, name: str) -> object:
+    """The kernel of this name of Triton's."""
+    return getattr(kernels, name, None)
+
+
+def synchronize() -> None:
+    """Waits for the device."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def columns_line(fmt: str, shape: tuple[int, int]) -> dict[str, object]:
+    """One line."""
+    layer = Layer.drawn(*shape, get_format(fmt))
+    here, found = layer.on_cpu(), dict[str, object]()
+    layer.run(min(64, shape[0]), by_triton)  # compiles
+    ways: Mapping[str, tuple[Layer, Callable[[torch.device, str], object]]] = {
+        "triton": (layer, by_triton),
+        "torch": (layer, lambda device, name: None),
+        "cpu": (here, kernel_for),
+    }
+    errors = {}
+    for name, (one, known) in ways.items():
+        if name == "cpu" and not cpu.available():
+            continue
+        errors[name] = one.run(shape[0], known)
+        found |= {f"{name}_{part}_s": round(one.seconds[part], 3) for part in ("feed", "sweep")}
+    layer.two_sided()
+    found["two_sided_s"] = round(layer.seconds["two_sided"], 3)
+    error = abs(errors["triton"] / errors["torch"] - 1) / 0.01
+    line = {"columns": fmt, "device": NAME, "shape": f"{shape[0]}x{shape[1]}", "error": round(error, 4)}
+    return line | {"threads": torch.get_num_threads()} | found
+
+
+def measure_columns(args: argparse.Namespace) -> bool:
+    """Prints the lines of error feedback; whether all errors are within their limit."""
+    good = True
+    for shape in LAYERS if args.shapes is SHAPES else args.shapes:
+        n, k = (int(part) for part in shape.split("x"))
+        for fmt in args.formats or ("nvfp4", "mxfp4"):
+            line = columns_line(fmt, (n, k))
+            print(json.dumps(line), flush=True)
+            good = good and float(str(line["error"])) <= 1
+    return good
+
+
 def main() -> None:
     """Measures what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--columns", type=int, default=16384, help="a multiple of 128")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", choices=("quantize", "linear", "attention"))
+    parser.add_argument("--only", choices=("quantize", "linear", "attention", "columns"))
     parser.add_argument("--formats", nargs="+")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="NxK")
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     args = parser.parse_args()
     if not kernels.available():
         sys.exit("bench_triton.py needs Triton and a CUDA device, or Triton's interpreter (TRITON_INTERPRET=1)")
-    parts = {"quantize": measure_quantize, "linear": measure_linear, "attention": measure_attention}
+    parts = {
+        "quantize": measure_quantize, "linear": measure_linear, "attention": measure_attention,
+        "columns": measure_columns,
+    }  # fmt: skip
     good = [measure(args) for name, measure in parts.items() if args.only in (None, name)]
     sys.exit(0 if all(good) else 1)
 

@@ -79,6 +79,10 @@ PARTS = (
         MODELS,
     ),
     Part(
+        "columns", 2, "scripts/bench_triton.py --only columns",
+        "scripts/bench_triton.py --only columns --shapes 8x32 --formats nvfp4",
+    ),
+    Part(
         "allreduce", 2, "scripts/check_symmetric.py --calls 10000",
         "scripts/check_symmetric.py --ranks 2 --calls 2",
     ),

@@ -327,6 +327,17 @@ def _unpacked(data: torch.Tensor, scales: Any, fmt: Format, shape: tuple[int, in
     return _launched(unpacked)(data, scales)
 
 
+def _swept(*given: Any) -> Any:
+    """`sweep_block_rows`, which is told on the CPU what blocks are usable."""
+    *plain, (feedback, weight, inverse, usable), how, element = given
+
+    def sweep(*given: Any) -> Any:
+        *plain, feedback, weight, inverse, usable = given
+        return cpu.sweep_block_rows(*plain, (feedback, weight, inverse, usable), how, element)
+
+    return _launched(sweep)(*plain, feedback, weight, inverse, on_either=(usable,))
+
+
 _KERNELS: Mapping[str, Callable[..., Any]] = {
     "block_quantize": _searched(cpu.block_quantize, ("exact", "absmax")),
     "score_total": _searched(cpu.score_total, ("exact", "absmax")),
@@ -334,6 +345,11 @@ _KERNELS: Mapping[str, Callable[..., Any]] = {
     "decode_error": _decode_error,
     "fp8_encode": _fp8_encoded,
     "amax": _launched(cpu.amax),
+    "feed_forward": _launched(cpu.feed_forward),
+    "descend": _launched(cpu.descend),
+    "choose_block": _launched(cpu.choose_block),
+    "enter_rows": _launched(cpu.enter_rows),
+    "sweep_block_rows": _swept,
 }
 
 

@@ -6,10 +6,10 @@ is rounded as ``qtensor.encode`` does, and every product and sum by itself, in t
 order than those of the loops in ``gptq.py`` and ``refine.py``.
 
 Matrices lie as [columns, rows]. What the errors of earlier columns add to later ones stays in registers while single
-columns are rounded. Where blocks are, one lane tries one scale for one row, and the lane whose scale is best writes the
-codes: the program then reads, after a barrier, what it wrote, and adds it to the targets of later blocks. Every launch
-must say ``enable_fp_fusion=False``. Knows shapes and codecs; must not know moments or algorithms. Imports Triton: import
-it from inside functions.
+columns are rounded. Where scales are chosen, one lane tries one scale for one row, and the lane whose scale is best
+writes the codes: the program then reads, after a barrier, what it wrote, and adds it to the targets of later blocks.
+Every launch must say ``enable_fp_fusion=False``. Knows shapes and codecs; must not know moments or algorithms. Imports
+Triton: import it from inside functions.
 """
 
 from typing import Any
