@@ -21,10 +21,11 @@ those of torch's attention sequence by sequence, and for decode steps those of a
 ("read_us") with the kernel's ratio to it (1.0 is the memory's limit).
 
 Last, error feedback ("feed_s") and one sweep of refinement ("sweep_s") of a layer: seconds by Triton's kernels, by
-torch's operations on the device, and by the CPU's kernels where they are built; and with moments of the gradients at the outputs, a few rows
-at a time ("two_sided_s", Triton's alone). The error is by how much Triton's output error differs from torch's, as a
-share of 1 % of it: sums come in another order. Exits with 1 if bytes differ, or an error is
-above its limit.
+torch's operations on the device, and by the CPU's kernels where they are built; and with moments of the gradients at
+the outputs, a few rows at a time ("two_sided_s", Triton's alone). The error is by how much Triton's output error
+differs from torch's, as a share of 1 % of it: sums come in another order.
+
+Exits with 1 if bytes differ, or an error is above its limit.
 """
 
 import argparse
