@@ -161,13 +161,19 @@ ENTRIES = (
         tune=TWO_SIDED,
         formats=FOUR_BIT_INPUTS,
     ),
-    _ours(
-        "learned rotations + aqas + end to end after two-sided gptq in order, own text beside",
-        learn=True,
-        transform="aqas",
-        tune=("--method", "kl"),
-        own_text=True,
-        formats=FOUR_BIT_INPUTS,
+    *(
+        _ours(
+            f"learned rotations + aqas + {name}, own text beside",
+            learn=True,
+            transform="aqas",
+            tune=how,
+            own_text=True,
+            formats=FOUR_BIT_INPUTS,
+        )
+        for name, how in (
+            ("end to end after two-sided gptq in order", ("--method", "kl")),
+            ("two-sided gptq in order, head and embedding trained", TRAINED),
+        )
     ),
     _ours("tune after gptq in order", tune=("--method", "gptq+learned")),
     _ours("rotated, exact", "--search", "exact", calibrated=False, formats=("mxfp4",), rotate=DOWN_64),

@@ -85,7 +85,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def few(text: Path) -> tuple[object, ...]:
+def few(text: object) -> tuple[object, ...]:
     return "--data", text, "--samples", 8, "--seqlen", LENGTH, "--workers", 1
 
 
@@ -161,7 +161,7 @@ def test_four_bit_activations_are_quantized_behind_a_transform(
     scheme: str, model: Path, text: Path, tmp_path: Path
 ) -> None:
     """Its factors are folded in while the model is read, to the bytes of the commands one by one, whose float32 copy of
-    the model says float32 in its config; here the model's own dtype stays."""
+    the model says float32 in its config; here the model's own dtype stays. Half of the text is the model's own."""
     done = made(model, tmp_path / "out", work_of(text), scheme)
     static = scheme == "nvfp4_w4a4"
     assert done.record["transformed"]["transform"] == "rotate_residual,rotate_values,aqas"
@@ -169,22 +169,24 @@ def test_four_bit_activations_are_quantized_behind_a_transform(
     assert ("statistics" in done.record) == static
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
-    stats, floats, codes, two = (tmp_path / name for name in ("stats", "floats", "codes", "two"))
-    turned = rotated(model, text, tmp_path, scheme)
-    ran("calibrate", turned, *few(text), "--moments", "diagonal,block", "-o", stats)
+    own, stats, floats, codes, two = (tmp_path / name for name in ("own.jsonl", "stats", "floats", "codes", "two"))
+    ran("generate", model, "--samples", 4, *few(text)[4:], "-o", own)
+    mixed = ("--data", f"{text}=1", *few(f"{own}=1"))
+    turned = rotated(model, mixed, tmp_path, scheme)
+    ran("calibrate", turned, *mixed, "--moments", "diagonal,block", "-o", stats)
     find_factors(turned, floats, stats=stats, options=TransformOptions("aqas", format=scheme, dtype="fp32"))
     if static:
-        ran("calibrate", floats, *few(text), "--moments", "diagonal", "-o", tmp_path / "again")
+        ran("calibrate", floats, *mixed, "--moments", "diagonal", "-o", tmp_path / "again")
     again = ("--stats", tmp_path / "again") if static else ()
-    ran("tune", floats, *few(text), "--format", scheme, *again, "-o", codes)
+    ran("tune", floats, *mixed, "--format", scheme, *again, "-o", codes)
     ran("convert", floats, "--rounding", codes, *again, "-o", two)
     assert weights_of(tmp_path / "out") == weights_of(two)
 
 
-def rotated(model: Path, text: Path, folder: Path, scheme: str) -> Path:
+def rotated(model: Path, data: tuple[object, ...], folder: Path, scheme: str) -> Path:
     """The model with rotations that are learned for a format folded in."""
     pairs, turned = folder / "pairs", folder / "turned"
-    ran("calibrate", model, *few(text), "--moments", "diagonal,pairs", "--holdout", 0, "-o", pairs)
+    ran("calibrate", model, *data, "--moments", "diagonal,pairs", "--holdout", 0, "-o", pairs)
     steps = TABLE[kind_of([get_scheme(scheme)])]["best"].steps
     options = TransformOptions("rotate", learn=steps, format=scheme, dtype="fp32")
     find_factors(model, turned, stats=pairs, options=options)
@@ -195,7 +197,7 @@ def test_eight_bit_activations_are_quantized_behind_rotations(model: Path, text:
     done = made(model, tmp_path / "out", work_of(text), "fp8")
     assert done.record["transformed"]["transform"] == "rotate_residual,rotate_values"
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
-    turned = rotated(model, text, tmp_path, "fp8")
+    turned = rotated(model, few(text), tmp_path, "fp8")
     ran("tune", turned, *few(text), "--format", "fp8", "-o", tmp_path / "codes")
     ran("convert", turned, "--rounding", tmp_path / "codes", "-o", tmp_path / "two")
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")
@@ -226,6 +228,20 @@ def test_rotations_that_gain_nothing_are_left_out(
     done = made(model, tmp_path / "out", work_of(text), "fp8")
     assert "transformed" not in done.record
     assert "gain nothing" in done.record["pipeline"]["without"][0]
+
+
+def test_the_models_own_text_is_half_of_what_four_bit_inputs_learn_from_unless_the_call_says_otherwise(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    half = made(model, tmp_path / "half", work_of(text), "mxfp4")
+    asked = PipelineOptions(data=(str(text), "self"), samples=8, seqlen=LENGTH)
+    assert weights_of(half.out) == weights_of(made(model, tmp_path / "asked", asked, "mxfp4").out)
+    said: list[str] = []
+    fields = made(model, tmp_path / "fields", work_of(text, field="input_ids"), "mxfp4", say=said.append)
+    assert "own text is left out: --field input_ids is in no row of it" in fields.record["pipeline"]["without"][0]
+    assert any("warning: the model's own text is left out" in line for line in said)
+    assert not any("the model writes its own text" in line for line in said)
+    assert weights_of(half.out) != weights_of(fields.out)
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4_w4a4", "mxfp4", "nvfp4"])
@@ -362,7 +378,8 @@ def test_what_was_quantized_behind_a_transform_is_compared_with_the_model_itself
         told = json.loads(ran("verify", folder, "--source", model, "--json"))
         assert told["faults"] == []
         assert not any("folded into the model" in note["message"] for note in told["notes"])
-        assert all(0 < weight["relative_mse"] < 0.06 for weight in told["weights"].values())
+        worst = max(weight["relative_mse"] for weight in told["weights"].values())
+        assert 0 < worst < 0.2, worst  # of rotated weights beside plain ones it is near 2
     shown = ran("report", out, "--source", model, "-o", tmp_path / "report.html")
     assert "decoder layers' output error" in shown
     record = json.loads((out / "ptqpipe.json").read_text())

@@ -1,6 +1,7 @@
 """Decides a run of several stages from the call and from headers. Reads no weight and writes nothing."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ptqpipe.options import PipelineOptions, RecipeOptions, check_options
 from ptqpipe.quantities import disk_size
 from ptqpipe.readers import check_rotation
 from ptqpipe.recipe import Recipe, build_recipe
+from ptqpipe.rows import weighted
 from ptqpipe.runtime.language_model import takes_images
 from ptqpipe.runtime.loading import default_length, load_tokenizer, read_config
 from ptqpipe.source import Source
@@ -67,6 +69,9 @@ def prepare(
         built = prepared.outputs.recipe
         way = TABLE[kind_of(built.schemes())][work.quality or "best"] if work.data else None
         way = _foldable(_rotatable(way, prepared.source, built), prepared.source)
+        if way is not None and way.own_text and call.own_weight(work.data) is None:
+            way, work = _with_own_text(way, work, path)
+            texts = call.texts_of(work.data)
         warnings = [] if way is None else list(way.without)
         needs = way is not None and bool(call.has_static(built) or way.transform or not way.method)
         nbytes, target = prepared.layout.file_bytes, prepared.out
@@ -108,6 +113,18 @@ def _rotatable(way: Way | None, source: Source, recipe: Recipe) -> Way | None:
         names.remove("rotate_values")
         refused.append(f"rotate_values is left out: the matrices would take over {disk_size(MATRICES)} in the record")
     return way._replace(rotations=",".join(names), without=(*way.without, *refused))
+
+
+def _with_own_text(way: Way, work: PipelineOptions, path: Path) -> tuple[Way, PipelineOptions]:
+    """The call with the model's own text beside its data, half of the windows; or the way, and why it is left out."""
+    if takes_images(read_config(path), path):
+        why = "the model takes images, and writes text alone"
+    elif work.field is not None:
+        why = f"--field {work.field} is in no row of it"
+    else:
+        weights = sum(weighted(name)[1] or 1.0 for name in work.data)
+        return way, replace(work, data=(*work.data, f"{call.SELF}={weights!r}"))
+    return way._replace(own_text=False, without=(*way.without, f"the model's own text is left out: {why}")), work
 
 
 def _foldable(way: Way | None, source: Source) -> Way | None:
