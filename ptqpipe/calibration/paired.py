@@ -165,29 +165,52 @@ def paired_moments(
 
     NumericsError for inputs that are not finite.
     """
-    leaders: dict[str, str] = {}
-    names = list(modules)  # without those that are given the input of another, once that is known
     sums: dict[tuple[str, int], torch.Tensor] = {}  # float64
+    leaders: dict[str, str] = {}
     tokens = 0
     for batch in batches:
-        exact = known.inputs(batch, modules) or _inputs(block, names, {}, block.inputs(batch), batch, {})
-        if not leaders:
-            leaders = _leaders(modules, exact, quantizers)
-            names = list(dict.fromkeys(leaders.values()))
-        left = {name: q for name, q in quantizers.items() if name not in known.outputs(batch)}
-        with known.reusing(block, batch):
-            found = _inputs(block, names, left, given(batch), batch, parameters)
-        for name in names:
-            x, seen = (rows[name].reshape(-1, rows[name].shape[-1]).float() for rows in (exact, found))
-            x = rotated(x, quantizers[name].rotation) if name in quantizers else x
+        rows = paired_inputs(block, modules, leaders, batch, given, parameters, quantizers, known)
+        for name, (x, seen) in rows.items():
             for key, product in (((name, 0), symmetric(seen, seen)), ((name, 1), x.t() @ seen)):
                 sums[key] = sums[key].add_(product) if key in sums else product.double()
-        tokens += exact[modules[0]].shape[:-1].numel()
+        tokens += len(rows[modules[0]][0])
+    names = list(dict.fromkeys(leaders.values()))
     means = {name: Paired(*((sums[name, place] / tokens).float() for place in (0, 1))) for name in names}
     for name, pair in means.items():
         if not bool(torch.isfinite(pair.moment).all()) or not bool(torch.isfinite(pair.cross).all()):
             raise NumericsError(f"the input of '{block.name}.{name}' is not finite; check the model's weights")
     return {name: means[leaders[name]] for name in modules}
+
+
+def paired_inputs(
+    block: Block,
+    modules: Sequence[str],
+    leaders: dict[str, str],
+    batch: int,
+    given: Callable[[int], torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    quantizers: Mapping[str, Quantizer],
+    known: Known,
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The inputs of ``modules`` in one batch, in the float model and in the quantized one, float32 [tokens, K] each and
+    rotated where the layer rotates its input; by the first of the modules that are given it. The other arguments are
+    those of `paired_moments`.
+
+    leaders  module -> that first one; found out and noted here where it is empty
+    """
+    names = list(dict.fromkeys(leaders.values())) or modules
+    exact = known.inputs(batch, modules) or _inputs(block, names, {}, block.inputs(batch), batch, {})
+    if not leaders:
+        leaders |= _leaders(modules, exact, quantizers)
+        names = list(dict.fromkeys(leaders.values()))
+    left = {name: q for name, q in quantizers.items() if name not in known.outputs(batch)}
+    with known.reusing(block, batch):
+        found = _inputs(block, names, left, given(batch), batch, parameters)
+    both = {}
+    for name in names:
+        x, seen = (rows[name].reshape(-1, rows[name].shape[-1]).float() for rows in (exact, found))
+        both[name] = rotated(x, quantizers[name].rotation) if name in quantizers else x, seen
+    return both
 
 
 def _inputs(

@@ -4,8 +4,9 @@
 the linear layers in the order in which they are called; each compensates for the error of earlier ones. For each, both
 models are run up to it: the float one, and the one that is quantized so far, inputs quantized as the scheme says. The
 target is what the float layer computed (``algorithms.asymmetric``); that weight is quantized by GPTQ in the metric of
-the input that it will get. None of this is taken where the layer's output on held-out samples is not better than with
-the nearest codes.
+the input that it will get. Where a few of its rows so quantized lose more on held-out samples than with the nearest
+codes, it is quantized without such a target, and where they still do, it keeps the nearest codes. None of this is taken
+where the layer's output on held-out samples is not better than with the nearest codes.
 
 Knows plans, assemblies and runners; must not know where codes are kept.
 """
@@ -16,11 +17,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ptqpipe.algorithms import LoadedWeight, Task, asymmetric, gptq, joined
+from ptqpipe.algorithms import LoadedWeight, Task, asymmetric, gptq, joined, two_sided
 from ptqpipe.algorithms.metric import Metric
 from ptqpipe.calibration.assembly import Assembly, assemble
 from ptqpipe.calibration.collect import Collector
-from ptqpipe.calibration.paired import Known, Paired, paired_moments, quantized_inputs
+from ptqpipe.calibration.paired import Known, Paired, paired_inputs, paired_moments, quantized_inputs
 from ptqpipe.calibration.reverse import Gradients, rows_of
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.store import BlockInputs
@@ -36,6 +37,8 @@ from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
 from ptqpipe.source import SourceRows
 from ptqpipe.statistics import KnownInputs
+
+TRIED_ROWS, TRIED_SHARE = 64, 16  # of a weight so many of its rows are tried first, but at most one of so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +213,8 @@ def follow(
     on_unit: Callable[[float, str], None] = lambda part, name: None,
 ) -> tuple[Mapping[str, QTensor], float, float]:
     """(codes of one block by key, mean errors of its output on the samples that were held out with the start
-    and with what was found). The codes are the start's where those are not better.
+    and with what was found). The codes are the start's where those are not better; both errors are the same where no
+    weight gains on the rows that are tried first.
 
     start            those of `BlockWork.start`
     share            fraction of the error of earlier layers that each layer compensates for: 0 to 1
@@ -224,7 +228,7 @@ def follow(
     NumericsError for moments or errors that are not finite.
     """
     seen, judged = divided(work.block.batches, held_out)
-    found = dict(start)
+    found: dict[str, QTensor] = {}
     decoded = {key: q.dequantize() for key, q in start.items()}
     metric = None if gradients is None else [g.to(work.block.device) for g in gradients.last]
     before = _loss(work, decoded, judged, inputs, targets, metric)
@@ -233,15 +237,18 @@ def follow(
     for unit, modules in order:
         known.settle(set(known.order) - waiting)
         on_unit(1 / len(order), unit.id)
+        each, leaders = list(dict.fromkeys(modules)), dict[str, str]()
+        parameters, quantizers = work.parameters(decoded), work.quantizers
         moments = paired_moments(
             work.block,
-            list(dict.fromkeys(modules)),
+            each,
             batches=seen,
             given=inputs,
-            parameters=work.parameters(decoded),
-            quantizers=work.quantizers,
+            parameters=parameters,
+            quantizers=quantizers,
             known=known,
         )
+        rows = paired_inputs(work.block, each, leaders, judged[0], inputs, parameters, quantizers, known)
         waiting -= set(modules)
         if not all(bool((pair.moment.diagonal() > 0).any()) for pair in moments.values()):
             continue  # no activation has reached it: nothing to compensate for
@@ -249,14 +256,18 @@ def follow(
             _outputs(work, m.key, None if gradients is None else gradients.outputs.get(name))
             for m, name in zip(unit.members, modules, strict=True)
         ]
-        codes = _follow_unit(work, unit, [moments[name] for name in modules], outputs, share=share)
+        members = [
+            _Given(m, moments[name], rows[leaders[name]], of_output, decoded[m.key])
+            for m, name, of_output in zip(unit.members, modules, outputs, strict=True)
+        ]
+        codes = _follow_unit(work, unit, members, share=share)
         found |= codes
         decoded |= {key: q.dequantize() for key, q in codes.items()}
-    after = _loss(work, decoded, judged, inputs, targets, metric)
+    after = _loss(work, decoded, judged, inputs, targets, metric) if found else before
     if not (before < float("inf") and after < float("inf")):
         raise NumericsError(f"the output error of {work.block.name} is {after}; check the model's weights and the data")
-    known.settle(known.order if after < before else ())
-    return found if after < before else start, before, after
+    known.settle(known.order if after < before or not found else ())
+    return {**start, **found} if after < before else start, before, after
 
 
 def _outputs(work: BlockWork, key: str, known: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor] | None:
@@ -280,41 +291,80 @@ def divided(batches: int, held_out: float) -> tuple[list[int], list[int]]:
     return every[: -len(judged)] or every, judged
 
 
-def _follow_unit(
-    work: BlockWork,
-    unit: Unit,
-    moments: Sequence[Paired],
-    outputs: Sequence[Sequence[torch.Tensor] | None],
-    *,
-    share: float,
-) -> dict[str, QTensor]:
-    """Key -> the codes of one unit, given the moments of every member's input."""
-    options = replace(by_data(unit), algorithm="gptq")
-    targets: dict[str, torch.Tensor] = {}
-    inputs: dict[str, Moments] = {}
-    metrics: dict[str, Metric] = {}
-    for pair in {id(pair): pair for pair in moments}.values():
-        sharing = [m for m, its in zip(unit.members, moments, strict=True) if its is pair]
-        weights, name = [work.weights[m.key].float() for m in sharing], sharing[0].weight
-        of_input = Moments(pair.moment.diagonal().clone(), full_moment=pair.moment)
-        metric = gptq.metric_of(of_input, unit.scheme.fmt, options, device=pair.moment.device, name=name)
-        full = asymmetric.targets(weights, pair.moment, pair.cross, metric=metric, name=f"the input of '{name}'")
-        for member, w, found in zip(sharing, weights, full, strict=True):
-            targets[member.key] = w + share * (found - w)
-            inputs[member.key], metrics[member.key] = of_input, metric
-    runs: dict[tuple[int, int], QTensor] = {}
-    keys = [m.key for m in unit.members]
-    task = Task(
-        [LoadedWeight(targets[key]) for key in keys],
-        unit.scheme.fmt,
-        [m.weight for m in unit.members],
-        lambda member, row, q: runs.__setitem__((member, row), q),
-        options,
-        [replace(inputs[key], outputs=gradients) for key, gradients in zip(keys, outputs, strict=True)],
-        device=work.block.device,
-    )
-    gptq.choose(task, [metrics[key] for key in keys])
-    return {m.key: joined(runs, i) for i, m in enumerate(unit.members)}
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What is known of a weight when it is its turn.
+
+    inputs   of one held-out batch, in the float model and in the quantized one, float32 [tokens, K]
+    outputs  E[g g^T] of its rows, by runs; None where nothing is known of them
+    nearest  float32 [N, K]: the nearest codes, decoded
+    """
+
+    member: Member
+    moments: Paired
+    inputs: tuple[torch.Tensor, torch.Tensor]
+    outputs: Sequence[torch.Tensor] | None
+    nearest: torch.Tensor
+
+
+def _follow_unit(work: BlockWork, unit: Unit, members: Sequence[_Given], *, share: float) -> dict[str, QTensor]:
+    """Key -> the codes of one unit; none where it is to keep the nearest ones."""
+    options, fmt = replace(by_data(unit), algorithm="gptq"), unit.scheme.fmt
+    inputs: dict[int, tuple[Moments, Metric]] = {}  # by what is known of an input
+    for m in members:
+        if id(m.moments) not in inputs:
+            moments = Moments(m.moments.moment.diagonal().clone(), full_moment=m.moments.moment)
+            name, device = m.member.weight, work.block.device
+            inputs[id(m.moments)] = moments, gptq.metric_of(moments, fmt, options, device=device, name=name)
+
+    def choose(rows: Sequence[slice], share: float, *, outputs: bool) -> dict[str, QTensor]:
+        weights = [work.weights[m.member.key][run].float() for m, run in zip(members, rows, strict=True)]
+        wanted = list(weights)
+        for of_input, (_, metric) in inputs.items() if share else ():
+            sharing = [i for i, m in enumerate(members) if id(m.moments) == of_input]
+            pair, name = members[sharing[0]].moments, members[sharing[0]].member.weight
+            floats = [weights[i] for i in sharing]
+            full = asymmetric.targets(floats, pair.moment, pair.cross, metric=metric, name=f"the input of '{name}'")
+            for i, w, found in zip(sharing, floats, full, strict=True):
+                wanted[i] = w + share * (found - w)
+        runs: dict[tuple[int, int], QTensor] = {}
+        task = Task(
+            [LoadedWeight(w) for w in wanted],
+            fmt,
+            [m.member.weight for m in members],
+            lambda member, row, q: runs.__setitem__((member, row), q),
+            options,
+            [replace(inputs[id(m.moments)][0], outputs=m.outputs if outputs else None) for m in members],
+            device=work.block.device,
+        )
+        gptq.choose(task, [inputs[id(m.moments)][1] for m in members])
+        return {m.member.key: joined(runs, i) for i, m in enumerate(members)}
+
+    if two_sided.possible(fmt):  # else rows share a scale, and some of them do not stand for all
+        # An odd step: one that divides the size of a head would try the same places of each.
+        rows = [slice(0, None, max(TRIED_SHARE, len(m.nearest) // TRIED_ROWS) | 1) for m in members]
+        nearest = _cost(work, members, rows, [m.nearest[run] for m, run in zip(members, rows, strict=True)])
+        for tried in dict.fromkeys((share, 0.0)):
+            codes = choose(rows, tried, outputs=False)
+            if _cost(work, members, rows, [codes[m.member.key].dequantize() for m in members]) <= nearest:
+                share = tried
+                break
+        else:
+            return {}
+    return choose([slice(None)] * len(members), share, outputs=True)
+
+
+def _cost(work: BlockWork, members: Sequence[_Given], rows: Sequence[slice], decoded: Sequence[torch.Tensor]) -> float:
+    """Squared error of the outputs ``rows`` on held-out inputs, with those rows ``decoded``; each output by what the
+    model minds of it, where that is known."""
+    total = 0.0
+    for m, run, values in zip(members, rows, decoded, strict=True):
+        x, seen = m.inputs
+        squares = (x @ work.weights[m.member.key][run].float().t() - seen @ values.t()).square_().sum(0).double()
+        if m.outputs is not None:
+            squares *= torch.cat([g.diagonal() for g in m.outputs])[run].to(squares)
+        total += float(squares.sum())
+    return total
 
 
 def _in_order(work: BlockWork, order: Sequence[str]) -> list[tuple[Unit, list[str]]]:

@@ -1,5 +1,6 @@
 """tune, and convert --rounding: codes from folder to checkpoint, resumed, refused."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -36,7 +37,7 @@ from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.convert import run as convert_stage
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.tune import run as tune
-from ptqpipe.tuning import backwards
+from ptqpipe.tuning import backwards, block
 from ptqpipe.tuning.block import BlockWork
 from ptqpipe.tuning.options import TuneOptions
 from tests.calibration.models import make_model, make_windows, write_windows
@@ -483,7 +484,7 @@ def test_hidden_states_that_do_not_fit_in_memory_wait_on_disk(
 def test_a_layer_that_gptq_in_order_does_not_improve_has_the_codes_of_gptq_by_itself(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune, "follow", lambda work, start, **_: (start, 1.0, 1.0))
+    monkeypatch.setattr(tune, "follow", lambda work, start, **_: (start, 1.0, 2.0))
     codes = {}
     for method in ("gptq", "layerwise"):
         folder = tmp_path / method
@@ -501,7 +502,7 @@ def test_one_window_of_eight_judges_gptq_in_order_where_the_data_have_no_more_th
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two batches of eight windows not one, but two windows, which lead to no code: others in their place change
-    what is judged alone."""
+    what is judged alone, until it is judged otherwise."""
     for module in (runner, tune):
         monkeypatch.setattr(module, "BATCH_TOKENS", 8 * 32)
     lines = rows.read_text().splitlines()
@@ -519,7 +520,40 @@ def test_one_window_of_eight_judges_gptq_in_order_where_the_data_have_no_more_th
         )
     assert judged[0] != judged[1]
     assert codes[0].keys() == codes[1].keys()
-    assert all(torch.equal(t.view(torch.uint8), codes[1][name].view(torch.uint8)) for name, t in codes[0].items())
+    before = [name for name in codes[0] if "layers.0." in name and "down_proj" not in name]  # that one is
+    assert len(before) >= 6
+    assert all(torch.equal(codes[0][name].view(torch.uint8), codes[1][name].view(torch.uint8)) for name in before)
+
+
+def test_a_weight_that_loses_on_the_rows_that_are_tried_keeps_its_nearest_codes(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a layer of which none gains is not done by itself: that has been tried, too."""
+    costs = itertools.cycle((0.0, 1.0, 1.0))  # of the nearest codes, and of those that are tried
+    monkeypatch.setattr(block, "_cost", lambda *_: next(costs))
+    monkeypatch.setattr(tune, "observe", lambda *_: pytest.fail("done by itself"))
+    recipe = RecipeOptions("nvfp4")
+    done = tune.tune(DEMO, [str(text)], tmp_path / "codes", recipe=recipe, options=of_method("gptq"), machine=ONE)
+    for entry in done.content["blocks"].values():
+        assert not entry["kept"]
+        assert entry["moved"] == 0
+        assert entry["start_loss"] == entry["learned_loss"]
+
+
+def test_a_weight_that_loses_by_what_it_makes_up_for_is_quantized_without(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = {}
+    for share, tried in ((0.5, (0.0, 1.0, 0.0)), (0.0, (0.0, 0.0))):
+        costs, folder = itertools.cycle(tried), tmp_path / str(share)
+        monkeypatch.setattr(block, "_cost", lambda *_, costs=costs: next(costs))
+        options = replace(of_method("gptq"), share=share)
+        done = tune.tune(DEMO, [str(text)], folder, recipe=RecipeOptions("nvfp4"), options=options, machine=ONE)
+        assert all(entry["kept"] for entry in done.content["blocks"].values())
+        codes[share] = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    assert codes[0.5].keys() == codes[0.0].keys()
+    for name, found in codes[0.5].items():
+        assert torch.equal(found.view(torch.uint8), codes[0.0][name].view(torch.uint8)), name
 
 
 def test_stacked_experts_which_no_order_reaches_have_the_codes_of_gptq_by_themselves(tmp_path: Path) -> None:

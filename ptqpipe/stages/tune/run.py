@@ -202,7 +202,8 @@ def _run(
                 work = BlockWork.of(block, prepared, runner)
                 behind = isinstance(block, MtpBlock)  # the model's output, so that no gradient comes from there
                 of_outputs = None if found or behind else gradients(block.name)
-                known = Known(work.modules.values(), divided(block.batches, held)[0][:keeps])
+                seen, judged = divided(block.batches, held)
+                known = Known(work.modules.values(), [*seen, judged[0]][:keeps])
                 _tune_block(
                     work, runner, folder, options, streams, of_outputs, known, collects=collects, on_part=on_part
                 )
@@ -318,7 +319,8 @@ def _tune_block(
         start = work.start(inputs, followed=options.follows)
         del inputs  # the moments
         codes, record = _find(work, options, start, streams, gradients, known, on_part=on_part)
-        if options.follows and not record["kept"]:  # as "layerwise": seldom, so that it is not made before
+        tried = record["learned_loss"] != record["start_loss"] or not work.usable  # else no row that was tried gains
+        if options.follows and not record["kept"] and tried:  # as "layerwise": seldom, so that it is not made before
             codes = work.start(observe(block, runner, partial(_forward, block)) if collects else None)
             known.settle(())  # its codes are others
         record |= codes_of.write(codes_of.place(folder, options.method), block.name, codes)
