@@ -138,11 +138,18 @@ def kept_streams(skeleton: Skeleton) -> int:
     return -(-max(widths) // hidden)
 
 
-def kept_batches(runner: Runner, memory_bytes: int, *, streams: int) -> int:
-    """Of how many batches `Known` may keep tensors in so much memory, beside the weights of a layer and ``streams``
-    sets of hidden states of all batches. What is freed in between is not all used again: measured, a quarter more."""
+def kept_batches(runner: Runner, batches: Iterable[int], memory_bytes: int, *, streams: int) -> list[int]:
+    """Those of ``batches``, taken in turn, of which `Known` may keep tensors in so much memory, beside the weights of a
+    layer and ``streams`` sets of hidden states of all batches. What is freed in between is not all used again:
+    measured, a quarter more."""
     left = runner.skeleton.room(memory_bytes) - streams * runner.tokens
-    return max(0, left) * 3 // 4 // (kept_streams(runner.skeleton) * max(batch.numel() for batch in runner.batches))
+    left = max(0, left) * 3 // 4 // kept_streams(runner.skeleton)  # tokens
+    found = []
+    for batch in batches:
+        if runner.batches[batch].numel() <= left:
+            found.append(batch)
+            left -= runner.batches[batch].numel()
+    return found
 
 
 def paired_moments(

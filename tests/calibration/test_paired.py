@@ -134,8 +134,10 @@ def test_tensors_are_kept_of_as_many_batches_as_memory_has_room_for(folders: tup
             each = kept_streams(skeleton) * (BATCH_TOKENS // 24) * 24
             for batches in range(3):
                 more = -(-batches * each * 4 // 3) * token  # a quarter is not for them
-                assert kept_batches(runner, beside + more, streams=2) == batches
-                assert kept_batches(runner, beside + more - 1, streams=2) == max(0, batches - 1)
+                assert kept_batches(runner, [1, 0], beside + more, streams=2) == [1, 0][:batches]
+                assert kept_batches(runner, [1, 0], beside + more - 1, streams=2) == [1, 0][: max(0, batches - 1)]
+            more = -(-(each + kept_streams(skeleton) * 24) * 4 // 3) * token
+            assert kept_batches(runner, range(3), beside + more, streams=2) == [0, 2]  # the last has one window
 
 
 def test_a_tensor_that_the_model_overwrites_is_not_kept_for_the_next_run(folders: tuple[Path, Path]) -> None:

@@ -202,8 +202,7 @@ def _run(
                 work = BlockWork.of(block, prepared, runner)
                 behind = isinstance(block, MtpBlock)  # the model's output, so that no gradient comes from there
                 of_outputs = None if found or behind else gradients(block.name)
-                seen, judged = divided(block.batches, held)
-                known = Known(work.modules.values(), [*seen, judged[0]][:keeps])
+                known = Known(work.modules.values(), keeps)
                 _tune_block(
                     work, runner, folder, options, streams, of_outputs, known, collects=collects, on_part=on_part
                 )
@@ -213,9 +212,9 @@ def _run(
 
 def _open_runner(
     skeleton: Skeleton, samples: Samples, options: TuneOptions, machine: Machine, *, spill: Path, collects: bool
-) -> tuple[Runner, int]:
-    """Of the float model, with hidden states on disk in ``spill`` where memory is short of them; of how many batches
-    there is room for what `Known` keeps, too."""
+) -> tuple[Runner, list[int]]:
+    """Of the float model, with hidden states on disk in ``spill`` where memory is short of them; of which batches there
+    is room for what `Known` keeps, too: of those that `follow` runs several times."""
     held_out = len(samples.held_out) > 0
     sums = max(sums_of_layers(skeleton, block=False, full=True, held_out=held_out)) if collects else 0
     memory, streams = machine.memory_bytes - BASE_BYTES - sums, 1 if options.method == "layerwise" else 3
@@ -230,7 +229,9 @@ def _open_runner(
         images=samples.images,
     )
     of_host = machine.device.type == "cpu"  # whose memory that is
-    return runner, kept_batches(runner, memory, streams=streams) if of_host else 0
+    seen, judged = divided(len(runner.batches), options.settings.held_out)
+    again = dict.fromkeys((*seen, judged[0]))
+    return runner, kept_batches(runner, again, memory, streams=streams) if of_host else []
 
 
 def _at_head(runner: Runner, look: Callable[[Runner], None]) -> Iterator[Block]:
