@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ptqpipe.algorithms.metric import Metric, check_moment
+from ptqpipe.algorithms.metric import Metric, check_moment, is_finite
 from ptqpipe.errors import FormatError, NumericsError
 
 
@@ -42,7 +42,7 @@ def targets(
         raise FormatError(
             f"the moments of {name} are {list(moment.shape)} and {list(cross.shape)}, the weights are {shapes}"
         )
-    if not bool(torch.isfinite(cross).all()):
+    if not is_finite(cross):
         raise NumericsError(f"the cross moment of {name} is not finite; run in float32")
     floats, difference = [w.float() for w in weights], cross - moment
     if sum(len(w) for w in floats) < len(moment):  # fewer right sides than columns

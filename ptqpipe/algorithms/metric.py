@@ -8,6 +8,7 @@ Source: GPTQ (Frantar et al. 2022), section 3, in the form of LDLQ (Chee et al. 
 upper triangular, tr(E H E^T) = sum over columns i of R_ii^2 |e_i + sum_{j<i} e_j R_ji / R_ii|^2; no inverse is needed.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -98,9 +99,13 @@ def check_moment(moment: torch.Tensor, name: str) -> None:
     """NumericsError unless ``moment`` [K, K] is square, finite and has no negative diagonal."""
     if moment.dim() != 2 or moment.shape[0] != moment.shape[1]:
         raise FormatError(f"the second moment of {name} is {list(moment.shape)}, expected a square matrix")
-    diagonal = moment.diagonal()
-    if not bool(torch.isfinite(moment).all()) or bool((diagonal < 0).any()):
+    if not is_finite(moment) or bool((moment.diagonal() < 0).any()):
         raise NumericsError(f"the second moment of {name} is not finite or negative; calibrate again")
+
+
+def is_finite(matrix: torch.Tensor) -> bool:
+    """Whether every number is finite: NaN is the largest of all, and no copy is made."""
+    return all(math.isfinite(float(number)) for number in torch.aminmax(matrix))
 
 
 def descending(moment: torch.Tensor, *, group: int = 1) -> torch.Tensor:

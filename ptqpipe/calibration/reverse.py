@@ -261,15 +261,12 @@ def _from_head(runner: Runner, batch: int, seeds: Sequence[int]) -> torch.Tensor
     for piece in pieces(x):
         rows = x[piece].to(runner.device).detach().requires_grad_(True)
         with torch.enable_grad():
-            logits = runner.logits(ids[piece], rows)
-            chances = logits.detach().float().softmax(-1)
-            drawn = [
-                torch.multinomial(p, 1, generator=g) for p, g in zip(chances.cpu(), generators[piece[0]], strict=True)
-            ]
-            labels = torch.stack(drawn).to(logits.device)
-            # of the cross-entropy: what is likely, without what was drawn
-            slope = chances.scatter_add_(-1, labels, -torch.ones_like(chances[..., :1])).to(logits.dtype)
-            (found[piece],) = torch.autograd.grad(logits, rows, slope)
+            logits = runner.logits(ids[piece], rows).float()
+            chances = logits.detach().softmax(-1).cpu()
+            drawn = [torch.multinomial(p, 1, generator=g) for p, g in zip(chances, generators[piece[0]], strict=True)]
+            labels = torch.cat(drawn).squeeze(1).to(logits.device)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels, reduction="sum")
+            (found[piece],) = torch.autograd.grad(loss, rows)
     return found
 
 

@@ -263,10 +263,12 @@ def follow(
         codes = _follow_unit(work, unit, members, share=share)
         found |= codes
         decoded |= {key: q.dequantize() for key, q in codes.items()}
-    after = _loss(work, decoded, judged, inputs, targets, metric) if found else before
+    known.settle(known.order)
+    after = _loss(work, decoded, judged, inputs, targets, metric, known) if found else before
     if not (before < float("inf") and after < float("inf")):
         raise NumericsError(f"the output error of {work.block.name} is {after}; check the model's weights and the data")
-    known.settle(known.order if after < before or not found else ())
+    if found and not after < before:
+        known.settle(())  # its codes are others
     return {**start, **found} if after < before else start, before, after
 
 
@@ -386,12 +388,13 @@ def _loss(
     inputs: Callable[[int], torch.Tensor],
     targets: Callable[[int], torch.Tensor],
     metric: Sequence[torch.Tensor] | None,
+    known: Known | None = None,
 ) -> float:
     """Mean squared difference of the quantized block's output to the target; with ``metric``, the
     moments of the gradients there by runs, half of its mean cost in it: nats of KL, to second order."""
     errors = []
     for batch in batches:
-        error = work.outputs(inputs(batch), batch, decoded).float() - targets(batch).float()
+        error = work.outputs(inputs(batch), batch, decoded, known).float() - targets(batch).float()
         if metric is None:
             errors.append(error.square().mean())
             continue

@@ -2,9 +2,9 @@
 
 The plan is convert's: tune changes the weights that a conversion with the same recipe quantizes. "layerwise" takes the
 scales and codes that it would write with statistics, "gptq" the nearest codes as a start, but for stacked experts and
-for decoder layers that what gains on a few rows of each weight (`follow`) makes worse, those of "layerwise". The moments
+for decoder layers that what gains on a few rows of each weight (`follow`) makes worse, those of "layerwise". Moments
 are collected of the layer at hand and dropped with it, so they never lie on disk; a folder of statistics that has full
-moments is read instead.
+ones is read instead.
 
 Two streams of hidden states go through the model: those of the float layers are the targets; those of the layers with
 learned codes, activations quantized as the scheme says, are the inputs that each layer will get. For "layerwise" the
