@@ -11,8 +11,8 @@ processor seconds and peak memory, and the ratios to the peer within each turn. 
 With ``--trained`` (a model and text for it) and ``--shape`` (a synthetic model of make_synthetic_model.py, random
 tokens) `convert --quality good` and `best` are measured in place of the single steps, one thread each, on ``--samples``
 rows of ``--seqlen`` tokens. The file has an eighth more rows, as a text usually has: ptqpipe holds them out,
-llm-compressor takes all. Random weights cost `best` most: GPTQ in order improves few of their layers, and the others
-are also done by themselves; the line says how many it improved (``improved``, of ``layers``). With ``--layers`` a
+llm-compressor takes all. On random weights GPTQ in order gains little, so a few rows of some weights are quantized in
+two ways for nothing; ``improved`` says how many decoder layers it improved, of ``layers``. With ``--layers`` a
 synthetic model has fewer decoder layers than its shape, and ``seconds`` and the like are of that. ``weights`` counts
 the source's.
 """
