@@ -142,7 +142,12 @@ class Runs:
         assert server.stdout is not None
         arguments = command[2:] if tool == OWN else command[1:]  # after "-m ptqpipe", after the script
         print(json.dumps(arguments), file=server.stdin, flush=True)
-        done: dict[str, Any] = json.loads(server.stdout.readline())
+        answer = server.stdout.readline()
+        if not answer:  # it has no packages, or not all of them
+            del self._servers[tool]
+            python, code = self.pythons[tool], server.wait()
+            raise SystemExit(f"the process of {tool}, {python}, ended with {code}; its words are above")
+        done: dict[str, Any] = json.loads(answer)
         if done["status"]:
             raise SystemExit(done["said"])
         return done
