@@ -25,7 +25,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,8 @@ class Runs:
         assert server.stdin is not None
         assert server.stdout is not None
         arguments = command[2:] if tool == OWN else command[1:]  # after "-m ptqpipe", after the script
-        print(json.dumps(arguments), file=server.stdin, flush=True)
+        with suppress(BrokenPipeError):
+            print(json.dumps(arguments), file=server.stdin, flush=True)
         answer = server.stdout.readline()
         if not answer:  # it has no packages, or not all of them
             del self._servers[tool]
