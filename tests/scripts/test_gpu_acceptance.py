@@ -54,6 +54,7 @@ def test_a_rehearsal_runs_every_part_and_all_of_them_pass(tmp_path: Path, monkey
         "attack",
         "linear",
         "attention",
+        "columns",
         "allreduce",
         "convert",
         "calibrate",
@@ -67,7 +68,7 @@ def test_a_rehearsal_runs_every_part_and_all_of_them_pass(tmp_path: Path, monkey
     assert all(line["equal"] is not False for line in said["search"])
     assert sum(line.get("equal") is True for line in said["search"]) == 3
     assert [line["differing"] for line in said["attack"]] == [0]
-    assert all(line["error"] <= 1 for line in said["linear"] + said["attention"])
+    assert all(line["error"] <= 1 for line in said["linear"] + said["attention"] + said["columns"])
     assert said["allreduce"][0]["differences"] == 0
     assert [line["same_bytes"] for line in said["convert"] if "same_bytes" in line] == [True]
     assert [line["same_codes"] for line in said["calibrate"] if "same_codes" in line] == [1.0]

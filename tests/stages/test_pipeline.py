@@ -203,7 +203,8 @@ def test_eight_bit_activations_are_quantized_behind_rotations(model: Path, text:
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")
     told = json.loads(ran("verify", tmp_path / "out", "--source", model, "--json"))
     assert told["faults"] == []
-    assert all(0 < weight["relative_mse"] < 0.002 for weight in told["weights"].values())
+    worst = max(weight["relative_mse"] for weight in told["weights"].values())
+    assert 0 < worst < 0.02, worst  # of rotated weights beside plain ones it is near 2
     with safe_open(model / "model.safetensors", "pt") as before, safe_open(done.out / "model.safetensors", "pt") as now:
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             assert before.get_slice(name).get_dtype() == now.get_slice(name).get_dtype()
