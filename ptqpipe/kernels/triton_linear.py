@@ -63,7 +63,7 @@ class LinearWeight:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """``rows`` rows and ``width`` bytes of a weight per step, ``tokens`` rows of x or more; K cut into ``parts``."""
+    """``rows`` rows and ``width`` bytes of a weight per step, room for ``tokens`` rows of x; K in ``parts`` at most."""
 
     rows: int
     width: int
