@@ -53,7 +53,7 @@ BLOCK_FORMATS = (
 )  # fmt: skip
 ROW_FORMATS = (*BLOCK_FORMATS, "fp8_channel", "fp8_tensor", "fp8_block")
 LINEAR_FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8_channel", "fp8_block")
-LINEAR_ROWS = (1, 2, 3, 4, 16, 32, 64)
+LINEAR_ROWS = (1, 16, 32, 64)
 ATTENTION = ((32, 8, (128, 128)), (64, 8, (64, 64)), (14, 2, (80, 80)), (16, 16, (192, 128)), (8, 2, (256, 256)))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Launch = tuple[str, str, Callable[[], object]]
@@ -138,11 +138,11 @@ def linear_launches() -> Iterator[Launch]:
                     words = f"{name} {str(dtype).removeprefix('torch.')} {rows} rows"
                     x = torch.zeros(rows, 4096, dtype=dtype)
                     for parts in (1, 3) if rows in (1, 16) else (1,):
-                        tile = triton_linear.tile_of(weight.plan, rows, (4096, 4096), parts=parts, processors=132)
+                        tile = triton_linear.tile_of(
+                            weight.plan, rows, (4096, 4096), dtype, parts=parts, processors=132
+                        )
                         about = words + (" bias" if bias is not None else "") + (" parts" if parts > 1 else "")
-                        lanes = rows <= triton_linear.FEW
-                        call = partial(triton_linear._multiply, x, weight, tile, lanes=lanes, exact=False)
-                        yield "lanes" if lanes else "tiles", about, call
+                        yield "tiles", about, partial(triton_linear._multiply, x, weight, tile, exact=False)
 
 
 def linear_weight(fmt: Format, shape: tuple[int, int], bias: torch.Tensor | None) -> triton_linear.LinearWeight:
@@ -155,7 +155,7 @@ def linear_weight(fmt: Format, shape: tuple[int, int], bias: torch.Tensor | None
     plan = triton_linear.plan_of(fmt, scales)
     assert plan is not None
     factor = torch.ones(1 if fmt.has_global else shape[0]) if fmt.has_global or scales is None else None
-    return triton_linear.LinearWeight(data, scales, factor, bias, plan)
+    return triton_linear.LinearWeight(data.view(torch.int16), scales, factor, bias, plan)
 
 
 def attention_launches() -> Iterator[Launch]:

@@ -2,7 +2,7 @@
 
     python scripts/quality_cost.py --scratch DIR --results FILE --python llm-compressor=PYTHON [--times 3]
         [--model bench-4m | --trained NAME FOLDER TEXT | --shape 94m [--layers N]] [--samples 32] [--seqlen 128]
-        [--format nvfp4]
+        [--format nvfp4] [--device cuda]
 
 One JSON line: for each of "calibrate", "convert", both together ("gptq"), "gptq in order" (`tune --method gptq` and
 `convert`) and the peer's GPTQ (its whole process, which loads, calibrates, quantizes and saves) the medians of seconds,
@@ -127,6 +127,7 @@ def whole_commands(args: argparse.Namespace, rows: list[list[int]]) -> dict[str,
     source, out, file = source_of(args), args.scratch / "out", args.scratch / "rows.jsonl"
     file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     data = ["--data", str(file), "--samples", str(args.samples), "--seqlen", str(args.seqlen), "--workers", "1", "-q"]
+    data += ["--device", args.device]
     own = ["-m", "ptqpipe", "convert", str(source), "-o", str(out), "--format", args.format, *data, "--quality"]
     entry = next(e for e in ENTRIES if (e.tool, e.name) == (PEER, "gptq"))
     peer = peer_command(Job(entry, args.format, source, out, file, 0, len(rows), args.seqlen, ()))
@@ -165,6 +166,12 @@ def summary(turns: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     return lines
 
 
+def gpu_name() -> str:
+    """Asked in a process of its own: this one must not hold a GPU."""
+    ask = "import torch; print(torch.cuda.get_device_name())"
+    return subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+
+
 def main() -> None:
     """Measures, and appends the line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -177,6 +184,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32, help="of a whole command [32]")
     parser.add_argument("--seqlen", type=int, default=128, help="tokens of each of them [128]")
     parser.add_argument("--format", default="nvfp4")
+    parser.add_argument("--device", default="cpu", help="of a whole command; the peer takes a GPU where there is one")
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=24_576)
     parser.add_argument("--python", required=True, metavar=f"{PEER}=PYTHON")
@@ -193,6 +201,7 @@ def main() -> None:
     name = args.trained[0] if args.trained else args.shape or args.model
     line: dict[str, Any] = {"model": name, "format": args.format, "times": args.times}
     line |= {"trained": False} if args.shape else {}
+    line |= {} if args.device == "cpu" else {"device": gpu_name()}
     if args.shape:
         make_synthetic(args, source_of(args))
     # In a process of its own: a child counts as its peak memory what its parent held when it was made.

@@ -16,10 +16,10 @@ import torch
 from ptqpipe.formats import WHOLE, Format
 from ptqpipe.kernels.triton import available, interpreting
 
-FEW = 4  # rows of x up to which every lane multiplies on its own: it keeps the sums of each in registers
 MANY = 64  # rows of x at most: of more, decoding once, for torch's product, costs less than decoding in every tile
-PROGRAMS = 2  # a multiprocessor, below which K is cut
 PARTS = 16  # of K at most
+# By the rows of x that a program takes: rows of the weight, warps, and programs a multiprocessor, below which K is cut.
+_SIZES = {8: (32, 2, 5), 16: (32, 2, 5), 32: (64, 4, 4), MANY: (128, 8, 1)}
 _ELEMENTS = {"e2m1": 4, "e4m3": 8}
 _NONE, _NUMBERS = 0, 3  # KIND of triton_products.py, and so are these:
 _SCALES = {"e4m3": 1, "e8m0": 2}
@@ -28,7 +28,7 @@ _SUM_LANES = 1024  # numbers that a program of parts_kernel adds
 
 @dataclass(frozen=True, slots=True)
 class LinearPlan:
-    """What the kernels know of a format: bits of a code, kind of scales, bytes of a row and rows that share one."""
+    """What the kernels know of a format: bits of a code, kind of scales, items of 16 bits and rows that share one."""
 
     bits: int
     kind: int
@@ -40,7 +40,7 @@ class LinearPlan:
 class LinearWeight:
     """A packed weight ``[N, K]`` and a bias as the kernels read them.
 
-    data    uint8 ``[N, width]``, the last stride 1
+    data    int16 ``[N, width]``, the last stride 1: items of four codes of 4 bits or two of 8
     scales  contiguous ``[ceil(N / scale_rows), blocks]`` of bytes or of floats, by the plan's kind; or None
     factor  float32 ``[1]`` or ``[N]``, or None; bias ``[N]`` or None, contiguous
     """
@@ -63,20 +63,21 @@ class LinearWeight:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """``rows`` rows and ``width`` bytes of a weight per step, room for ``tokens`` rows of x; K in ``parts`` at most."""
+    """``rows`` rows and ``items`` items of a weight per step, room for ``tokens`` rows of x; K in ``parts`` at most."""
 
     rows: int
-    width: int
+    items: int
     tokens: int
     parts: int = 1
     warps: int = 4
+    stages: int = 3
 
     def chunk(self, width: int) -> int:
-        """Bytes of a row of ``width`` that one part sums: whole steps."""
-        return _over(_over(width, self.width), self.parts) * self.width
+        """Items of a row of ``width`` that one part sums: whole steps."""
+        return _over(_over(width, self.items), self.parts) * self.items
 
 
-_UNPACKED = Tile(8, 256, 0)  # that a program of unpack_kernel decodes
+_UNPACKED = Tile(8, 128, 0)  # that a program of unpack_kernel decodes
 
 
 def plan_of(fmt: Format, scales: torch.Tensor | None) -> LinearPlan | None:
@@ -87,11 +88,11 @@ def plan_of(fmt: Format, scales: torch.Tensor | None) -> LinearPlan | None:
     if scales is None:
         return LinearPlan(bits, _NONE, 1, 1) if columns == WHOLE else None
     if not fmt.scale.enumerable and bits == 8 and columns == 128 and rows != WHOLE:
-        return LinearPlan(bits, _NUMBERS, columns, rows)
+        return LinearPlan(bits, _NUMBERS, columns // 2, rows)
     kind = _SCALES.get(fmt.scale.name)
     if kind is None or rows != 1 or columns not in (8, 16, 32, 64, 128):
         return None
-    return LinearPlan(bits, kind, columns * bits // 8, 1)
+    return LinearPlan(bits, kind, columns * bits // 16, 1)
 
 
 def linear(
@@ -111,30 +112,20 @@ def linear(
     parts                 into how many parts K is cut at most; None for as many as keep the device busy
 
     E2M1 and E4M3 with E4M3 or E8M0 scales of 8 to 128 columns, E4M3 with float scales of 128 columns, and both with
-    factors alone. None for the rest, for more than `MANY` rows, for other dtypes and devices, and for empty tensors.
+    factors alone. None for the rest, for more than `MANY` rows, for other dtypes and devices, for empty tensors, and
+    for rows that are an odd number of bytes or begin at one.
     """
-    plan = plan_of(fmt, scales)
-    if plan is None or x.dtype not in (torch.bfloat16, torch.float16) or not x.numel() or not data.numel():
+    weight = _weight(data, scales, factor, fmt, shape, None if bias is None else bias.contiguous())
+    if weight is None or x.dtype not in (torch.bfloat16, torch.float16) or not x.numel():
         return None
-    if x.shape[0] > MANY:
+    if x.shape[0] > MANY or x.shape[1] != shape[1] or x.device != data.device:
         return None
-    if not available() or (x.device.type == "cuda") == interpreting() or data.stride(-1) != 1:
-        return None
-    if tuple(data.shape) != (shape[0], shape[1] * plan.bits // 8) or x.shape[1] != shape[1]:
-        return None
-    weight = LinearWeight(
-        data,
-        None if scales is None else _bytes(scales.contiguous()),
-        factor,
-        None if bias is None else bias.contiguous(),
-        plan,
-    )
-    tile = tile_of(plan, x.shape[0], shape, parts=parts, processors=1 if interpreting() else _processors(x.device))
-    few = x.shape[0] <= FEW
+    processors = 1 if interpreting() else _processors(x.device)
+    tile = tile_of(weight.plan, x.shape[0], shape, x.dtype, parts=parts, processors=processors)
     if interpreting():
-        return _multiply(x.contiguous(), weight, tile, lanes=few, exact=True)
+        return _multiply(x.contiguous(), weight, tile, exact=True)
     with torch.cuda.device(x.device):
-        return _multiply(x.contiguous(), weight, tile, lanes=few, exact=False)
+        return _multiply(x.contiguous(), weight, tile, exact=False)
 
 
 def unpacked(
@@ -144,12 +135,9 @@ def unpacked(
 
     Arguments and what has no kernel as in `linear`.
     """
-    plan = plan_of(fmt, scales)
-    if plan is None or not data.numel() or not available() or (data.device.type == "cuda") == interpreting():
+    weight = _weight(data, scales, None, fmt, shape, None)
+    if weight is None:
         return None
-    if data.stride(-1) != 1 or tuple(data.shape) != (shape[0], shape[1] * plan.bits // 8):
-        return None
-    weight = LinearWeight(data, None if scales is None else _bytes(scales.contiguous()), None, None, plan)
     out = torch.empty(shape, dtype=torch.bfloat16, device=data.device)
     if interpreting():
         _unpack(out, weight, _UNPACKED)
@@ -159,37 +147,55 @@ def unpacked(
     return out
 
 
+def _weight(
+    data: torch.Tensor,
+    scales: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    fmt: Format,
+    shape: tuple[int, int],
+    bias: torch.Tensor | None,
+) -> LinearWeight | None:
+    """What the kernels read; None for what they do not."""
+    plan = plan_of(fmt, scales)
+    if plan is None or not data.numel() or not available() or (data.device.type == "cuda") == interpreting():
+        return None
+    if tuple(data.shape) != (shape[0], shape[1] * plan.bits // 8) or data.stride(-1) != 1:
+        return None
+    if data.shape[1] % 2 or data.stride(0) % 2 or data.storage_offset() % 2:
+        return None
+    numbers = None if scales is None else _bytes(scales.contiguous())
+    return LinearWeight(data.view(torch.int16), numbers, factor, bias, plan)
+
+
 def _unpack(out: torch.Tensor, weight: LinearWeight, tile: Tile) -> None:
-    """Fills ``out [N, K]``, a program for each ``tile`` of bytes."""
+    """Fills ``out [N, K]``, a program for each ``tile`` of items."""
     from ptqpipe.kernels import triton_products
 
     plan, (n, width) = weight.plan, weight.data.shape
-    size = max(tile.width, plan.group)
+    size = max(tile.items, plan.group)
     data, scales, *_ = weight.arguments()
     triton_products.unpack_kernel[(_over(width, size), _over(n, tile.rows))](
         out.view(torch.int16), data, scales, n, width, data.stride(0),
         0 if weight.scales is None else weight.scales.shape[1],
         BITS=plan.bits, KIND=plan.kind, GROUP=plan.group, SCALE_ROWS=plan.scale_rows,
-        BN=tile.rows, BYTES=size, RUN=plan.group if plan.kind == _NUMBERS else 4, num_warps=4, enable_fp_fusion=True,
+        BN=tile.rows, ITEMS=size, num_warps=tile.warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 
-def tile_of(plan: LinearPlan, m: int, shape: tuple[int, int], *, parts: int | None, processors: int) -> Tile:
-    """The sizes for ``m`` rows of x, at most `MANY`. The classes of m are 1, 2, 3, 4, and up to 16, 32, 64."""
-    n, width = shape[0], shape[1] * plan.bits // 8
-    if m <= FEW:
-        # Four bytes a lane, of each row; 4 sums a lane for each of these and each row of x.
-        rows, columns, warps = 4, (1024 if m <= 2 else 256), (4 if m <= 2 else 2)
-        rows = 64 if interpreting() else rows  # it pays by the operation, not by the lane
-        tokens, columns = m, max(4, min(columns, 1 << (width - 1).bit_length()))
-    else:
-        tokens = next(size for size in (16, 32, MANY) if m <= size)
-        rows, columns, warps = 64, 16 * plan.bits, 4  # 128 codes
-        columns = columns if plan.kind == _NUMBERS else max(columns, plan.group)
+def tile_of(
+    plan: LinearPlan, m: int, shape: tuple[int, int], dtype: torch.dtype, *, parts: int | None, processors: int
+) -> Tile:
+    """The sizes for ``m`` rows of x, at most `MANY`. The classes of m are up to 8, 16, 32, 64."""
+    n, width = shape[0], shape[1] * plan.bits // 16
+    tokens = next(size for size in _SIZES if m <= size)
+    rows, warps, programs = _SIZES[tokens]
+    items = (32 if tokens == MANY else 64) * plan.bits // 4  # as many codes of 8 bits as of 4
+    if dtype == torch.float16:  # two operands in place of one
+        items, warps = items // 2, max(warps, min(8, tokens // 4))
+    items = min(items, plan.group) if plan.kind == _NUMBERS else max(items, plan.group)
     if parts is None:
-        wanted = PROGRAMS * processors // _over(n, rows)
-        parts = max(1, min(PARTS, _over(width, columns) // 4, wanted))
-    return Tile(rows, columns, tokens, parts, warps)
+        parts = max(1, min(PARTS, _over(width, items) // 4, programs * processors // _over(n, rows)))
+    return Tile(rows, items, tokens, parts, warps)
 
 
 def _bytes(scales: torch.Tensor) -> torch.Tensor:
@@ -201,8 +207,8 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _multiply(x: torch.Tensor, weight: LinearWeight, tile: Tile, *, lanes: bool, exact: bool) -> torch.Tensor:
-    """``[M, N]`` of a contiguous x ``[M, K]`` by one of the two kernels; ``exact`` where Triton interprets."""
+def _multiply(x: torch.Tensor, weight: LinearWeight, tile: Tile, *, exact: bool) -> torch.Tensor:
+    """``[M, N]`` of a contiguous x ``[M, K]``; ``exact`` where Triton interprets."""
     from ptqpipe.kernels import triton_products
 
     data, plan, (m, n) = weight.data, weight.plan, (x.shape[0], weight.data.shape[0])
@@ -211,22 +217,12 @@ def _multiply(x: torch.Tensor, weight: LinearWeight, tile: Tile, *, lanes: bool,
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     target = out if parts == 1 else torch.empty(parts, m, n, dtype=torch.float32, device=x.device)
     factor, bias = (weight.factor_kind, weight.bias is not None) if parts == 1 else (0, False)
-    if lanes:
-        if plan.bits == 4:  # pairs of numbers, which words must hold
-            x = (x if x.storage_offset() % 2 == 0 else x.clone()).view(torch.int32)
-        triton_products.lanes_kernel[(_over(n, tile.rows), parts)](
-            _bits(target), x, *weight.arguments(), n, data.shape[1], data.stride(0), blocks, chunk,
-            M=m, FLOAT16=out.dtype == torch.float16, FACTOR=factor, BIAS=bias, BITS=plan.bits, KIND=plan.kind,
-            GROUP=plan.group, SCALE_ROWS=plan.scale_rows, BN=tile.rows, BYTES=tile.width,
-            num_warps=tile.warps, enable_fp_fusion=True,
-        )  # fmt: skip
-    else:
-        triton_products.tiles_kernel[(_over(n, tile.rows), parts)](
-            _bits(target), x, *weight.arguments(), m, n, data.shape[1], data.stride(0), blocks, chunk,
-            EXACT=exact, FACTOR=factor, BIAS=bias, BITS=plan.bits, KIND=plan.kind, GROUP=plan.group,
-            SCALE_ROWS=plan.scale_rows, BM=tile.tokens, BN=tile.rows, BYTES=tile.width,
-            num_warps=tile.warps, enable_fp_fusion=True,
-        )  # fmt: skip
+    triton_products.tiles_kernel[(_over(n, tile.rows), parts)](
+        _bits(target), x, *weight.arguments(), m, n, data.shape[1], data.stride(0), blocks, chunk,
+        EXACT=exact, FACTOR=factor, BIAS=bias, BITS=plan.bits, KIND=plan.kind, GROUP=plan.group,
+        SCALE_ROWS=plan.scale_rows, BM=tile.tokens, BN=tile.rows, ITEMS=tile.items, STAGES=tile.stages,
+        num_warps=tile.warps, enable_fp_fusion=True,
+    )  # fmt: skip
     if parts > 1:
         triton_products.parts_kernel[(_over(m * n, _SUM_LANES),)](
             _bits(out), target, *weight.arguments()[2:], m * n, n,

@@ -76,24 +76,23 @@ def show(kernel, types, constants, warps):
 for name in sys.argv[2:]:
     fmt = get_format(name)
     plan = triton_linear.plan_of(fmt, None if name == "fp8_channel" else torch.ones(1))
-    for m in (1, 4, 16, 64):
-        tile = triton_linear.tile_of(plan, m, (4096, 4096), parts=1, processors=132)
-        few = m <= triton_linear.FEW
-        types = {
-            "out": "*i16", "x": "*i32" if few and plan.bits == 4 else "*bf16", "data": "*u8",
-            "scales": "*bf16" if plan.kind == 3 else "*u8", "factor": "*fp32", "bias": "*bf16",
-        } | ({} if few else {"m": "i32"}) | {size: "i32" for size in SIZES}
-        constants = dict(
-            FACTOR=2, BIAS=True, BITS=plan.bits, KIND=plan.kind, GROUP=plan.group, SCALE_ROWS=plan.scale_rows,
-            BN=tile.rows, BYTES=tile.width,
+    for m in (1, 16, 64):
+        tile, half = (
+            triton_linear.tile_of(plan, m, (4096, 4096), dtype, parts=1, processors=132)
+            for dtype in (torch.bfloat16, torch.float16)
         )
-        if few:
-            show(triton_products.lanes_kernel, types, constants | dict(M=m, FLOAT16=False), 4)
-            continue
-        show(triton_products.tiles_kernel, types, constants | dict(EXACT=False, BM=tile.tokens), 4)
-        halves = types | {"out": "*fp16", "x": "*fp16"}
+        types = {
+            "out": "*i16", "x": "*bf16", "data": "*i16", "scales": "*bf16" if plan.kind == 3 else "*u8",
+            "factor": "*fp32", "bias": "*bf16", "m": "i32",
+        } | {size: "i32" for size in SIZES}
+        constants = dict(
+            EXACT=False, FACTOR=2, BIAS=True, BITS=plan.bits, KIND=plan.kind, GROUP=plan.group,
+            SCALE_ROWS=plan.scale_rows, BM=tile.tokens, BN=tile.rows, ITEMS=tile.items, STAGES=tile.stages,
+        )
+        show(triton_products.tiles_kernel, types, constants, tile.warps)
         if m == 16:
-            show(triton_products.tiles_kernel, halves, constants | dict(EXACT=False, BM=tile.tokens), 4)
+            halves = types | {"out": "*fp16", "x": "*fp16"}
+            show(triton_products.tiles_kernel, halves, constants | dict(ITEMS=half.items), half.warps)
 types = {"out": "*i16", "sums": "*fp32", "factor": "*fp32", "bias": "*bf16", "count": "i32", "n": "i32"}
 show(triton_products.parts_kernel, types, dict(PARTS=3, FACTOR=2, BIAS=True, LANES=1024), 4)
 """
@@ -107,11 +106,11 @@ show(triton_products.parts_kernel, types, dict(PARTS=3, FACTOR=2, BIAS=True, LAN
 def test_the_compiled_kernels_keep_subnormals_and_use_tensor_cores(
     capability: int, formats: list[str], tmp_path: Path
 ) -> None:
-    """Codes are decoded by way of subnormal float32 numbers, which a flush would make zero."""
+    """Codes are decoded by way of subnormal numbers, which a flush would make zero."""
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     kernels = run(["-c", COMPILE, str(capability), *formats], environment, timeout=600).split("KERNEL")[1:]
-    assert len(kernels) == 5 * len(formats) + 1
+    assert len(kernels) == 4 * len(formats) + 1
     for ptx in kernels:
         assert ".ftz" not in ptx
         assert ".local" not in ptx  # nothing that threads would have to keep in memory

@@ -20,11 +20,11 @@ SHAPES = {
     "nvfp4": (33, 1136),
     "mxfp4": (33, 1120),
     "mxfp8": (33, 608),
-    "fp8_channel": (33, 601),
+    "fp8_channel": (33, 602),
     "fp8_tensor": (65, 130),
     "fp8_block": (131, 300),
 }
-ROWS = (1, 3, 16, 33)  # lanes for the first two, tiles of 16 and of 64 rows for the others
+ROWS = (1, 3, 16, 33)  # tiles of 8, of 16 and of 64 rows
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -98,8 +98,9 @@ def test_scales_of_blocks_may_be_float32(rows: int) -> None:
 def test_a_device_with_many_processors_cuts_k() -> None:
     plan = triton_linear.plan_of(weight("nvfp4", 16, 64)[0].fmt, torch.ones(1))
     assert plan is not None
-    assert triton_linear.tile_of(plan, 1, (64, 1 << 18), parts=None, processors=132).parts == triton_linear.PARTS
-    assert triton_linear.tile_of(plan, 1, (65536, 65536), parts=None, processors=132).parts == 1
+    for shape, parts in (((64, 1 << 18), triton_linear.PARTS), ((65536, 65536), 1)):
+        tile = triton_linear.tile_of(plan, 1, shape, torch.bfloat16, parts=None, processors=132)
+        assert tile.parts == parts
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -204,9 +205,9 @@ def test_a_row_of_x_gets_the_same_bits_whatever_the_others_hold() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_views_are_read_where_they_lie(rows: int) -> None:
     packed, w = weight("fp8_channel", 33, 256)
-    part = packed.narrow(1, 31, 130)  # bytes of a longer row, at an odd place
+    part = packed.narrow(1, 30, 130)  # bytes of a longer row, at an even place
     x = numbers(rows * 2, 400, seed=8)[::2, 5:135]
-    assert_close(linear(x, part), x, w[:, 31:161])
+    assert_close(linear(x, part), x, w[:, 30:160])
     packed, w = weight("nvfp4", 33, 128)
     x = numbers(1 + rows * 128, seed=9)[1:].reshape(rows, 128)  # not on a word
     assert_close(linear(x, packed), x, w)
@@ -222,6 +223,13 @@ def test_what_has_no_kernel_gives_none() -> None:
     assert triton_linear.linear(x[:0], data, *ask) is None
     assert triton_linear.linear(x[:, :32], data, *ask) is None
     assert triton_linear.linear(x[:1].expand(triton_linear.MANY + 1, -1), data, *ask) is None
+    eight, _ = weight("fp8_channel", 16, 64)
+    assert eight.factor is not None
+    factor = eight.factor.to(DEVICE)
+    for first, count in ((1, 62), (0, 61)):  # bytes at an odd place, and an odd number of them: no items of two
+        part, shape = eight.data.to(DEVICE).narrow(1, first, count), (16, count)
+        assert triton_linear.linear(x[:, :count], part, None, factor, eight.fmt, shape) is None
+        assert triton_linear.unpacked(part, None, eight.fmt, shape) is None
     six, _ = weight("mxfp6_e2m3", 16, 64)
     assert six.scales is not None
     assert triton_linear.linear(x, six.data.to(DEVICE), six.scales.to(DEVICE), None, six.fmt, six.shape) is None
