@@ -42,6 +42,7 @@ from ptqpipe.kernels import (
     triton_block,
     triton_codecs,
     triton_columns,
+    triton_layer,
     triton_linear,
     triton_messages,
     triton_rows,
@@ -205,6 +206,25 @@ def column_launches() -> Iterator[Launch]:
             yield "columns sweep", f"{name} {2 * window + 1} scales", sweep
 
 
+def layer_launches() -> Iterator[Launch]:
+    """What a decoder layer does between its products, of parts that are tensors of their own and that are views."""
+    for rows, width in ((1, 4096), (16, 5120), (64, 896), (2, 16384)):
+        x, weight = torch.zeros(rows, width, dtype=torch.bfloat16), torch.zeros(width, dtype=torch.bfloat16)
+        yield "layer norm", f"{rows} of {width}", partial(triton_layer.norm, x, weight, 1e-5)
+        yield "layer norm", f"{rows} of {width} added", partial(triton_layer.norm, x, weight, 1e-5, x)
+        table, both = torch.zeros(1 << 16, dtype=torch.int16), torch.zeros(rows, 2 * width, dtype=torch.bfloat16)
+        yield "layer gate", f"{rows} of {width}", partial(triton_layer.gated, *both.split(width, 1), table)
+    for heads, kv_heads, dim in ((32, 8, 128), (14, 2, 64), (12, 4, 80), (8, 2, 256)):
+        parts = torch.zeros(2, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
+        split = parts.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
+        angles, slots = torch.zeros(2, dim, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
+        pages = torch.zeros(4, 16, kv_heads, dim, dtype=torch.bfloat16)
+        for norms in (None, triton_layer.HeadNorms(angles[0], angles[1], 1e-6, 1e-6)):
+            about = f"{heads}/{kv_heads} heads {dim}{'' if norms is None else ' norms'}"
+            call = partial(triton_layer.rotate_and_store, *split, (angles, angles), (pages, pages), slots, norms)
+            yield "layer rotary", about, call
+
+
 def message_launches() -> Iterator[Launch]:
     """Messages of the all-reduce, and the whole sum over symmetric memory."""
     for dtype in DTYPES:
@@ -236,7 +256,15 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def launches(only: list[str]) -> list[Launch]:
     """Those whose name or case contains one of the words; all of them without any."""
-    parts = (block_launches, row_launches, linear_launches, attention_launches, column_launches, message_launches)
+    parts = (
+        block_launches,
+        row_launches,
+        linear_launches,
+        attention_launches,
+        column_launches,
+        layer_launches,
+        message_launches,
+    )
     found = [launch for part in parts for launch in part()]
     return [one for one in found if not only or any(word in f"{one[0]} {one[1]}" for word in only)]
 
