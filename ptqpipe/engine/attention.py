@@ -124,6 +124,12 @@ class PagedAttention:
         assert step.spans is not None
         return step.slots, (step.singles, step.spans)
 
+    def placed_singles(self) -> triton_attention.DeviceSpans | None:
+        """Within a step in which every sequence has one token: what each sees, on a device with kernels of its own."""
+        step = _STEP.get(None) if _ACTIVE.get(None) is self else None
+        placed = None if step is None or step.batch.images is not None else step.placed
+        return placed if placed is not None and (placed.most, placed.many) == (1, 0) else None
+
     @contextmanager
     def during(self, batch: Batch, placed: triton_attention.DeviceSpans | None = None) -> Iterator[None]:
         """Within it a forward of the model's tokens is that of ``batch``.

@@ -25,7 +25,7 @@ _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _FEED_FORWARD = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
-class _Listener(PagedAttention):
+class Listener(PagedAttention):
     """Attention over the same pages that keeps what each layer's was given."""
 
     def __init__(self, other: PagedAttention) -> None:
@@ -100,12 +100,14 @@ def _has_parts(layer: torch.nn.Module) -> bool:
 
 def _use_layer(layer: Any, attention: PagedAttention, tables: dict[bytes, torch.Tensor], chain: _Chain) -> None:
     """Replaces a layer's forward where that changes no bit."""
-    at, own, listener = int(layer.self_attn.layer_idx), layer.forward, _Listener(attention)
-    norms = [(norm.weight.detach(), _epsilon(norm)) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    at, own, listener = int(layer.self_attn.layer_idx), layer.forward, Listener(attention)
+    norms = [
+        (norm.weight.detach(), epsilon_of(norm)) for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+    ]
     hooks = [kind for part in list(layer.modules())[1:] for kind in (part._forward_hooks, part._forward_pre_hooks)]
     if any(hooks):
         return
-    expected = _answer(own, listener, at, len(norms[0][0]))
+    expected = answer(own, listener, at, len(norms[0][0]))
     terms = listener.terms.get(at)
     if expected is None or terms is None or terms.sinks is not None or terms.softcap is not None:
         return
@@ -113,14 +115,14 @@ def _use_layer(layer: Any, attention: PagedAttention, tables: dict[bytes, torch.
     products += [getattr(layer.mlp, f"{name}_proj") for name in ("gate", "up", "down")]
     parts = LayerParts(
         tuple(norms), tuple((product.operand, product.bias) for product in products),
-        _activation(layer.mlp.act_fn, tables), attention.pages[at].keys, attention.pages[at].values, terms.scaling,
+        activation_table(layer.mlp.act_fn, tables), attention.pages[at].keys, attention.pages[at].values, terms.scaling,
         terms.window,
     )  # fmt: skip
     if not fits(parts):
         return
     alone = _Chain()
     alone.layers.append(Layer(parts))
-    found = _answer(_forward(own, alone, listener, hooks), listener, at, len(norms[0][0]))
+    found = answer(_forward(own, alone, listener, hooks), listener, at, len(norms[0][0]))
     if found is not None and all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)):
         chain.layers.append(Layer(parts))
         layer.forward = _forward(own, chain, attention, hooks)
@@ -145,19 +147,22 @@ def _forward(
     return forward
 
 
-def _answer(
+def answer(
     forward: Callable[..., Any], attention: PagedAttention, at: int, hidden: int
 ) -> tuple[torch.Tensor, ...] | None:
-    """What a layer makes of a random step, and the pages that it leaves, which are zeros afterwards. None if it is not
-    called as a Llama layer is, or keeps no bfloat16 numbers."""
+    """What a layer makes of a random step of two sequences, and the page that it leaves, which is zeros afterwards.
+    None if it is not called as a Llama layer is, or keeps no bfloat16 numbers.
+
+    One sequence's numbers are small beside what the layer adds to them, the other's large."""
     pages, size, g = attention.pages[at], attention.block_size, torch.Generator().manual_seed(at)
     totals = (size, size - 1) if size > 1 else (1,)  # of sequences that share a page
-    if pages.keys.dtype != torch.bfloat16 or pages.keys.device.type != "cpu":
+    if pages.keys.dtype != torch.bfloat16:
         return None
-    zeros = torch.zeros(len(totals), dtype=torch.int64)
-    x = torch.randn(1, len(totals), hidden, generator=g).bfloat16()
+    zeros, device = torch.zeros(len(totals), dtype=torch.int64), pages.keys.device
+    x = torch.randn(1, len(totals), hidden, generator=g) * torch.tensor([1.0, 64.0])[: len(totals), None]
+    x = x.bfloat16().to(device)
     angles = torch.rand(1, len(totals), pages.keys.shape[3], generator=g) * 6
-    rotary = (angles.cos().bfloat16(), angles.sin().bfloat16())
+    rotary = (angles.cos().bfloat16().to(device), angles.sin().bfloat16().to(device))
     first = [pages.keys[0], pages.values[0]]
     for page in first:
         page.copy_(torch.randn(page.shape, generator=g))
@@ -172,13 +177,18 @@ def _answer(
             page.zero_()
 
 
-def _epsilon(norm: torch.nn.Module) -> float:
+def epsilon_of(norm: torch.nn.Module) -> float:
     """What a norm adds to the mean square; what gives other bits than a norm's where it has none."""
     return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", float("nan"))))
 
 
-def _activation(function: Callable[[torch.Tensor], torch.Tensor], tables: dict[bytes, torch.Tensor]) -> torch.Tensor:
-    """The bits of what a function makes of each bfloat16 number, int16 [65536]; the same tensor for the same bits."""
-    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+def activation_table(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    tables: dict[bytes, torch.Tensor],
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """The bits of what a function makes of each bfloat16 number on a device, int16 [65536]; the same tensor for the
+    same bits."""
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).to(device).view(torch.bfloat16)
     table = function(numbers).view(torch.int16)
-    return tables.setdefault(table.numpy().tobytes(), table)
+    return tables.setdefault(table.cpu().numpy().tobytes(), table)

@@ -16,6 +16,7 @@ import torch
 
 from ptqpipe.engine.attention import PagedAttention, Pages, implementation, numbers_of
 from ptqpipe.engine.batch import Batch
+from ptqpipe.engine.device_layers import use_device_layers
 from ptqpipe.engine.graphs import StepGraphs
 from ptqpipe.engine.images import DEEP
 from ptqpipe.engine.layers import use_layers
@@ -88,6 +89,8 @@ class ModelRunner:
         pages = {layer: self._pages(layer) for layer in self.shapes}
         self.attention = PagedAttention(pages, options.block_size, device=model.device, windows=found.windows)
         self.graphs = self._step_graphs(options.max_len) if agree is None and overlap is None else None
+        if agree is None and overlap is None:
+            use_device_layers(model, self.attention)
         self.whole: WholeStep | None = None
         self.whole = whole_step(model, use_layers(model, self.attention), self.attention, self._forward)
         model.get_input_embeddings().register_forward_hook(self._with_images)

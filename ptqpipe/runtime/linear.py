@@ -68,6 +68,36 @@ class PackedLinear(torch.nn.Module):
         more = self.quantizer is not None or self.low_rank is not None or self.unpacked is not None
         return None if more else self.packed.operand
 
+    def joined(self, others: Sequence[Any]) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """One product for this layer and others of the same inputs, outputs side by side ``[..., all out_features]``.
+
+        Their packed bytes are parts of one weight from then on, so that none is there twice. None where one of them is
+        more than a packed weight and a bias, or where the weights do not go together.
+        """
+        layers = [self, *others]
+        for layer in layers:
+            if not isinstance(layer, PackedLinear) or layer.quantizer is not None or layer.low_rank is not None:
+                return None
+            if layer.unpacked is not None or layer.siblings is not None or "forward" in vars(layer):
+                return None
+        with torch.inference_mode(False), torch.no_grad():
+            made = PackedWeight.joined([layer.packed for layer in layers])
+            if made is None:
+                return None
+            whole, *parts = made
+            for layer, part in zip(layers, parts, strict=True):
+                layer.packed = part
+            bias = None
+            if any(layer.bias is not None for layer in layers):
+                bias = torch.cat([layer._numbers_of_bias() for layer in layers])
+        return lambda x: packed_linear(x, whole, bias)
+
+    def _numbers_of_bias(self) -> torch.Tensor:
+        """``[N]``: zeros without one."""
+        if self.bias is None:
+            return torch.zeros(self.out_features, dtype=self.dtype, device=self.packed.device)
+        return self.bias.detach()
+
     @property
     def weight(self) -> torch.Tensor:
         """``[N, K]``, decoded; kept, and from then on multiplied with, since the model may write to it (RWKV does).

@@ -140,6 +140,32 @@ class PackedWeight:
         part = self._inner().narrow(dim, start, length)
         return replace(self, shape=part.shape, data=part.data, scales=part.scales.contiguous(), factor=factor)
 
+    @staticmethod
+    def joined(weights: Sequence["PackedWeight"]) -> "list[PackedWeight] | None":
+        """The rows of all weights as one weight, then each of them as a part of its bytes: so each has what it had.
+
+        None where their formats or columns differ, where blocks of rows would lie in two, or for panels.
+        """
+        first = weights[0]
+        step = 1 if first.scales is None else first.fmt.block[0]  # 0: all rows share scales
+        for one in weights:
+            same = (one.fmt, one.shape[1], one.device) == (first.fmt, first.shape[1], first.device)
+            kind = None if one.scales is None else one.scales.dtype
+            if not same or one.operand is not None or kind != (None if first.scales is None else first.scales.dtype):
+                return None
+            if not step or (one is not weights[-1] and one.shape[0] % step):
+                return None
+        data = torch.cat([one.data for one in weights])
+        grids = [one.scales for one in weights if one.scales is not None]
+        scales = torch.cat(grids) if grids else None
+        whole = PackedWeight(first.fmt, (len(data), first.shape[1]), data, scales, _factors(weights))
+        rows = torch.split(data, [len(one.data) for one in weights])
+        if scales is None:
+            return [whole, *(replace(one, data=part) for one, part in zip(weights, rows, strict=True))]
+        parts = torch.split(scales, [len(grid) for grid in grids])
+        each = zip(weights, rows, parts, strict=True)
+        return [whole, *(replace(one, data=part, scales=grid) for one, part, grid in each)]
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """``[N, K]``: the float32 decode, bit for bit QTensor's, rounded once to ``dtype``."""
         return self.in_rows()._tile(0, self.shape[0]).to(dtype)
@@ -157,9 +183,10 @@ class PackedWeight:
         q = self._inner()
         if self.divisor is not None:
             q = replace(q, global_scale=self.divisor, global_divides=True)
-        elif self.factor is not None:
+        elif self.factor is not None and len(self.factor) == 1:
             q = replace(q, global_scale=self.factor.reshape(()))
-        return _decoded(q.narrow(0, start, stop - start), torch.float32)
+        tile = _decoded(q.narrow(0, start, stop - start), torch.float32)
+        return tile if self.factor is None or len(self.factor) == 1 else tile * self._factor(start, stop)
 
     def _inner_tile(self, start: int, stop: int, room: torch.Tensor) -> torch.Tensor:
         """The inner numbers of rows ``[start, stop)`` in the dtype of ``room``, a flat tensor that it may use."""
@@ -181,6 +208,17 @@ class PackedWeight:
         """float32 ``[1, 1]`` or ``[stop - start, 1]``."""
         assert self.factor is not None
         return (self.factor if len(self.factor) == 1 else self.factor[start:stop]).unsqueeze(1)
+
+
+def _factors(weights: Sequence[PackedWeight]) -> torch.Tensor | None:
+    """float32 ``[1]`` where all weights have the same one, else ``[N]`` of all rows; None where none has any."""
+    found = [one.factor for one in weights]
+    if all(factor is None for factor in found):
+        return None
+    each = [torch.ones(1, device=one.device) if one.factor is None else one.factor for one in weights]
+    if all(len(factor) == 1 and torch.equal(factor, each[0]) for factor in each):
+        return each[0]
+    return torch.cat([factor.expand(one.shape[0]) for factor, one in zip(each, weights, strict=True)])
 
 
 def _decoded(q: QTensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The claims about what a decoder layer does between its products. ``test_triton_layer.py`` runs this file in a process.
+"""The claims about what a decoder layer does between its products: ``test_triton_layer.py`` runs this in a process.
 
 Once with TRITON_INTERPRET=1, which has to be set before Triton is imported, on CPU tensors; and once on a CUDA device
 where there is one. Expected values are those of torch's operators in transformers' own functions.
