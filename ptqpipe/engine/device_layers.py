@@ -43,10 +43,13 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 def use_device_layers(model: torch.nn.Module, attention: PagedAttention) -> int:
     """Gives a model's layers this forward, in place, on a device with kernels: how many got one. The pages must be all
     zeros, and are so afterwards."""
-    if not triton_layer.runs_on(torch.device(attention.device)):
+    device, tables = torch.device(attention.device), dict[bytes, torch.Tensor]()
+    if not triton_layer.runs_on(device):
         return 0
-    tables: dict[bytes, torch.Tensor] = {}
-    return sum(_use_layer(layer, attention, tables) for layer in list(model.modules()) if _has_parts(layer))
+    count = sum(_use_layer(layer, attention, tables) for layer in list(model.modules()) if _has_parts(layer))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the parts of joined weights had, too small for any joined one
+    return count
 
 
 def _has_parts(layer: torch.nn.Module) -> bool:

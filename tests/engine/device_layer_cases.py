@@ -61,9 +61,10 @@ def source(kind: str, folder: Path, **sizes: Any) -> Path:
     return folder
 
 
-def checkpoint(kind: str, folder: Path) -> Path:
+def checkpoint(kind: str, folder: Path, **sizes: Any) -> Path:
     """The same in NVFP4."""
-    return Path(quantized(source(kind, folder / "source"), "compressed_tensors", "nvfp4").save(folder / "packed"))
+    plain = source(kind, folder / "source", **sizes)
+    return Path(quantized(plain, "compressed_tensors", "nvfp4").save(folder / "packed"))
 
 
 def runner(path: Path, *, max_seqs: int = 3, activations: str = "none") -> ModelRunner:
@@ -108,8 +109,10 @@ def assert_near(one: torch.Tensor, other: torch.Tensor, bound: float = BOUND) ->
     assert bool((gap <= bound * other.float().square().mean(-1).sqrt()).all())
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("packed_weights", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "packed_weights"),
+    [("llama", False), ("qwen2", True), ("qwen3", True), ("mistral", False)],
+)
 def test_steps_are_those_of_separate_operators(
     kind: str, packed_weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +122,7 @@ def test_steps_are_those_of_separate_operators(
     assert not any(pages.keys.any() or pages.values.any() for pages in run.attention.pages.values())
     for one, other in zip(steps(run), steps(plain), strict=True):
         assert_near(one, other)
-        assert torch.equal(one.argmax(-1), other.argmax(-1))
+        assert_near(other.gather(-1, one.argmax(-1, keepdim=True)), other.amax(-1, keepdim=True))
     for layer, pages in run.attention.pages.items():
         for mine, own in ((pages.keys, plain.attention.pages[layer].keys), (pages.values, None)):
             assert_near(mine.flatten(2), (plain.attention.pages[layer].values if own is None else own).flatten(2))
@@ -174,7 +177,7 @@ def test_weights_that_do_not_go_together_are_multiplied_by_their_modules(
     kept = source("llama", tmp_path / "source")
     pick = lambda name: None if "up_proj" in name or "lm_head" in name or "embed" in name else "nvfp4_w4a4"  # noqa: E731
     path = Path(quantized(kept, "compressed_tensors", pick).save(tmp_path / "packed"))
-    plain, run = plain_runner(path, monkeypatch, activations="all"), runner(path, activations="all")
+    plain, run = plain_runner(path, monkeypatch, activations="simulated"), runner(path, activations="simulated")
     assert run.model.model.layers[0].self_attn.q_proj.quantizer is not None
     assert fused(run) == [True, True]
     for one, other in zip(steps(run), steps(plain), strict=True):
@@ -182,16 +185,16 @@ def test_weights_that_do_not_go_together_are_multiplied_by_their_modules(
 
 
 def test_more_rows_than_the_products_take_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, count = checkpoint("llama", tmp_path), triton_linear.MANY + 6
+    path, count = checkpoint("llama", tmp_path, num_hidden_layers=1), triton_linear.MANY + 6
     plain, run = plain_runner(path, monkeypatch, max_seqs=count), runner(path, max_seqs=count)
     plain.graphs = run.graphs = None
-    products = calls_of(monkeypatch, triton_layer, "gated")
+    gates = calls_of(monkeypatch, triton_layer, "gated")
     assert_near(run.run(singles(count, 1)), plain.run(singles(count, 1)))
-    assert products == [count, count]
+    assert gates == [count]
 
 
 def test_recorded_steps_have_these_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = checkpoint("qwen3", tmp_path)
+    path = source("qwen3", tmp_path)
     plain, run = plain_runner(path, monkeypatch), runner(path)
     plain.graphs = None
     if DEVICE == "cpu":
