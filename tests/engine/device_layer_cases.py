@@ -145,7 +145,10 @@ def singles(count: int, total: int) -> Batch:
 def test_a_step_takes_four_products_a_layer_and_no_other_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = runner(checkpoint("qwen2", tmp_path))
     products, norms = calls_of(monkeypatch, triton_linear, "linear"), calls_of(monkeypatch, triton_layer, "norm")
-    stores, seen = calls_of(monkeypatch, triton_attention, "store"), calls_of(monkeypatch, triton_attention, "attention")
+    stores, seen = (
+        calls_of(monkeypatch, triton_attention, "store"),
+        calls_of(monkeypatch, triton_attention, "attention"),
+    )
     run.graphs = None
     run.run(singles(2, 1))
     assert (len(products), len(norms), len(stores), len(seen)) == (8, 4, 0, 2)

@@ -243,6 +243,40 @@ def test_narrowing_commutes_with_decoding(fmt: str) -> None:
     assert torch.equal(packed_linear(x, part.arranged()), packed_linear(torch.nn.functional.pad(x, (128, 0)), packed))
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("seeds", [(0, 0, 0), (0, 1, 2)])  # of equal global scales, and of different ones
+def test_joined_weights_are_parts_of_one(fmt: str, seeds: tuple[int, ...]) -> None:
+    heights = (128, 256, 40)
+    made = [weight(fmt, n, 256, seed=seed) for n, seed in zip(heights, seeds, strict=True)]
+    whole, *parts = PackedWeight.joined([packed for packed, _ in made]) or []
+    assert whole.shape == (sum(heights), 256)
+    for part, (packed, _) in zip(parts, made, strict=True):
+        assert torch.equal(part.dequantize(), packed.dequantize())
+        assert part.data.untyped_storage().data_ptr() == whole.data.untyped_storage().data_ptr()
+        if part.scales is not None and whole.scales is not None:
+            assert part.scales.is_contiguous()
+            assert part.scales.untyped_storage().data_ptr() == whole.scales.untyped_storage().data_ptr()
+    w = torch.cat([decoded for _, decoded in made])
+    for rows in (1, 48, 700):
+        x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows))
+        y, exact = packed_linear(x.bfloat16(), whole).double(), x.bfloat16().double() @ w.t()
+        assert bool(((y - exact).abs() <= bound(x.bfloat16(), w, exact, decoded_bf16=fmt == "fp8_block")).all())
+        y, exact = packed_linear(x, whole).double(), x.double() @ w.t()
+        assert bool(((y - exact).abs() <= x.double().abs() @ w.abs().t() * (2 * 256 + 3) * U + 1e-30).all())
+
+
+def test_weights_that_do_not_go_together_are_not_joined() -> None:
+    one, _ = weight("nvfp4", 32, 256)
+    blocks, part = weight("fp8_block", 40, 256)[0], weight("fp8_block", 128, 256)[0]
+    assert PackedWeight.joined([one, weight("mxfp4", 32, 256)[0]]) is None
+    assert PackedWeight.joined([one, weight("nvfp4", 32, 128)[0]]) is None
+    assert PackedWeight.joined([part, blocks]) is not None
+    assert PackedWeight.joined([blocks, part]) is None  # of whose blocks one would have rows of both
+    panels = one.arranged()
+    if panels.operand is not None:
+        assert PackedWeight.joined([panels, panels]) is None
+
+
 def test_float32_inputs_meet_the_exact_decode() -> None:
     packed, w = weight("nvfp4", 96, 256)
     packed = packed.arranged()
