@@ -205,7 +205,7 @@ def _answers(
 ) -> list[torch.Tensor] | None:
     """What `answer` gives, and before it what ``ends`` were given, rows of tokens; None where it gives nothing."""
     given: list[torch.Tensor] = []
-    hooks = [end.register_forward_pre_hook(lambda end, args: given.append(args[0].clone())) for end in ends]
+    hooks = [end.register_forward_pre_hook(lambda end, args: given.extend(x.clone() for x in args[:1])) for end in ends]
     try:
         found = answer(forward, attention, at, hidden)
     finally:

@@ -16,7 +16,7 @@ CASES = str(Path(__file__).with_name("device_layer_cases.py"))
 def test_steps_are_those_of_separate_operators_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run(["-m", "pytest", *OPTIONS, CASES], environment, timeout=600)
+    run(["-m", "pytest", *OPTIONS, CASES], environment, timeout=900)
 
 
 @pytest.mark.gpu
