@@ -24,9 +24,9 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def module(width: int, eps: float) -> LlamaRMSNorm:
-    """transformers' norm with weights around one."""
+    """transformers' norm with weights of either sign."""
     made = LlamaRMSNorm(width, eps).to(DEVICE, torch.bfloat16)
-    made.weight.data = 1 + numbers(1, width, seed=width)[0] / 64
+    made.weight.data = torch.randn(width, generator=torch.Generator().manual_seed(width)).bfloat16().to(DEVICE)
     return made.requires_grad_(False)
 
 
@@ -92,11 +92,11 @@ def test_rotary_embedding_and_store(kind: str, rows: int, heads: int, kv_heads: 
     stored = [page.flatten(0, 1)[slots] for page in pages]
     if kind == "normed":
         for one, other in ((found, query), (stored[0], key)):
-            far = (one.double() - other.double()).abs() > 2.0**-7 * other.double().abs()
-            assert int(far.sum()) <= max(1, one.numel() // 50)  # either number of a plane may have been rounded anew
-            torch.testing.assert_close(
-                one.float(), other.float(), rtol=2.0**-6, atol=2.0**-6 * float(other.abs().max())
-            )
+            assert int((one != other).sum()) <= max(
+                2, one.numel() // 50
+            )  # whose plane has a number that was rounded anew
+            largest = other.float().abs().amax(-1, keepdim=True)
+            assert bool(((one.float() - other.float()).abs() <= 2.0**-4 * largest).all())
     else:
         assert torch.equal(found, query)
         assert torch.equal(stored[0], key)
