@@ -38,7 +38,7 @@ from quality_entries import ENTRIES, FORMATS, Entry, Job, calibrate_command, own
 HERE = Path(__file__).parent
 OWN = "ptqpipe"
 TOKENS = 24_576
-LIMIT_SECONDS = 1800
+LIMIT_SECONDS = 7200  # of a job; a model of 150 M in `best` on one thread takes most of an hour
 PACKAGES = {
     "llm-compressor": "llmcompressor",
     "modelopt": "nvidia-modelopt",

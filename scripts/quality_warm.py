@@ -73,6 +73,8 @@ def forked(tool: str, arguments: Sequence[str], limit_seconds: int) -> dict[str,
         seconds = time.monotonic() - begun
         said.seek(0)
         words = said.read().decode(errors="replace")[-4000:]
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+            words += f"\nTimeoutError: not done after {limit_seconds} seconds"
     return {
         "status": os.waitstatus_to_exitcode(status),
         "seconds": round(seconds, 1),
