@@ -35,6 +35,7 @@ _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _FEED_FORWARD = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_IGNORED = {"position_embeddings", "position_ids", "cache_position"}  # what a layer is given and the step has already
 Product = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -85,7 +86,10 @@ def _norm_of(module: Any) -> _Norm | None:
     found, g = _Norm(weight.detach(), eps), torch.Generator().manual_seed(0)
     x = torch.randn(2, len(weight), generator=g) * torch.tensor([[1.0], [eps**0.5 or 1.0]])
     x = x.bfloat16().to(weight.device)
-    wanted = module(x)
+    try:
+        wanted = module(x)
+    except Exception:  # a norm that is called otherwise
+        return None
     if not isinstance(wanted, torch.Tensor) or wanted.shape != x.shape or wanted.dtype != x.dtype:
         return None
     y = found(x)[1].float()
@@ -182,7 +186,8 @@ def _forward(
 
     def forward(hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
         where, rotary = attention.placed_singles(), options.get("position_embeddings")
-        alone = not args and options.get("attention_mask") is None and not any(hooks)
+        more = [value for name, value in options.items() if name not in _IGNORED]
+        alone = not args and all(value is None or value is False for value in more) and not any(hooks)
         if not alone or where is None or rotary is None:
             return own(hidden_states, *args, **options)
         rows = len(where.slots)

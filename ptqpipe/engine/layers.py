@@ -101,9 +101,10 @@ def _has_parts(layer: torch.nn.Module) -> bool:
 def _use_layer(layer: Any, attention: PagedAttention, tables: dict[bytes, torch.Tensor], chain: _Chain) -> None:
     """Replaces a layer's forward where that changes no bit."""
     at, own, listener = int(layer.self_attn.layer_idx), layer.forward, Listener(attention)
-    norms = [
-        (norm.weight.detach(), epsilon_of(norm)) for norm in (layer.input_layernorm, layer.post_attention_layernorm)
-    ]
+    both = (layer.input_layernorm, layer.post_attention_layernorm)
+    if not all(isinstance(getattr(norm, "weight", None), torch.Tensor) for norm in both):
+        return
+    norms = [(norm.weight.detach(), epsilon_of(norm)) for norm in both]
     hooks = [kind for part in list(layer.modules())[1:] for kind in (part._forward_hooks, part._forward_pre_hooks)]
     if any(hooks):
         return
@@ -150,16 +151,18 @@ def _forward(
 def answer(
     forward: Callable[..., Any], attention: PagedAttention, at: int, hidden: int
 ) -> tuple[torch.Tensor, ...] | None:
-    """What a layer makes of a random step of two sequences, and the page that it leaves, which is zeros afterwards.
-    None if it is not called as a Llama layer is, or keeps no bfloat16 numbers.
+    """What a layer makes of a random step of up to eight sequences, and the page that it leaves, which is zeros
+    afterwards. None if it is not called as a Llama layer is, or keeps no bfloat16 numbers.
 
-    One sequence's numbers are small beside what the layer adds to them, the other's large."""
+    Their numbers go from large to small ones: whatever a layer adds to its input, in some of them that is neither lost
+    in the input nor all that is left of the sum.
+    """
     pages, size, g = attention.pages[at], attention.block_size, torch.Generator().manual_seed(at)
-    totals = (size, size - 1) if size > 1 else (1,)  # of sequences that share a page
+    totals = tuple(range(size, max(0, size - 8), -1))  # of sequences that share a page
     if pages.keys.dtype != torch.bfloat16:
         return None
     zeros, device = torch.zeros(len(totals), dtype=torch.int64), pages.keys.device
-    x = torch.randn(1, len(totals), hidden, generator=g) * torch.tensor([1.0, 64.0])[: len(totals), None]
+    x = torch.randn(1, len(totals), hidden, generator=g) * torch.logspace(6, -8, len(totals), 2)[:, None]
     x = x.bfloat16().to(device)
     angles = torch.rand(1, len(totals), pages.keys.shape[3], generator=g) * 6
     rotary = (angles.cos().bfloat16().to(device), angles.sin().bfloat16().to(device))
@@ -170,7 +173,7 @@ def answer(
         with attention.during(Batch(zeros, zeros, tuple(Span(1, total, (0,)) for total in totals))):
             out = forward(x, attention_mask=None, position_embeddings=rotary, position_ids=None, use_cache=False)
         return (out, *(page.clone() for page in first)) if isinstance(out, torch.Tensor) else None
-    except (TypeError, ValueError, RuntimeError):  # a model's own code that expects something else
+    except Exception:  # a model's own code that expects something else
         return None
     finally:
         for page in first:

@@ -275,6 +275,65 @@ def test_a_layer_that_adds_something_else_is_noticed(
     assert not takes(run)
 
 
+@pytest.mark.parametrize(("share", "factor"), [(0.05, 0.22), (0.2, 0.22), (0.2, 0.9), (1.0, 0.9)])
+def test_a_factor_of_what_is_added_is_noticed_however_little_that_is(
+    share: float, factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Granite's layers have such factors and a Llama layer's parts."""
+    run = tiny(monkeypatch, tmp_path)
+    layer = run.model.model.layers[0]
+    with torch.no_grad():
+        for module in layer.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight *= share
+    assert takes(run)
+
+    class Other(type(layer)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+            y = x + factor * self.self_attn(hidden_states=self.input_layernorm(x), **options)[0]
+            z = self.post_attention_layernorm(y)
+            return y + factor * self.mlp(z)  # type: ignore[no-any-return]
+
+    layer.__class__ = Other
+    assert not takes(run)
+
+
+@pytest.mark.parametrize("error", [AttributeError, KeyError])
+def test_a_layer_that_cannot_be_asked_keeps_its_forward(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny(monkeypatch, tmp_path)
+    layer = run.model.model.layers[0]
+
+    class Other(type(layer)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+            raise error("no positions")
+
+    layer.__class__ = Other
+    assert not takes(run)
+
+
+def test_what_a_layer_is_given_beside_goes_to_its_own_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny(monkeypatch, tmp_path)
+    layer, given = run.model.model.layers[0], []
+
+    class Other(type(layer)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor, more: object = None, **options: Any) -> Any:
+            given.append(more)
+            return super().forward(x, **options)
+
+    layer.__class__ = Other
+    assert use_device_layers(run.model, run.attention) == 1
+    run.graphs = None
+    given.clear()
+    run.run(singles(2, 1))
+    assert not given
+    call = layer.forward
+    layer.forward = lambda x, **options: call(x, more=3, **options)
+    run.run(singles(2, 1))
+    assert given == [3]
+
+
 def test_another_convention_of_rotary_embeddings_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of neighbours instead of halves, and to the other side."""
     run = tiny(monkeypatch, tmp_path)
