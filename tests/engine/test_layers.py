@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
 from ptqpipe.engine import runner as runners
 from ptqpipe.engine.batch import Batch, Span
@@ -123,6 +124,17 @@ def test_a_step_is_one_call_for_all_layers(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("kind", ["qwen3", "phi3"])
 def test_layers_of_other_parts_keep_their_forward(kind: str, tmp_path: Path) -> None:
     assert not any(has_kernels(runner(checkpoint(kind, tmp_path))))
+
+
+def test_layers_whose_norms_have_no_weight_keep_their_forward(tmp_path: Path) -> None:
+    """OLMo's are in LayerNorm without one."""
+    path = checkpoint("llama", tmp_path)
+    model = load(path, dtype="bfloat16", activations="none").eval()
+    use_kernels(model, every=True)
+    own = model.model.layers[0].input_layernorm
+    model.model.layers[0].input_layernorm = OlmoLayerNorm(len(own.weight))
+    run = ModelRunner(model, CacheOptions(1 << 24, max_len=64, max_seqs=3, block_size=BLOCK))
+    assert has_kernels(run) == [False, *[True] * (len(model.model.layers) - 1)]
 
 
 def test_layers_that_compute_something_else_keep_their_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
