@@ -9,7 +9,7 @@ upper triangular, tr(E H E^T) = sum over columns i of R_ii^2 |e_i + sum_{j<i} e_
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from ptqpipe.inputs import OUT_ROWS, Moments
 DAMPING = 0.01
 DAMPING_STEP = 10.0  # what a damping that is too small is multiplied by
 DAMPING_MAX = 10.0
+_STRIPE = 512  # columns of a product of errors that are computed together
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +140,20 @@ def output_error(error: torch.Tensor, moment: torch.Tensor) -> float:
 
 
 def _product(error: torch.Tensor, moment: torch.Tensor, other: torch.Tensor) -> float:
-    """tr(E H F^T) of errors E and F [n, K]."""
+    """tr(E H F^T) of errors E and F [n, K] of which E^T F is symmetric, as H is."""
     if moment.dim() == 1:
         return float(((error.double() * other.double()).sum(dim=0) * moment.double()).sum())
     if moment.dim() == 2:
-        return float(((error @ moment).double() * other.double()).sum())
+        return math.fsum(_below(error, moment, other))
     one, two = (e.reshape(-1, *moment.shape[:2]).transpose(0, 1) for e in (error, other))  # [K/b, n, b]
     return float((torch.bmm(one, moment).double() * two.double()).sum())
+
+
+def _below(error: torch.Tensor, moment: torch.Tensor, other: torch.Tensor) -> Iterator[float]:
+    """The parts of tr(E H F^T) for H [K, K] by runs of its columns: what lies above the diagonal is what lies below."""
+    for start in range(0, len(moment), _STRIPE):
+        run, rest = slice(start, start + _STRIPE), slice(start + _STRIPE, None)
+        found = error[:, run] @ moment[run, run]
+        if len(moment) > start + _STRIPE:
+            found.addmm_(error[:, rest], moment[rest, run], alpha=2.0)
+        yield float((found.double() * other[:, run].double()).sum())

@@ -232,3 +232,17 @@ def test_reported_errors_are_those_of_the_decode() -> None:
 def test_moments_of_another_width_are_refused() -> None:
     with pytest.raises(FormatError, match="of 32 columns, the weight has 64"):
         quantized(weights(), Moments(torch.ones(32)), CodeOptions(weighting="diagonal"))
+
+
+@pytest.mark.parametrize("stripe", [512, 40, 1])
+def test_the_output_error_is_the_trace_however_many_columns_are_computed_together(
+    stripe: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metric, "_STRIPE", stripe)
+    monkeypatch.setattr(metric, "OUT_ROWS", 16)
+    error, moment = weights().float(), second_moment(correlated(400, 64))
+    assert metric.output_error(error, moment) == pytest.approx(float(torch.trace(error @ moment @ error.t())), rel=1e-5)
+    outputs = [second_moment(correlated(100, n, seed=n)) for n in (16, 8)]
+    told = metric.expected_error(error, Moments(moment.diagonal(), full_moment=moment), outputs)
+    wanted = torch.trace(torch.block_diag(*outputs) @ error @ moment @ error.t())
+    assert told == pytest.approx(float(wanted), rel=1e-5)
