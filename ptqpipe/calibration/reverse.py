@@ -20,7 +20,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,6 @@ def reverse(
     store: Callable[[], Activations],
     modules: Callable[[Block], Sequence[str]],
     step: int = 1,
-    at_head: Callable[[], None] = lambda: None,
     of_ranks: tuple[int, int] = (0, 1),
     pairs: int = 0,
 ) -> Iterator[tuple[str, Gradients]]:
@@ -119,7 +117,6 @@ def reverse(
     modules  linear layers of a block (names in the block) that are wanted
     step     1: every block runs forward once. More: hidden states of every ``step``-th block are stored, and most
              blocks run forward twice; the result is the same
-    at_head  called once, with the head's weights loaded, while the runner has what the last block returned
     of_ranks  (rank, world) of this process among those that share the windows: window i of the runner is number
               rank + i * world of all; every process gets the gradients of all windows
     pairs    of how many tokens to keep pairs, too; of this process's windows alone
@@ -142,7 +139,6 @@ def reverse(
     gradients = runner.activations  # of each batch, in the place of its hidden states
     begun, (rank, world) = 0, of_ranks
     with runner.head():
-        at_head()
         for batch in batches:
             windows = range(begun, begun + len(runner.batches[batch]))
             numbers = [rank + window * world for window in windows]
@@ -172,7 +168,6 @@ def reverse_model(
     memory_bytes: int,
     spill: Path,
     modules: Callable[[Block], Sequence[str]],
-    at_head: Callable[[Runner], None] = lambda runner: None,
     of_ranks: tuple[int, int] = (0, 1),
     pairs: bool = False,
 ) -> Iterator[tuple[str, Gradients]]:
@@ -180,7 +175,6 @@ def reverse_model(
     that exists. Each process takes its share of the samples, of which `thinned` says how many are enough.
 
     memory_bytes  what weights of a block, hidden states and sums may take together
-    at_head       as `reverse` calls it; of the runner
     pairs         whether to keep them, of `most_tokens`
     """
     share = slice(of_ranks[0], None, of_ranks[1])
@@ -214,7 +208,6 @@ def reverse_model(
             store=store,
             modules=modules,
             step=step,
-            at_head=partial(at_head, runner),
             of_ranks=of_ranks,
             pairs=kept,
         )

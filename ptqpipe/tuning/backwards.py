@@ -14,7 +14,7 @@ import torch
 
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.reverse import Gradients, linear_modules, reverse_model, thinned
-from ptqpipe.calibration.runner import Runner, in_batches
+from ptqpipe.calibration.runner import in_batches
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import CheckpointReader, output_errors, write_tensors
 from ptqpipe.machine import BASE_BYTES, Machine, counting_bar
@@ -32,14 +32,12 @@ def observe(
     *,
     held_out: float,
     seed: int,
-    at_head: Callable[[Runner, Samples], None],
 ) -> Callable[[str], Gradients]:
     """What reads the gradients of a block by its name; they are in files of a folder in ``spill``, made now where they
     are not.
 
     held_out  share of the batches that only judge: their gradients count for nothing
     seed      of the labels
-    at_head   as `reverse_model` calls it, where the pass is made now; of the runner and the samples that it runs
     """
     folder = spill / "gradients"
     with output_errors(folder):
@@ -48,16 +46,14 @@ def observe(
     names = [name for name, _ in skeleton.blocks]
     if not _file(folder, names[0]).exists():
         wanted = {m.source.tensor for unit in prepared.outputs.plan.units for m in unit.members}
-        learned = learned_from(samples, held_out)
         found = reverse_model(
             skeleton,
-            learned,
+            learned_from(samples, held_out),
             seed=seed,
             device=machine.device,
             memory_bytes=machine.memory_bytes - BASE_BYTES,
             spill=spill,
             modules=partial(linear_modules, wanted=wanted),
-            at_head=lambda runner: at_head(runner, learned),
         )
         with counting_bar(len(names), "layers", shown=machine.progress, title="backwards") as advance:
             for name, gradients in found:

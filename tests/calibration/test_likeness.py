@@ -39,7 +39,6 @@ def test_calibrate_tells_the_perplexity_of_each_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["gptq", "layerwise"])
 def test_tune_tells_the_same_as_calibrate(method: str, tmp_path: Path) -> None:
-    """By KL divergence it looks before the run backwards, else at the end."""
     text = tmp_path / "noise.txt"
     text.write_text("".join(chr(33 + (7 * n * n) % 90) for n in range(4000)))
     windows = {"samples": 8, "seqlen": 16}

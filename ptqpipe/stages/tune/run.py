@@ -169,13 +169,13 @@ def _run(
     """Every layer. Gives how likely the model finds each source of the data."""
     likely: dict[str, Likeness] = {}
 
-    def look(runner: Runner, samples: Samples) -> None:
+    def look(runner: Runner) -> None:
         likely.update(likeness_of(runner, samples))
 
     skeleton = Skeleton.of(prepared.source, dtype=torch.float32, images=bool(samples.images))
     spill, held = folder.paths.partial, options.settings.held_out
     gradients = (
-        backwards.observe(prepared, samples, spill, machine, held_out=held, seed=options.seed, at_head=look)
+        backwards.observe(prepared, samples, spill, machine, held_out=held, seed=options.seed)
         if options.by_kl
         else lambda name: None
     )
@@ -189,8 +189,7 @@ def _run(
     ):
         streams = None if options.method == "layerwise" else _Streams.like(runner, spill, opened)
         last = runner.mtp_blocks() if count > len(runner.names) else ()
-        behind_blocks = () if options.by_kl else _at_head(runner, partial(look, samples=samples))
-        for block in itertools.chain(runner.blocks(), behind_blocks, last):
+        for block in itertools.chain(runner.blocks(), _at_head(runner, look), last):
             on_part = partial(_advance, advance, f"layer {block.index + 1} of {count}")
             found = block.name in folder.done
             if found:
