@@ -26,6 +26,7 @@ from ptqpipe.cli import main
 from ptqpipe.errors import NumericsError, OutputError, UsageError
 from ptqpipe.evaluation.text import SAMPLE
 from ptqpipe.formats import get_format
+from ptqpipe.kernels import cpu_library
 from ptqpipe.machine import Machine
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting import conversion
@@ -361,6 +362,27 @@ def test_gradients_are_those_of_samples_that_do_not_judge_and_of_no_more_than_ar
     assert counted == [14, 5]
     assert torch.equal(ran[0].windows, windows[:14])
     assert torch.equal(ran[1].windows, windows[[0, 2, 5, 8, 11]])
+
+
+def test_a_reverse_pass_in_bfloat16_finds_the_moments_of_one_in_float32(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for rounding, which is less than what other labels change: those of another seed have other moments."""
+    found: dict[tuple[bool, int], list[torch.Tensor]] = {}
+    for fast, seed in ((False, 0), (True, 0), (False, 1)):
+        monkeypatch.setattr(backwards, "LEAST_NUMBERS", 1)
+        monkeypatch.setattr(cpu_library, "multiplies_bf16", lambda fast=fast: fast)
+        folder = tmp_path / f"{fast}-{seed}"
+        folder.mkdir()
+        with prepare(DEMO, options=RecipeOptions("nvfp4"), out=folder / "codes", stats=None, collected=True) as made:
+            samples = load_samples([str(text)], DEMO, samples=16, seqlen=32)
+            at = backwards.observe(made, samples, folder, ONE, held_out=0.125, seed=seed)
+            every = [at(name) for name, _ in Skeleton.of(made.source, dtype=torch.float32).blocks]
+        found[fast, seed] = [g for of in every for runs in (*of.outputs.values(), of.last) for g in runs]
+    exact, rounded, other = found.values()
+    assert all(g.dtype == torch.float32 for g in rounded)
+    for one, two, three in zip(exact, rounded, other, strict=True):
+        assert 0 < (two - one).norm() < 0.25 * (three - one).norm()
 
 
 @pytest.mark.parametrize(
