@@ -24,6 +24,7 @@ from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.kernels import cpu_linear, triton_attention, triton_layer, triton_linear
 from ptqpipe.kernels.triton import interpreting
 from ptqpipe.runtime import load, packed
+from tests.engine.models import has_kernels, steps
 from tests.runtime.models import SIZES, quantized
 
 DEVICE = "cpu" if interpreting() else "cuda"
@@ -78,29 +79,8 @@ def plain_runner(path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
     monkeypatch.setattr(runners, "use_device_layers", lambda model, attention: 0)
     made = runner(path, **options)
     monkeypatch.setattr(runners, "use_device_layers", use_device_layers)
-    assert not any(fused(made))
+    assert not any(has_kernels(made))
     return made
-
-
-def fused(run: ModelRunner) -> list[bool]:
-    """Of each layer, whether its forward is not transformers'."""
-    return ["forward" in vars(layer) for layer in run.model.model.layers]
-
-
-def steps(run: ModelRunner) -> list[torch.Tensor]:
-    """Logits of three sequences: their prompts, then single tokens of all, over the edge of a page, and of two."""
-    lengths, g = [3, 9, 6], torch.Generator().manual_seed(3)
-    pages = [tuple(range(4 * i, 4 * i + 4)) for i in range(3)]
-    found = []
-    for counts in (lengths, [1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 1, 2]):
-        spans = []
-        for i, count in enumerate(counts):
-            lengths[i] += count if counts is not lengths else 0
-            if count:
-                spans.append(Span(count, lengths[i], pages[i][: -(-lengths[i] // BLOCK)]))
-        tokens = torch.randint(3, 96, (sum(counts),), generator=g)
-        found.append(run.run(Batch(tokens, torch.arange(len(tokens)), tuple(spans))))
-    return found
 
 
 def assert_near(one: torch.Tensor, other: torch.Tensor, bound: float = BOUND) -> None:
@@ -118,7 +98,7 @@ def test_steps_are_those_of_separate_operators(
 ) -> None:
     path = checkpoint(kind, tmp_path) if packed_weights else source(kind, tmp_path)
     plain, run = plain_runner(path, monkeypatch), runner(path)
-    assert fused(run) == [True, True]
+    assert has_kernels(run) == [True, True]
     assert not any(pages.keys.any() or pages.values.any() for pages in run.attention.pages.values())
     for one, other in zip(steps(run), steps(plain), strict=True):
         assert_near(one, other)
@@ -182,7 +162,7 @@ def test_weights_that_do_not_go_together_are_multiplied_by_their_modules(
     path = Path(quantized(kept, "compressed_tensors", pick).save(tmp_path / "packed"))
     plain, run = plain_runner(path, monkeypatch, activations="simulated"), runner(path, activations="simulated")
     assert run.model.model.layers[0].self_attn.q_proj.quantizer is not None
-    assert fused(run) == [True, True]
+    assert has_kernels(run) == [True, True]
     for one, other in zip(steps(run), steps(plain), strict=True):
         assert_near(one, other, 4 * BOUND)  # a step of a code is many of bfloat16
 
@@ -219,7 +199,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str = "llama") -
 def takes(run: ModelRunner) -> bool:
     """Whether the layer gets the forward, which it loses again. The pages are zeros afterwards."""
     found = use_device_layers(run.model, run.attention)
-    assert found == sum(fused(run))
+    assert found == sum(has_kernels(run))
     assert not any(pages.keys.any() or pages.values.any() for pages in run.attention.pages.values())
     for layer in run.model.model.layers:
         vars(layer).pop("forward", None)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.engine import Engine, EngineOptions, Piece, Request
 from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.engine.sequence import SamplingParams
@@ -26,6 +27,27 @@ PROMPTS = (
 def has_panels() -> bool:
     """Whether this machine multiplies bfloat16 in panels, any number of rows."""
     return cpu_linear.Bf16Panels.fastest()
+
+
+def has_kernels(run: ModelRunner) -> list[bool]:
+    """Of each layer, whether its forward is not transformers'."""
+    return ["forward" in vars(layer) for layer in run.model.model.layers]
+
+
+def steps(run: ModelRunner) -> list[torch.Tensor]:
+    """Logits of three sequences: their prompts, then single tokens of all, over the edge of a page, and of two."""
+    lengths, g = [3, 9, 6], torch.Generator().manual_seed(3)
+    pages = [tuple(range(4 * i, 4 * i + 4)) for i in range(3)]
+    found = []
+    for counts in (lengths, [1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 1, 2]):
+        spans = []
+        for i, count in enumerate(counts):
+            lengths[i] += count if counts is not lengths else 0
+            if count:
+                spans.append(Span(count, lengths[i], pages[i][: -(-lengths[i] // run.block_size)]))
+        tokens = torch.randint(3, 96, (sum(counts),), generator=g)
+        found.append(run.run(Batch(tokens, torch.arange(len(tokens)), tuple(spans))))
+    return found
 
 
 def has_one_order() -> bool:

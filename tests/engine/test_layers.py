@@ -17,7 +17,7 @@ from ptqpipe.kernels import cpu_library
 from ptqpipe.runtime import load
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.linear import PackedLinear
-from tests.engine.models import has_panels
+from tests.engine.models import has_kernels, has_panels, steps
 from tests.runtime.models import linear_layers, quantized, save_source
 
 pytestmark = pytest.mark.skipif(not has_panels(), reason="this machine has no panels, or a faster way for many rows")
@@ -42,27 +42,6 @@ def runner(path: Path) -> ModelRunner:
     model = load(path, dtype="bfloat16", activations="none").eval()
     use_kernels(model, every=True)
     return ModelRunner(model, CacheOptions(1 << 24, max_len=64, max_seqs=3, block_size=BLOCK))
-
-
-def has_kernels(run: ModelRunner) -> list[bool]:
-    """Of each layer, whether its forward is not transformers'."""
-    return ["forward" in vars(layer) for layer in run.model.model.layers]
-
-
-def steps(run: ModelRunner) -> list[torch.Tensor]:
-    """Logits of three sequences: their prompts, then single tokens of all, over the edge of a page, and of two."""
-    lengths, g = [3, 9, 6], torch.Generator().manual_seed(3)
-    pages = [tuple(range(4 * i, 4 * i + 4)) for i in range(3)]
-    found = []
-    for counts in (lengths, [1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 1, 2]):
-        spans = []
-        for i, count in enumerate(counts):
-            lengths[i] += count if counts is not lengths else 0
-            if count:
-                spans.append(Span(count, lengths[i], pages[i][: -(-lengths[i] // BLOCK)]))
-        tokens = torch.randint(3, 96, (sum(counts),), generator=g)
-        found.append(run.run(Batch(tokens, torch.arange(len(tokens)), tuple(spans))))
-    return found
 
 
 @pytest.mark.parametrize(("kind", "packed"), [("llama", False), ("biased", True)])
