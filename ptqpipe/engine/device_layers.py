@@ -118,9 +118,7 @@ class _Layer:
         query, key, value = self.projections(y)
         held = (pages.keys, pages.values)
         query = triton_layer.rotate_and_store(query, key, value, rotary, held, where.slots, self.heads)
-        seen = triton_attention.attention(
-            query, *held, where, scaling=self.terms.scaling, window=self.terms.window
-        )  # fmt: skip
+        seen = triton_attention.attention(query, *held, where, scaling=self.terms.scaling, window=self.terms.window)
         if seen is None:
             raise RuntimeError("no kernel of the device covers this attention")
         x, y = self.norms[1](x, self.output(seen.flatten(1)))

@@ -185,9 +185,9 @@ def _unpack(out: torch.Tensor, weight: LinearWeight, tile: Tile) -> None:
 def tile_of(
     plan: LinearPlan, m: int, shape: tuple[int, int], dtype: torch.dtype, *, parts: int | None, processors: int
 ) -> Tile:
-    """The sizes for ``m`` rows of x, at most `MANY`. The classes of m are up to 8, 16, 32, 64."""
+    """The sizes for ``m`` rows of x, at most `MANY`. The classes of m are up to 8 (from Triton 3.6 on), 16, 32, 64."""
     n, width = shape[0], shape[1] * plan.bits // 16
-    tokens = next(size for size in _SIZES if m <= size)
+    tokens = next(size for size in _SIZES if max(m, _least_rows()) <= size)
     rows, warps, programs = _SIZES[tokens]
     items = (32 if tokens == MANY else 64) * plan.bits // 4  # as many codes of 8 bits as of 4
     if dtype == torch.float16:  # two operands in place of one
@@ -200,6 +200,14 @@ def tile_of(
 
 def _bytes(scales: torch.Tensor) -> torch.Tensor:
     return scales.view(torch.uint8) if scales.element_size() == 1 else scales
+
+
+@cache
+def _least_rows() -> int:
+    """Rows of x that a program takes at least: Triton 3.4 has no product of fewer than 16, and 3.5 was not tried."""
+    import triton
+
+    return 8 if tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6) else 16
 
 
 @cache
