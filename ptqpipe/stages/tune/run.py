@@ -1,10 +1,9 @@
 """tune: learned codes for the weights of a model, one decoder layer at a time, into a folder (`rounding.py`).
 
 The plan is convert's: tune changes the weights that a conversion with the same recipe quantizes. "layerwise" takes the
-scales and codes that it would write with statistics, "gptq" the nearest codes as a start, but for stacked experts and
-for decoder layers that what gains on a few rows of each weight (`follow`) makes worse, those of "layerwise". Moments
-are collected of the layer at hand and dropped with it, so they never lie on disk; a folder of statistics that has full
-ones is read instead.
+scales and codes that it would write with statistics, "gptq" the nearest codes as a start, but those of "layerwise" for
+stacked experts. Moments are collected of the layer at hand and dropped with it, so they never lie on disk; a folder of
+statistics that has full ones is read instead.
 
 Two streams of hidden states go through the model: those of the float layers are the targets; those of the layers with
 learned codes, activations quantized as the scheme says, are the inputs that each layer will get. For "layerwise" the
@@ -322,10 +321,6 @@ def _tune_block(
         start = work.start(inputs, followed=options.follows)
         del inputs  # the moments
         codes, record = _find(work, options, start, streams, gradients, known, on_part=on_part)
-        tried = record["learned_loss"] != record["start_loss"] or not work.usable  # else no row that was tried gains
-        if options.follows and not record["kept"] and tried:  # as "layerwise": seldom, so that it is not made before
-            codes = work.start(observe(block, runner, partial(_forward, block)) if collects else None)
-            known.settle(())  # its codes are others
         record |= codes_of.write(codes_of.place(folder, options.method), block.name, codes)
         folder.commit(block.name, record)
     decoded = {key: q.dequantize() for key, q in codes.items()}
@@ -334,14 +329,6 @@ def _tune_block(
             given.put(batch, work.outputs(given.get(batch).to(runner.device), batch, decoded, known))
             runner.activations.put(batch, wanted.get(batch))
     block.advanced = True
-
-
-@torch.no_grad()
-def _forward(block: Block, before: Callable[[int], None]) -> None:
-    """Runs the float block once more, for what watches it; ``before`` is called with each batch's number."""
-    for batch in range(block.batches):
-        before(batch)
-        block.forward(block.inputs(batch), batch)
 
 
 def _find(
