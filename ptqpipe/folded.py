@@ -28,7 +28,6 @@ from ptqpipe.checkpoint import (
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import CheckpointError
 from ptqpipe.transforms import (
-    BLOCKS,
     ROTATIONS,
     RUN,
     STREAM,
@@ -145,7 +144,7 @@ def _rotation(
     edges = [edge for edge in structure.edges if edge.kind == "value" and edge.id == key]
     channels = structure.hidden if key == STREAM else sum(edge.channels for edge in edges)
     untold = key == STREAM and structure.tied  # the head would need a tensor of its own
-    if not isinstance(block, int) or block not in BLOCKS or not channels or channels % block or untold:
+    if not isinstance(block, int) or block < 1 or RUN % block or not channels or channels % block or untold:
         raise _of_another(base)
     what = "matrices of the residual stream" if key == STREAM else f"matrices of '{key}'"
     matrices = decoded(folding.get("matrices"), channels * block, what).reshape(-1, block, block)

@@ -65,7 +65,7 @@ def test_learned_rotations_keep_the_logits(tmp_path: Path, kind: str, apply: str
 @pytest.mark.parametrize(
     ("kind", "apply"),
     [
-        *((kind, "rotate") for kind in ("llama", "llama_bias", "qwen3", "mixtral", "qwen3_moe")),
+        *((kind, "rotate") for kind in ("llama", "llama_bias", "llama_heads_of_24", "qwen3", "mixtral", "qwen3_moe")),
         ("gpt2", "rotate_values"),
     ],
 )

@@ -38,6 +38,7 @@ def _config(kind: str) -> Any:
         "llama": lambda: t.LlamaConfig(**_COMMON),
         "llama_bias": lambda: t.LlamaConfig(**_COMMON, attention_bias=True, mlp_bias=True),
         "llama_tied": lambda: t.LlamaConfig(**{**_COMMON, "tie_word_embeddings": True}),
+        "llama_heads_of_24": lambda: t.LlamaConfig(**{**_COMMON, "head_dim": 24}),  # rotated by blocks of 8
         "mistral": lambda: t.MistralConfig(**_COMMON, sliding_window=None),
         "qwen2": lambda: t.Qwen2Config(**{**_COMMON, "head_dim": 16}),
         "qwen3": lambda: t.Qwen3Config(**_COMMON),
