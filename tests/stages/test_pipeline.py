@@ -16,7 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ptqpipe
 from ptqpipe.cli import main
@@ -117,6 +117,21 @@ def test_good_has_the_codes_of_statistics_with_full_moments(
     ran("calibrate", model, *few(text), "-o", tmp_path / "stats")
     ran("convert", model, "--format", scheme, "--stats", tmp_path / "stats", "-o", tmp_path / "two", "--workers", 1)
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")
+
+
+def test_a_tensor_that_is_kept_with_nan_is_told_as_convert_without_data_tells_it(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    broken, out = shutil.copytree(model, tmp_path / "broken"), tmp_path / "out"
+    tensors = load_file(broken / "model.safetensors")
+    tensors["lm_head.weight"][3, 5] = float("nan")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    windows = ["--data", str(text), "--samples", "8", "--seqlen", str(LENGTH), "--quality", "good"]
+    wanted = "warning: lm_head.weight is kept and has 1 NaN and 0 inf; the source checkpoint is damaged"
+    assert wanted in ran("convert", broken, "-o", tmp_path / "plain")
+    assert wanted in ran("convert", broken, *windows, "-o", out)
+    shown = json.loads(ran("convert", broken, *windows, "-o", out, "--overwrite", "--json", "-q"))
+    assert shown["not_finite"] == {"lm_head.weight": "1 NaN and 0 inf"}
 
 
 def test_the_field_of_the_rows_can_be_named(model: Path, text: Path, tmp_path: Path) -> None:

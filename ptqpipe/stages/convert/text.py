@@ -230,7 +230,7 @@ def converted_json(done: Done) -> dict[str, Any]:
         tuned_blocks={block.name: block.ratio for block in tuned_blocks(done.record)},
         roles=by_role(weights),
         kept=len(done.record["kept"]),
-        not_finite=_not_finite(done.record["kept"]),
+        not_finite=not_finite(done.record),
         certificate=done.record.get("certificate"),
         rechecked_blocks=_rechecked(done.record["weights"]),
         source_bytes=done.source_bytes,
@@ -250,10 +250,7 @@ def converted_text(done: Done) -> str:
                 if "certificate" in done.record
                 else []
             ),
-            *(
-                f"warning: {one_line(name)} is kept and has {found}; the source checkpoint is damaged"
-                for name, found in _not_finite(done.record["kept"]).items()
-            ),
+            *kept_damaged(done.record),
             f"Done: {done.out} {disk_size(done.written_bytes)} ({done.written_bytes / done.source_bytes:.2f}x), "
             f"{done.seconds:.1f} s, peak {memory_size(done.peak_rss_bytes)}",
         ]
@@ -287,9 +284,17 @@ def _calibrated(weights: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, A
     return [entry for entry in weights.values() if "versus_rtn" in entry]
 
 
-def _not_finite(kept: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def kept_damaged(record: Mapping[str, Any]) -> list[str]:
+    """A warning of each tensor that is kept with NaN or infinities."""
+    return [
+        f"warning: {one_line(name)} is kept and has {found}; the source checkpoint is damaged"
+        for name, found in not_finite(record).items()
+    ]
+
+
+def not_finite(record: Mapping[str, Any]) -> dict[str, str]:
     """Kept tensors with NaN or infinities, and how many."""
-    return {name: entry["not_finite"] for name, entry in kept.items() if "not_finite" in entry}
+    return {name: entry["not_finite"] for name, entry in record["kept"].items() if "not_finite" in entry}
 
 
 def _rechecked(weights: Mapping[str, Mapping[str, Any]]) -> int:

@@ -8,6 +8,7 @@ from ptqpipe.evaluation.verdict import verdict
 from ptqpipe.machine import peak_bytes
 from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.report import judgement
+from ptqpipe.stages.convert.text import kept_damaged, not_finite
 
 if TYPE_CHECKING:
     from ptqpipe.stages.pipeline.run import Made
@@ -28,7 +29,7 @@ def header(run: "Pipeline", steps: Sequence["Step"]) -> Iterator[str]:
 
 def render(made: "Made") -> str:
     """The closing lines: what was measured, in words, and where everything lies."""
-    lines = judgement(made.record)
+    lines = [*judgement(made.record), *kept_damaged(made.record)]
     found = None if made.evaluation is None else verdict(made.evaluation)
     if found is not None:
         lines.append(str(found))
@@ -45,6 +46,7 @@ def to_json(made: "Made") -> dict[str, Any]:
         "pipeline": made.record.get("pipeline"),
         "evaluation": made.evaluation,
         "report": None if made.report is None else str(made.report),
+        "not_finite": not_finite(made.record),
         "written_bytes": _size(made),
         "seconds": made.seconds,
         "peak_rss_bytes": peak_bytes(),
