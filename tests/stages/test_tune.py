@@ -234,6 +234,21 @@ def test_no_data_is_one_line_that_says_what_to_give(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_that_the_format_holds_exactly_is_tuned_to_the_end(text: Path, tmp_path: Path) -> None:
+    """Layers of no error, which no ratio can be told of: such are the floats of a checkpoint that was dequantized."""
+    packed, floats, codes = (str(tmp_path / name) for name in ("packed", "floats", "codes"))
+    windows = ["--samples", "8", "--seqlen", "16", "--method", "learned", "--steps", "1"]
+    for words in (
+        ["convert", str(DEMO), "--format", "mxfp4a16", "-o", packed],
+        ["dequantize", packed, "-o", floats],
+        ["tune", floats, "--format", "mxfp4a16", "--data", str(text), *windows, "-o", codes],
+    ):
+        done = CliRunner().invoke(main, words)
+        assert done.exit_code == 0, done.output
+    entries = content_of(Path(codes))["blocks"].values()
+    assert {entry["start_loss"] for entry in entries} == {0.0}
+
+
 def of_method(method: str, **more: Any) -> TuneOptions:
     return replace(OPTIONS, method=method, **more)
 

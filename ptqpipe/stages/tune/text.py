@@ -89,4 +89,5 @@ def _row(name: str, entry: Mapping[str, Any]) -> list[str]:
     if before is None:
         return [name, "-", "-", "", "", ""]
     note = "" if entry["kept"] else "not better: the start is kept"
-    return [name, number(before), number(after), f"{after / before:.3f}", f"{entry['moved']:.1%}", note]
+    ratio = f"{after / before:.3f}" if before else "-"  # the format may hold a layer's weights exactly
+    return [name, number(before), number(after), ratio, f"{entry['moved']:.1%}", note]
