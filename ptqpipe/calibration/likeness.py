@@ -76,7 +76,10 @@ def _sums(runner: Runner, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def lines_of(found: Mapping[str, Likeness]) -> list[str]:
-    """All sources in a line, then a warning of each that is unlike what the model knows."""
+    """All sources in a line, then a warning of each that is unlike what the model knows, or that says nothing since the
+    model gives NaN for it."""
+    if any(math.isnan(one.loss) for one in found.values()):
+        return ["warning: the model's logits are not finite; check the weights of its last norm and its head"]
     each = ", ".join(f"{name} {_perplexity(one.loss)}" for name, one in found.items())
     lines = [f"perplexity of the data under the model: {each}"] if found else []
     return lines + [

@@ -245,6 +245,7 @@ def pieces(x: torch.Tensor) -> Iterator[tuple[slice, slice]]:
 
 def _from_head(runner: Runner, batch: int, seeds: Sequence[int]) -> torch.Tensor:
     """dLoss/dx of what the last block returns in a batch, at one label a token drawn from the model's distribution.
+    NumericsError where that is not finite.
 
     seeds  of the labels, one for each window of the batch
     """
@@ -256,6 +257,10 @@ def _from_head(runner: Runner, batch: int, seeds: Sequence[int]) -> torch.Tensor
         with torch.enable_grad():
             logits = runner.logits(ids[piece], rows).float()
             chances = logits.detach().softmax(-1).cpu()
+            if not bool(torch.isfinite(chances).all()):
+                raise NumericsError(
+                    "the model's logits are not finite; check the weights of its last norm and its head"
+                )
             drawn = [torch.multinomial(p, 1, generator=g) for p, g in zip(chances, generators[piece[0]], strict=True)]
             labels = torch.cat(drawn).squeeze(1).to(logits.device)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels, reduction="sum")

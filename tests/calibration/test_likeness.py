@@ -1,5 +1,6 @@
 """Claims about how likely data are under a model: the loss is transformers' own, and text of another kind is told."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,11 @@ def test_a_warning_goes_by_what_the_model_expects() -> None:
     assert lines_of({"a.txt": like}) == ["perplexity of the data under the model: a.txt 20.1"]
     assert lines_of({"a.txt": unlike})[1].startswith("warning: a.txt is unlike what the model knows: perplexity 20.1")
     assert lines_of({}) == []
+
+
+def test_a_model_that_gives_nan_gets_a_warning_instead_of_a_perplexity() -> None:
+    found = lines_of({"a.txt": Likeness(3.0, 3.0), "b.txt": Likeness(math.nan, 3.0)})
+    assert found == ["warning: the model's logits are not finite; check the weights of its last norm and its head"]
 
 
 def test_sources_of_one_name_are_told_apart(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ptqpipe.calibration import reverse as reverse_pass
 from ptqpipe.calibration.activations import InMemory
@@ -13,6 +14,7 @@ from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.reverse import Gradients, enough, least_step, reverse, rows_of, streams, thinned
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
+from ptqpipe.errors import NumericsError
 from ptqpipe.inputs import OUT_ROWS
 from ptqpipe.source import Source
 from tests import tiny
@@ -88,6 +90,16 @@ def test_labels_follow_from_the_seed(tmp_path: Path) -> None:
             found.append(gradients_of(runner, ["mlp.down_proj"], seed)["model.layers.1"].outputs["mlp.down_proj"][0])
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
+
+
+def test_logits_that_are_not_finite_are_an_error_of_the_model(tmp_path: Path) -> None:
+    """No label can be drawn from NaN. Every hidden state is finite here, so nothing before the head notices."""
+    path, windows = make_model(tmp_path / "llama", "llama"), make_windows(samples=2)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"][3, 5] = float("nan")
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with opened(path, windows) as runner, pytest.raises(NumericsError, match="logits are not finite; check"):
+        gradients_of(runner, ["mlp.down_proj"])
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5, 7, 9, 80])
