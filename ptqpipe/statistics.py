@@ -69,7 +69,11 @@ class Statistics(OpenFolder):
             raise UsageError(f"{path} holds no {STATS_FILE}; make statistics with: {made}")
         remedy = "calibrate again"
         content = read_versioned(file, _FIELDS, version=STATS_VERSION, remedy=remedy)
-        return cls(Path(path), content, hashes=content.get("files") or {}, remedy=remedy)
+        hashes = content.get("files") or {}
+        for name in hashes:
+            if not (Path(path) / name).is_file():
+                raise CheckpointError(f"{Path(path) / name} is missing; copy the whole folder, or {remedy}")
+        return cls(Path(path), content, hashes=hashes, remedy=remedy)
 
     def __repr__(self) -> str:
         return f"<Statistics {self.path}: {len(self._modules)} modules>"

@@ -70,6 +70,13 @@ def test_a_damaged_file_is_one_line(text: str, tmp_path: Path) -> None:
         Statistics.open(folder)
 
 
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    """Not taken for statistics of other shapes."""
+    folder = write(tmp_path / "s", files={"b.safetensors": "0", "c.safetensors": "0"})
+    with pytest.raises(CheckpointError, match=r"s/c\.safetensors is missing; copy the whole folder"):
+        Statistics.open(folder)
+
+
 def test_another_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has version 2, expected 1; calibrate again"):
         Statistics.open(write(tmp_path / "s", version=2))
