@@ -131,7 +131,7 @@ def load_samples(
         if pool.candidates < count + more:
             wanted = f"{count} and {more} held out" if more else f"{count}"
             name = "the data" if len(pools) == 1 else pool.files[0].name
-            raise _too_few(len(pool.stream), seqlen, wanted, name, pool.lengths)
+            raise _too_few(len(pool.stream), seqlen, wanted, name, pool.lengths, holdout=bool(holdout))
         order = torch.randperm(pool.candidates, generator=generator)
         first, then = order[:count].sort().values, order[count : count + more].sort().values
         picked.append((count, pool.choose(torch.cat([first, then]))))
@@ -174,6 +174,8 @@ def _sources(names: Sequence[str]) -> list[tuple[list[str], float | None]]:
     """(files, weight) of what is chosen from on its own: every file where one has a weight, which is 1 where it is not
     given; else all files together, with None."""
     given = [weighted(name) for name in files_of(names)]
+    if any(name == "self" and not Path(name).exists() for name, _ in given):
+        raise UsageError("--data self is of convert; here write that text first: ptqpipe generate MODEL -o own.jsonl")
     if all(weight is None for _, weight in given):
         return [([name for name, _ in given], None)]
     return [([name], 1.0 if weight is None else weight) for name, weight in given]
@@ -330,10 +332,15 @@ def check_samples(names: Sequence[str], model: Path, *, samples: int, seqlen: in
             raise _too_few(found, seqlen, f"{count}", "the data" if len(sources) == 1 else files[0], lengths)
 
 
-def _too_few(tokens: int, seqlen: int, wanted: str, name: str, lengths: "Counter[int]") -> UsageError:
-    """``lengths``: how many rows have which; rows of one length, as `generate` writes them, say what to ask for."""
+def _too_few(
+    tokens: int, seqlen: int, wanted: str, name: str, lengths: "Counter[int]", *, holdout: bool = False
+) -> UsageError:
+    """
+    lengths  how many rows have which; rows of one length, as `generate` writes them, say what to ask for
+    holdout  whether the call says how many windows are held out
+    """
     data, weight = ("the data give", "") if name == "the data" else (f"{name} gives", "its weight, ")
-    remedy = f"give more data, or lower {weight}--samples or --seqlen"
+    remedy = f"give more data, or lower {weight}--samples{', --holdout' if holdout else ''} or --seqlen"
     length, rows = next(iter(lengths.items()), (0, 0))
     if len(lengths) == 1 and rows > 1 and length <= seqlen and not weight:
         samples = rows - rows // (HELD_SHARE + 1)

@@ -223,6 +223,12 @@ def test_without_weights_all_text_is_one_stream_and_the_record_has_no_weight(tok
     assert "weight" not in made.files[0].to_json()
 
 
+def test_too_many_windows_to_hold_out_are_a_cause_that_is_named(tokenizer: Path, tmp_path: Path) -> None:
+    rows = lines(tmp_path / "a.jsonl", {"input_ids": [5] * 40})
+    with pytest.raises(UsageError, match=r"10 windows of 4, expected 2 and 9 held out; .*, --holdout or"):
+        load_samples([str(rows)], tokenizer, samples=2, seqlen=4, holdout=9)
+
+
 def test_a_folder_shares_its_weight_and_a_name_that_exists_has_none(tokenizer: Path, tmp_path: Path) -> None:
     folder = tmp_path / "docs"
     folder.mkdir()
