@@ -102,6 +102,14 @@ class NumericsError(PtqError):
         self.weight = weight
 
 
+def not_finite(what: str, dtype: object) -> NumericsError:
+    """The error for what a model computed in a dtype: NaN, inf, or ``what`` else the sentence says. Another dtype is
+    a remedy where this one has a small range or few digits."""
+    name = str(dtype).removeprefix("torch.")
+    remedy = "use --dtype fp32, or check" if name in ("float16", "bfloat16") else "check"
+    return NumericsError(f"{what} in {name}; {remedy} the model's weights")
+
+
 def missing_package(what: str, package: str, install: str) -> UsageError:
     """The error for a package that is not installed. ``what`` needs it; ``install`` is what pip is to install."""
     quoted = f"'{install}'" if "[" in install else install

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.experts import is_stacked, observe
-from ptqpipe.calibration.moments import RunningMoments
+from ptqpipe.calibration.moments import LARGEST, RunningMoments
 from ptqpipe.calibration.skeleton import Skeleton
-from ptqpipe.errors import NumericsError
+from ptqpipe.errors import not_finite
 from ptqpipe.families import Family, family_of
 from ptqpipe.runtime.experts import first_stack, is_turned
 from ptqpipe.statistics import of_all_experts
@@ -104,10 +104,10 @@ class Collector:
         if slot not in moments:
             moments[slot] = self.empty(columns)
         if not moments[slot].add(x.reshape(-1, columns)):
-            bad = int((~torch.isfinite(x)).sum())
-            raise NumericsError(
-                f"the input of '{self.slots[slot].names[0]}' has {bad} values that are not finite of {x.numel()}; "
-                "use --dtype float32, or check the model's weights"
+            bad = x.numel() - int((x.abs() < LARGEST).sum())
+            name = self.slots[slot].names[0]
+            raise not_finite(
+                f"the input of '{name}' has {bad} of {x.numel()} values that are NaN, inf or huge", x.dtype
             )
 
     def forget(self) -> None:

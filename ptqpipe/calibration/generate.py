@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.errors import UsageError, not_finite
 from ptqpipe.runtime.loading import check_length
 
 DRAWN = -1  # a token that the model is still to choose
@@ -136,7 +136,7 @@ def _continue(
         out = model(new.to(model.device), use_cache=True, **{cache: past})
         past, logits = getattr(out, cache, None), out.logits[:, -1].float().cpu() / heat
         if not bool(torch.isfinite(logits).all()):
-            raise NumericsError("the model's logits are not finite; use --dtype float32, or check the model's weights")
+            raise not_finite("the model's logits are not finite", out.logits.dtype)
         drawn = torch.multinomial(torch.softmax(logits, -1), 1, generator=generator)
         ids[:, at : at + 1] = torch.where(ids[:, at : at + 1] == DRAWN, drawn, ids[:, at : at + 1])
         report(len(ids))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import NumericsError
+from ptqpipe.errors import not_finite
 
 _PLAIN = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
@@ -48,9 +48,7 @@ class KeyValueObserver:
     def _largest(self, what: str, x: torch.Tensor) -> torch.Tensor:
         found = x.detach().abs().amax(dim=(0, 2, 3)).float().cpu()
         if not bool(torch.isfinite(found).all()):
-            raise NumericsError(
-                f"the {what} of '{self._name}' are not finite; use --dtype float32, or check the model's weights"
-            )
+            raise not_finite(f"the {what} of '{self._name}' are not finite", x.dtype)
         return found
 
 

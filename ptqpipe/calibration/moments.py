@@ -19,6 +19,7 @@ from ptqpipe.statistics import BLOCK, QUANTILES
 BINS = 1 << 15
 QUANTILE_ERROR = 2.0**-7  # relative, half of it on average
 MAX_ROWS = 8192  # rows that one float32 product may sum
+LARGEST = 2.0**57  # of |x|: the squares of so many rows have a sum that float32 holds
 _STRIPE = 256  # rows of a symmetric product that are computed together
 
 
@@ -66,7 +67,7 @@ class RunningMoments:
         return 8 * (BINS + 2 * columns + outer) + 4 * columns
 
     def add(self, x: torch.Tensor) -> bool:
-        """Adds rows [tokens, K] of any float dtype; False, with nothing added, where one is not finite."""
+        """Adds rows [tokens, K] of any float dtype; False, with nothing added, where one is not below `LARGEST`."""
         for rows in torch.split(x.detach(), MAX_ROWS):
             if not self._add(rows if rows.dtype == torch.float64 else rows.float()):
                 return False
@@ -75,7 +76,7 @@ class RunningMoments:
     def _add(self, x: torch.Tensor) -> bool:
         magnitude = x.abs()
         amax = magnitude.amax(0)
-        if not bool(torch.isfinite(amax).all()):
+        if not bool((amax < LARGEST).all()):
             return False
         self.tokens += x.shape[0]
         self.amax = torch.maximum(self.amax, amax.float())

@@ -27,7 +27,7 @@ from ptqpipe.calibration.capture import Added, Arguments, Surroundings, moved, s
 from ptqpipe.calibration.experts import check_known, is_stacked, observe
 from ptqpipe.calibration.kv import KeyValueObserver, make_cache
 from ptqpipe.calibration.skeleton import Skeleton
-from ptqpipe.errors import CheckpointError, NumericsError, UsageError
+from ptqpipe.errors import CheckpointError, UsageError, not_finite
 from ptqpipe.runtime.loading import check_length
 
 BATCH_TOKENS = 2048  # tokens of one forward of a block, at least one window
@@ -103,10 +103,7 @@ class Block:
                     before(batch)
                 out = self.forward(self.inputs(batch), batch)
                 if not bool(torch.isfinite(out).all()):
-                    raise NumericsError(
-                        f"the outputs of '{self.name}' are not finite in {str(out.dtype).removeprefix('torch.')} "
-                        f"(batch {batch} of {self.batches}); use --dtype float32, or check the model's weights"
-                    )
+                    raise not_finite(f"the outputs of '{self.name}' are not finite", out.dtype)
                 self._runner.activations.put(batch, out)
                 self._runner.on_tokens(out.shape[0] * out.shape[1])
         self.advanced = True

@@ -383,7 +383,19 @@ def test_activations_that_are_not_finite_are_named_and_nothing_is_written(tmp_pa
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(NumericsError, match=r"input of 'model\.layers\.1\.mlp\.down_proj' has \d+ values"):
+    with pytest.raises(NumericsError, match=r"input of 'model\.layers\.1\.mlp\.down_proj' has \d+ of \d+ values"):
+        run(tmp_path)
+    assert not (tmp_path / "stats").exists()
+
+
+def test_inputs_whose_squares_leave_float32_are_refused(tmp_path: Path) -> None:
+    """Not written as statistics that nothing reads; and no other dtype would help."""
+    model = make_model(tmp_path / "llama", "llama")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] *= 1e30
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    huge = r"input of 'lm_head' has \d+ of \d+ values that are NaN, inf or huge in float64; check the model's weights"
+    with pytest.raises(NumericsError, match=huge):
         run(tmp_path)
     assert not (tmp_path / "stats").exists()
 
@@ -393,7 +405,9 @@ def test_a_block_whose_outputs_overflow_is_named(tmp_path: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.0.mlp.down_proj.weight"] *= 1e30
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(NumericsError, match=r"outputs of 'model\.layers\.0' are not finite in float16"):
+    with pytest.raises(
+        NumericsError, match=r"outputs of 'model\.layers\.0' are not finite in float16; use --dtype fp32"
+    ):
         run(tmp_path, dtype="float16")
     assert not (tmp_path / "stats").exists()
     assert not (tmp_path / ".stats.partial").exists()

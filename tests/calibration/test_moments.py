@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ptqpipe.calibration.moments import BINS, QUANTILE_ERROR, RunningMoments, stand_in
+from ptqpipe.calibration.moments import BINS, LARGEST, MAX_ROWS, QUANTILE_ERROR, RunningMoments, stand_in
 from ptqpipe.statistics import QUANTILES
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def test_blocks_alone_are_those_of_the_full_moment() -> None:
     assert torch.allclose(alone["block_moment"], whole["block_moment"], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("spread", [1.0, 1e-20, 1e15])
+@pytest.mark.parametrize("spread", [1.0, 1e-20, 1e6])
 def test_quantiles_are_within_their_bound_of_sorted_elements(spread: float) -> None:
     x = rows(4000, spread=spread) * spread
     found = collected([x], block=False, full=False).quantiles()
@@ -80,14 +80,19 @@ def test_quantiles_of_zeros_and_of_nothing_are_zero() -> None:
     assert set(RunningMoments.empty(16, block=True, full=True, device=CPU).quantiles().values()) == {0.0}
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_adds_nothing(bad: float) -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, LARGEST, -1e30])
+def test_a_value_that_is_not_finite_or_has_a_square_that_is_not_adds_nothing(bad: float) -> None:
     moments = collected([rows(20)])
     x = rows(20)
     x[7, 3] = bad
     assert not moments.add(x)
     assert moments.tokens == 20
     assert int(moments.histogram.sum()) == 20 * 48
+
+
+def test_moments_of_the_largest_values_are_finite() -> None:
+    moments = collected([torch.full((MAX_ROWS, 16), LARGEST * 0.99)])
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in moments.tensors(block=True).values())
 
 
 def test_merging_is_adding_the_rows() -> None:
