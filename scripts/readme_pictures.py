@@ -102,7 +102,7 @@ def cost_picture(lines: list[dict[str, Any]], theme: tuple[str, ...]) -> plt.Fig
         ax.set_xlabel("million weights", fontsize=9, color=quiet)
         ticks = [*weights, *[one["weights"] / 1e6 for one in layers][-1:]]
         ax.set_xticks(ticks, [f"{count:.0f}" for count in ticks])
-        ax.set_yticks([10, 30, 100, 300], ["10", "30", "100", "300"])
+        ax.set_yticks([10, 30, 100, 300, 1000], ["10", "30", "100", "300", "1000"])
         ax.minorticks_off()
         ax.tick_params(colors=text, labelsize=9)
         for side in ax.spines.values():
