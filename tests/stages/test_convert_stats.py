@@ -540,8 +540,10 @@ def test_verify_with_statistics_finds_codes_that_do_not_follow_from_them(
     faults = verify(out, source=model, statistics=stats).faults
     assert any(fault.check == "repeat" for fault in faults)
     other = write_statistics(tmp_path / "other", model, inputs_of_llama(tiny.llama(), seed=9))
-    faults = verify(out, source=model, statistics=other).faults
-    assert any("is not what the checkpoint was made with" in fault.message for fault in faults)
+    ptqpipe.convert(model, out=tmp_path / "plain", workers=1)
+    for ckpt, wrong in ((out, other), (tmp_path / "plain", stats)):  # the second was made without any
+        faults = verify(ckpt, source=model, statistics=wrong).faults
+        assert any("is not what the checkpoint was made with" in fault.message for fault in faults)
 
 
 @pytest.mark.usefixtures("forks")

@@ -264,8 +264,8 @@ def _check_plan(run: _Run, source: Source, record: Record) -> None:
     check_conversion(source, record, planned, run.findings)
     check_input_scales(run.ckpt, planned, record, run.findings)
     made_with = record.raw.get("statistics")
-    if run.statistics is not None and isinstance(made_with, Mapping):
-        if made_with.get("digest") != run.statistics.digest:
+    if run.statistics is not None:
+        if not isinstance(made_with, Mapping) or made_with.get("digest") != run.statistics.digest:
             run.findings.fault("statistics", str(run.statistics.path), "is not what the checkpoint was made with")
             run.statistics = None
         elif made_with != json.loads(json.dumps(describe_statistics(run.statistics))):
