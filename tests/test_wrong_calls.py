@@ -159,6 +159,7 @@ CALLS: list[tuple[tuple[str, ...], int, str]] = [
     (("generate", "model", "--seed", f"{10**22}", "-o", "out.jsonl"), 2, f"--seed {10**22} is out of range; use 0 to"),
     (("calibrate", "model", "--data", "few.jsonl", "--seed", f"{10**22}", "-o", "out"), 2, "is out of range; use 0"),
     (("tune", "model", "--data", "few.jsonl", "--seed", f"{10**22}", "-o", "out"), 2, "is out of range; use 0 to"),
+    (("calibrate", "model", "--data", "few.jsonl", "--seed", "-1", "-o", "out"), 2, "--seed -1 is out of range; use 0"),
     ((*CONVERT, "--data", "few.jsonl", "--seed", f"{10**22}"), 2, "is out of range; use 0 to"),
     ((*PLAN, "--measure", "few.jsonl", "--seqlen", "0"), 2, "--seqlen 0: expected 2 or more"),
     ((*PLAN, "--measure", "few.jsonl", "--seqlen", f"{10**6}"), 2, "is more than the model's"),

@@ -281,7 +281,7 @@ def _check_asked(names: Sequence[str], samples: int, seqlen: int, holdout: int |
 
 def check_seed(seed: int) -> None:
     """UsageError for a seed of more than 32 bits: of more than 64 a generator takes none, and others are made of it."""
-    if abs(seed) >= 1 << 32:
+    if not 0 <= seed < 1 << 32:
         raise UsageError(f"--seed {seed} is out of range; use 0 to {(1 << 32) - 1}")
 
 
