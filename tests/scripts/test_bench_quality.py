@@ -205,6 +205,20 @@ def test_the_table_shows_the_lowest_and_pairs_by_window(modules: Any) -> None:
     assert "| ptqpipe exact |" not in modules("quality_table").render(lines, ["other"])
 
 
+def test_who_changes_more_weights_than_plain_rounding_is_compared_only_where_these_are_rotated(modules: Any) -> None:
+    lines = [
+        line("ptqpipe", "exact", 0.005) | {"weights": 28},
+        line("ptqpipe", "convert --quality best", 0.003, calibrated=True) | {"weights": 30},
+        line("ptqpipe", "learned rotations + kl, head and embedding trained", 0.001, calibrated=True) | {"weights": 30},
+        line("peer", "fewer", 0.002, calibrated=True) | {"weights": 20},
+        line("peer", "more", 0.002, calibrated=True) | {"weights": 35},
+    ]
+    text = modules("quality_table").render(lines)
+    assert "| ptqpipe convert --quality best | yes | **3.00** |" in text
+    for told in ("(1.00: 30 weights)", "(2.00: 20 weights)", "(2.00: 35 weights)"):
+        assert told in text
+
+
 def test_the_document_shows_what_the_results_give(modules: Any) -> None:
     root = SCRIPTS.parent
     lines = modules("bench_quality").read_lines(root / "benchmarks" / "quality.jsonl")

@@ -230,7 +230,7 @@ def converted_json(done: Done) -> dict[str, Any]:
         tuned_blocks={block.name: block.ratio for block in tuned_blocks(done.record)},
         roles=by_role(weights),
         kept=len(done.record["kept"]),
-        not_finite=not_finite(done.record),
+        not_finite=kept_not_finite(done.record),
         certificate=done.record.get("certificate"),
         rechecked_blocks=_rechecked(done.record["weights"]),
         source_bytes=done.source_bytes,
@@ -288,11 +288,11 @@ def kept_damaged(record: Mapping[str, Any]) -> list[str]:
     """A warning of each tensor that is kept with NaN or infinities."""
     return [
         f"warning: {one_line(name)} is kept and has {found}; the source checkpoint is damaged"
-        for name, found in not_finite(record).items()
+        for name, found in kept_not_finite(record).items()
     ]
 
 
-def not_finite(record: Mapping[str, Any]) -> dict[str, str]:
+def kept_not_finite(record: Mapping[str, Any]) -> dict[str, str]:
     """Kept tensors with NaN or infinities, and how many."""
     return {name: entry["not_finite"] for name, entry in record["kept"].items() if "not_finite" in entry}
 

@@ -8,7 +8,7 @@ from ptqpipe.evaluation.verdict import verdict
 from ptqpipe.machine import peak_bytes
 from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.report import judgement
-from ptqpipe.stages.convert.text import kept_damaged, not_finite
+from ptqpipe.stages.convert.text import kept_damaged, kept_not_finite
 
 if TYPE_CHECKING:
     from ptqpipe.stages.pipeline.run import Made
@@ -46,7 +46,7 @@ def to_json(made: "Made") -> dict[str, Any]:
         "pipeline": made.record.get("pipeline"),
         "evaluation": made.evaluation,
         "report": None if made.report is None else str(made.report),
-        "not_finite": not_finite(made.record),
+        "not_finite": kept_not_finite(made.record),
         "written_bytes": _size(made),
         "seconds": made.seconds,
         "peak_rss_bytes": peak_bytes(),
