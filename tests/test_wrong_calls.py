@@ -148,7 +148,7 @@ CALLS: list[tuple[tuple[str, ...], int, str]] = [
     (("calibrate", "images", "--data", "text.txt", "-o", "out"), 1, "has no tokenizer that transformers reads"),
     (("tune", "images", "--data", "text.txt", "-o", "out"), 1, "has no tokenizer that transformers reads"),
     (("calibrate", "model", "--data", "text.txt", "-o", "out"), 1, "it has none of tokenizer.json"),
-    (("calibrate", "model", "--data", "self", "-o", "out"), 2, "--data self is of convert; here write that text first"),
+    (("calibrate", "model", "--data", "self", "-o", "out"), 2, "--data self belongs to convert; write such"),
     (("tune", "model", "--data", "self=2", "-o", "out"), 2, "ptqpipe generate MODEL -o own.jsonl"),
     (("serve", "model"), 1, "it has none of tokenizer.json"),
     (("plan", "model", "--budget", "4.75", "-o", "out.yaml"), 2, "write 4.75bits"),
