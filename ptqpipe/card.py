@@ -253,7 +253,8 @@ def _given(record: Mapping[str, Any], run: Mapping[str, Any]) -> str:
     if data is None:
         return ""
     size = "".join(f" --{key} {data[key]}" for key in ("samples", "seqlen") if isinstance(data.get(key), int))
-    return f" --data TEXT{size} --quality {one_line(str(run.get('quality')), limit=20)}"
+    untied = " --untie" if run.get("untie") is True else ""
+    return f" --data TEXT{size} --quality {one_line(str(run.get('quality')), limit=20)}{untied}"
 
 
 def _rule(rule: Mapping[str, Any], method: str = "") -> str:

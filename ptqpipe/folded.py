@@ -3,8 +3,9 @@
 A folding is described by the factors of an edge, or by the matrices of a rotation (`encoded`). They lie in a folder of
 their own (``ptqpipe-folding.json``, which names the model), and in the record of what was quantized behind them.
 Tensors have the names and bytes of transform's float32 checkpoint, but for what a rotation changes of embeddings and
-head: these are rarely quantized, so they keep their dtype and are rounded to it. Files and config are the model's
-own. Knows readers and foldings; must not know how factors and matrices are found.
+head: these are rarely quantized, so they keep their dtype and are rounded to it. A rotated head that was the embedding
+is a tensor of its own, which the config says; else files and config are the model's. Knows readers and foldings; must
+not know how factors and matrices are found.
 """
 
 import base64
@@ -95,6 +96,7 @@ def folded(base: CheckpointReader, foldings: object) -> CheckpointReader:
     """
     tensors = {name: (entry.dtype, entry.shape) for name, entry in base.entries.items()}
     structure = find_structure(tensors, base.config)
+    heads = [m.tensor for edge in structure.edges if edge.kind == "final" for m in edge.consumers]
     ops: dict[str, list[Op]] = {}
     used: list[Sequence[str]] = []
     for folding in foldings if isinstance(foldings, list) else [foldings]:
@@ -107,15 +109,17 @@ def folded(base: CheckpointReader, foldings: object) -> CheckpointReader:
             ops.setdefault(name, [])
         for name, op in found:
             ops[name].append(op)
-    outer = {*structure.embeddings, *(m.tensor for e in structure.edges if e.kind == "final" for m in e.consumers)}
-    changed = ops.keys() - outer
+    origins = {name: structure.embeddings[0] for name in heads if structure.tied and name in ops}
+    tensors |= {name: tensors[origin] for name, origin in origins.items()}
+    changed = ops.keys() - {*structure.embeddings, *heads}
     groups = [
         [TensorSpec(name, _DTYPE if name in changed else tensors[name][0], tensors[name][1]) for name in group]
         for group in grouped(tensors, used).values()
     ]
     headers = ShardLayout.plan(groups).headers(base.path)
     content = FolderContent(headers, base.index, base.extra_files, base.left_out)
-    return CheckpointReader(base.path, content, fill=_Folding(base, ops).fill, origin=base)
+    config = {**base.config, "tie_word_embeddings": False} if origins else None
+    return CheckpointReader(base.path, content, fill=_Folding(base, ops, origins).fill, origin=base, config=config)
 
 
 Change = tuple[Sequence[Folding], Sequence[Sequence[str]]]
@@ -143,8 +147,7 @@ def _rotation(
     name, key, block = str(folding["transform"]), str(folding.get("edge", STREAM)), folding.get("block")
     edges = [edge for edge in structure.edges if edge.kind == "value" and edge.id == key]
     channels = structure.hidden if key == STREAM else sum(edge.channels for edge in edges)
-    untold = key == STREAM and structure.tied  # the head would need a tensor of its own
-    if not isinstance(block, int) or block < 1 or RUN % block or not channels or channels % block or untold:
+    if not isinstance(block, int) or block < 1 or RUN % block or not channels or channels % block:
         raise _of_another(base)
     what = "matrices of the residual stream" if key == STREAM else f"matrices of '{key}'"
     matrices = decoded(folding.get("matrices"), channels * block, what).reshape(-1, block, block)
@@ -169,10 +172,14 @@ def _of_another(base: CheckpointReader) -> CheckpointError:
 
 @dataclass(frozen=True, slots=True)
 class _Folding:
-    """What is folded into the tensors of ``base``, by name, for every tensor that changes."""
+    """What is folded into the tensors of ``base``, by name, for every tensor that changes.
+
+    origins  name -> that in ``base`` where they differ (a head that was the embedding)
+    """
 
     base: CheckpointReader
     ops: Mapping[str, Sequence[Op]]
+    origins: Mapping[str, str]
 
     def fill(self, entry: TensorEntry, view: memoryview, start: int) -> None:
         """Writes the tensor's bytes from ``start`` on into the whole of a buffer."""
@@ -191,9 +198,10 @@ class _Folding:
     def _rows(self, entry: TensorEntry, first: int, last: int) -> torch.Tensor:
         """Rows [first, last) of the tensor seen as one tall matrix, all of them of one plane of a stack, as they are
         now."""
-        source, tall = self.base.entries[entry.name], _tall(entry)
+        name = self.origins.get(entry.name, entry.name)
+        source, tall = self.base.entries[name], _tall(entry)
         width = source.nbytes // tall
-        raw = self.base.read_raw(entry.name, start=first * width, stop=last * width).view(DTYPES[source.dtype][0])
+        raw = self.base.read_raw(name, start=first * width, stop=last * width).view(DTYPES[source.dtype][0])
         rows = raw if len(entry.shape) == 1 else raw.reshape(last - first, entry.shape[-1])
         plane = tall // entry.shape[0] if len(entry.shape) == 3 else None
         expert, row = (None, first) if plane is None else divmod(first, plane)

@@ -274,6 +274,11 @@ class PipelineOptions:
         "Quantize again the weights that MODEL already stores below 8 bits, even to a format that cannot hold all of "
         "their numbers; that can only add error.",
     )
+    untie: bool = option(
+        False,
+        "Write an output head that shares the embedding as a tensor of its own, so that --quality best can rotate what "
+        "all layers read, too: less loss in formats with quantized inputs, for an embedding's size more on disk.",
+    )
     eval: tuple[str, ...] = option(
         (),
         "Text on which the result is compared with MODEL at the end, into OUT.eval.json: a file, a folder of them, or "

@@ -122,6 +122,7 @@ ENTRIES = (
     _ours("awq + gptq", "--algorithm", "gptq", transform="awq", formats=FP4),
     _ours("aqas + gptq", "--algorithm", "gptq", transform="aqas", formats=QUANTIZED_INPUTS),
     *(_ours(f"convert --quality {quality}", quality=quality) for quality in ("fast", "good", "best")),
+    _ours("convert --quality best --untie", "--untie", quality="best", formats=QUANTIZED_INPUTS),
     _ours("convert --data self", calibrated=False, own_text=True, quality="best"),
     _ours("convert --data FILE --data self", own_text=True, quality="best"),
     _ours("convert --budget 4.75bits", "--budget", "4.75bits", "--for", "vllm", quality="best", formats=("nvfp4",)),
@@ -266,8 +267,21 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
         texts = [*([str(job.calibration)] if entry.calibrated else []), *(["self"] if entry.own_text else [])]
         chosen = ["--samples", str(job.rows * len(texts)), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
         ask = [*tool, "convert", str(source), *(word for text in texts for word in ("--data", text)), *chosen]
-        what = list(entry.options) if "--budget" in entry.options else ["--format", job.fmt]
-        return [[*ask, *what, "--quality", entry.quality, *job.convert, *rotated, "-o", str(job.out), *quiet]]
+        what = [] if "--budget" in entry.options else ["--format", job.fmt]
+        return [
+            [
+                *ask,
+                *what,
+                *entry.options,
+                "--quality",
+                entry.quality,
+                *job.convert,
+                *rotated,
+                "-o",
+                str(job.out),
+                *quiet,
+            ]
+        ]
     data, rows = [str(job.calibration)], job.rows
     if entry.own_text:
         own, count = job.out.with_name(job.out.name + "-text.jsonl"), job.rows if entry.calibrated else OWN_ROWS

@@ -17,7 +17,7 @@ import torch
 from ptqpipe.errors import CheckpointError, first_line, missing_package
 from ptqpipe.families import check_experts
 from ptqpipe.runtime.language_model import causal_model_of, image_model_of, image_parts, keep_language_model
-from ptqpipe.runtime.loading import quiet, read_config
+from ptqpipe.runtime.loading import config_of, quiet
 from ptqpipe.runtime.mtp import add_mtp, find_mtp
 from ptqpipe.runtime.state import LazyTensor, lazy_state
 from ptqpipe.source import Source
@@ -52,7 +52,7 @@ class Skeleton:
         images  with the parts that only images pass, too
         """
         check_experts(source.reader.config, source.tensors)
-        config = read_config(source.reader.path)
+        config = config_of(source)
         model = _empty_model(config, dtype, source, images=images)
         model = model if images else keep_language_model(model)
         conversions, layer = _conversions(model), find_mtp(source)

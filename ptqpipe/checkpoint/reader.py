@@ -48,12 +48,19 @@ class CheckpointReader:
     """
 
     def __init__(
-        self, path: Path, content: FolderContent, *, fill: Fill | None = None, origin: CheckpointReader | None = None
+        self,
+        path: Path,
+        content: FolderContent,
+        *,
+        fill: Fill | None = None,
+        origin: CheckpointReader | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         """Use `open`, but for a checkpoint whose tensors lie in no file.
 
         fill    gives the bytes of such tensors
         origin  the checkpoint that they are made of, if there is one; is closed with this one
+        config  in place of config.json, where they need another one
         """
         self.path: Final = path
         self._fill: Final = fill
@@ -68,7 +75,7 @@ class CheckpointReader:
         self.metadata: Final[Mapping[Path, Mapping[str, str]]] = MappingProxyType(
             {header.path: header.metadata for header in content.headers}
         )
-        config = self.read_json("config.json")
+        config = self.read_json("config.json") if config is None else config
         self.has_config: Final = config is not None
         self.config: Final[Mapping[str, Any]] = MappingProxyType(config or {})
         self._headers: Final = {header.path: header for header in content.headers}

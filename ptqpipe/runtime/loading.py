@@ -117,7 +117,7 @@ def load_rank(
     check_device(device)
     ranks.check()
     with Source.open(path) as source:
-        config, generation = read_config(source.reader.path), read_generation_config(source.reader.path)
+        config, generation = config_of(source), read_generation_config(source.reader.path)
         fillings: list[Filling] = []
         if mtp:
             require_mtp(source)
@@ -178,6 +178,14 @@ def read_config(path: Path) -> Any:
     ):
         if value is not None and value < 1:
             raise CheckpointError(f"{path / 'config.json'} has {name} {value}, expected 1 or more")
+    return config
+
+
+def config_of(source: Source) -> Any:
+    """`read_config` of an open checkpoint: where a rotation that is folded in gave the head its own tensor, untied."""
+    config = read_config(source.reader.path)
+    if source.reader.config.get("tie_word_embeddings") is False:
+        config.tie_word_embeddings = False
     return config
 
 

@@ -31,7 +31,7 @@ def check(structure: Structure, block: int, *, untie: bool) -> None:
     elif structure.others:
         reason = f"it is not known whether '{structure.others[0]}' reads the residual stream"
     elif structure.tied and not untie:
-        reason = "the head is the embedding, which changes otherwise: transform --untie writes a head of its own"
+        reason = "the head is the embedding, which changes otherwise; --untie writes a head of its own"
     else:
         return
     raise UsageError(f"rotate_residual is refused: {reason}")

@@ -32,6 +32,7 @@ from tests.transforms.models import make_model, make_statistics, token_ids
 
 pytest.importorskip("transformers")
 OPTIONS = TransformOptions("rotate", learn=4, format="fp8")
+TIED = ("llama_tied", "gemma")
 
 
 def make_pairs(model: Path, out: Path) -> Path:
@@ -66,6 +67,7 @@ def test_learned_rotations_keep_the_logits(tmp_path: Path, kind: str, apply: str
     ("kind", "apply"),
     [
         *((kind, "rotate") for kind in ("llama", "llama_bias", "llama_heads_of_24", "qwen3", "mixtral", "qwen3_moe")),
+        *((kind, "rotate") for kind in TIED),
         ("gpt2", "rotate_values"),
     ],
 )
@@ -74,13 +76,14 @@ def test_a_folder_of_matrices_is_the_model_with_them_folded_in(tmp_path: Path, k
     their dtype, are its numbers rounded once."""
     model = make_model(tmp_path / "model", kind, dtype=torch.bfloat16)
     stats = make_pairs(model, tmp_path / "stats")
-    options = TransformOptions(apply, block=32, learn=12, dtype="fp32", format="nvfp4_w4a4")
+    options = TransformOptions(apply, block=32, learn=12, dtype="fp32", format="nvfp4_w4a4", untie=kind in TIED)
     run(model, tmp_path / "out", options, stats)
     found = find_factors(model, tmp_path / "matrices", stats=stats, options=options)
     assert {one["transform"] for one in found.content["foldings"]} == set(transform_names(apply))
     with Source.open(tmp_path / "matrices") as folded, Source.open(tmp_path / "out") as written:
         ours, theirs = folded.reader, written.reader
         assert set(ours.entries) == set(theirs.entries)
+        assert ours.config == {**theirs.config, "dtype": "bfloat16"}
         rounded = [name for name, entry in ours.entries.items() if entry.dtype != theirs.entries[name].dtype]
         assert len(rounded) == (0 if kind == "gpt2" else 2)
         for name, entry in ours.entries.items():
@@ -110,11 +113,11 @@ def test_matrices_of_another_model_and_damaged_ones_are_refused(llama: tuple[Pat
             Source.open(tmp_path / "matrices")
 
 
-def test_a_head_that_is_the_embedding_keeps_its_stream(tmp_path: Path) -> None:
+def test_a_head_that_is_the_embedding_keeps_its_stream_unless_it_becomes_a_tensor_of_its_own(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama_tied")
-    options = replace(OPTIONS, dtype="fp32", untie=True)
+    options = replace(OPTIONS, dtype="fp32")
     stats = make_pairs(model, tmp_path / "stats")
-    with pytest.raises(UsageError, match="folded in while a model is read; use transform"):
+    with pytest.raises(UsageError, match="the head is the embedding, which changes otherwise; --untie writes"):
         find_factors(model, tmp_path / "matrices", stats=stats, options=options)
 
 

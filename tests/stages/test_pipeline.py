@@ -27,6 +27,7 @@ from ptqpipe.machine import Machine
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.readers import READERS
 from ptqpipe.rewriting.conversion import Conversion
+from ptqpipe.runtime import load_model
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.pipeline import run as stage, stages
@@ -41,6 +42,7 @@ from ptqpipe.stages.tune import run as tune_stage
 from ptqpipe.transforms import learn_rotations
 from tests import tiny
 from tests.calibration.models import make_model, make_windows, write_windows
+from tests.transforms.models import token_ids
 
 LENGTH = 24
 ONE = Machine(workers=1)
@@ -234,6 +236,57 @@ def test_a_model_whose_head_is_the_embedding_has_its_values_rotated_and_the_reco
     assert done.record["transformed"]["transform"] == "rotate_values"
     assert "the head is the embedding" in done.record["pipeline"]["without"][0]
     assert any("warning: rotate_residual is refused: the head is the embedding" in line for line in said)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "nvfp4_w4a4"])
+def test_a_head_that_becomes_a_tensor_of_its_own_lets_the_stream_be_rotated(
+    scheme: str, text: Path, tmp_path: Path
+) -> None:
+    """As transform --untie writes it: every reader finds it by the config, and verify by the record."""
+    model = make_model(tmp_path / "model", "llama_tied", dtype=torch.bfloat16)
+    work = work_of(text, untie=True)
+    done = made(model, tmp_path / "out", work, scheme)
+    assert "without" not in done.record["pipeline"]
+    assert done.record["transformed"]["transform"].startswith("rotate_residual,rotate_values")
+    assert json.loads((done.out / "config.json").read_text())["tie_word_embeddings"] is False
+    told = json.loads(ran("verify", done.out, "--source", model, "--json"))
+    assert told["faults"] == []
+    assert "--quality best --untie\n" in (done.out / "README.md").read_text()
+    stored, plain = load_file(done.out / "model.safetensors"), load_file(model / "model.safetensors")
+    assert stored["lm_head.weight"].dtype == plain["model.embed_tokens.weight"].dtype
+    assert not torch.equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"])
+    told_size = prepare(model, RecipeOptions(scheme), None, tmp_path / "two", work, "new", ONE).weights_bytes
+    size = sum(file.stat().st_size for file in done.out.glob("*.safetensors*"))
+    assert abs(size - told_size) < stored["lm_head.weight"].nbytes // 8
+    ran("convert", model, "--format", scheme, "-o", tmp_path / "plain", "--workers", 1)
+    with torch.no_grad():
+        wanted, found, nearest = (
+            load_model(one)(token_ids()).logits.log_softmax(-1) for one in (model, done.out, tmp_path / "plain")
+        )
+        kl, of_nearest = ((wanted.exp() * (wanted - one)).sum(-1).mean() for one in (found, nearest))
+    assert 0 < kl < 1.1 * of_nearest, (kl, of_nearest)
+    with pytest.raises(WrongOutput, match="is no output of this run"):
+        made(model, done.out, work_of(text), scheme, mode="resume")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "--untie is for the rotations that --data and --quality best learn in formats with quantized inputs, and"),
+        (("--data", "TEXT"), "and nvfp4 has none; leave --untie out"),
+        (("--data", "TEXT", "--format", "fp8", "--quality", "good"), "has none with --quality good; leave --untie out"),
+        (("--data", "TEXT", "--budget", "6.5bits"), "and --budget 6.5bits has none; leave --untie out"),
+    ],
+)
+def test_a_head_stays_the_embedding_where_nothing_is_rotated(
+    words: tuple[str, ...], said: str, model: Path, text: Path, tmp_path: Path
+) -> None:
+    given = [str(text) if word == "TEXT" else word for word in words]
+    done = CliRunner().invoke(main, ["convert", str(model), "-o", str(tmp_path / "out"), "--untie", *given])
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not any(tmp_path.iterdir())
 
 
 def test_rotations_that_gain_nothing_are_left_out(

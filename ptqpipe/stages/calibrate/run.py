@@ -34,7 +34,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.machine import BASE_BYTES, Machine, Ranks, compute_threads, counting_bar, peak_bytes, threads
 from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.runtime.language_model import takes_images, with_note
-from ptqpipe.runtime.loading import DTYPES, default_length, read_config
+from ptqpipe.runtime.loading import DTYPES, config_of, default_length
 from ptqpipe.source import Source
 from ptqpipe.stages.calibrate.outputs import collect_outputs, learned_from
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
@@ -110,7 +110,7 @@ def calibrate(
         path = source.reader.path
         check_disjoint(path, out)
         check_place(out)
-        config = read_config(path)
+        config = config_of(source)
         samples = _samples_of(data, path, config, options)
         if warn is not None and options.holdout is None and not len(samples.held_out):
             warn(_no_held_out(samples, options))

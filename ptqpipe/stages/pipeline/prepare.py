@@ -9,7 +9,7 @@ from typing import Any
 from ptqpipe.calibration.data import check_samples, check_seed
 from ptqpipe.calibration.generate import check_windows
 from ptqpipe.checkpoint import Mode, check_disjoint, name_of, resolve_source
-from ptqpipe.errors import PtqError
+from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.evaluation.text import check_text
 from ptqpipe.machine import Machine
 from ptqpipe.options import PipelineOptions, RecipeOptions, check_options
@@ -60,6 +60,7 @@ def prepare(
                 check_rotation(work.reader, None)
             recipe = recipe.but(container=call.container_of_all(work.reader, formats))
         way = TABLE[WEIGHTS][work.quality or "best"] if work.data else None
+        _check_untie(work, way, f"--budget {work.budget}")
         target = out or Path(f"{name_of(path)}-MIXED")
         check_disjoint(path, target)
         nbytes = Budget.parse(work.budget).nbytes or 0
@@ -68,13 +69,14 @@ def prepare(
     with prepare_conversion(path, options=recipe, recipe_path=recipe_path, out=out, **asked) as prepared:
         built = prepared.outputs.recipe
         way = TABLE[kind_of(built.schemes())][work.quality or "best"] if work.data else None
-        way = _foldable(_rotatable(way, prepared.source, built), prepared.source)
+        _check_untie(work, way, built.schemes()[0].name)
+        way = _foldable(_rotatable(way, prepared.source, built, untie=work.untie), prepared.source)
         if way is not None and way.own_text and call.own_weight(work.data) is None:
             way, work = _with_own_text(way, work, path)
             texts = call.texts_of(work.data)
         warnings = [] if way is None else list(way.without)
         needs = way is not None and bool(call.has_static(built) or way.transform or not way.method)
-        nbytes, target = prepared.layout.file_bytes, prepared.out
+        nbytes, target = prepared.layout.file_bytes + _own_head_bytes(way, prepared.source), prepared.out
         no_config = missing_config(prepared)
         warnings += [*([no_config] if no_config is not None else []), *warnings_of(prepared)]
     return Pipeline(path, target, recipe, recipe_path, work, way, texts, needs, nbytes, tuple(warnings), mode, machine)
@@ -92,7 +94,24 @@ def _check_windows(path: Path, work: PipelineOptions, texts: Sequence[str]) -> N
             check_samples(texts, path, samples=samples, seqlen=seqlen, field=work.field)
 
 
-def _rotatable(way: Way | None, source: Source, recipe: Recipe) -> Way | None:
+def _check_untie(work: PipelineOptions, way: Way | None, what: str) -> None:
+    """UsageError for --untie where nothing is rotated."""
+    if work.untie and (way is None or not way.rotations):
+        raise UsageError(
+            f"--untie is for the rotations that --data and --quality best learn in formats with quantized inputs, and "
+            f"{what} has none{f' with --quality {work.quality}' if work.quality else ''}; leave --untie out"
+        )
+
+
+def _own_head_bytes(way: Way | None, source: Source) -> int:
+    """What a head takes that becomes a tensor of its own; 0 for any other one."""
+    if way is None or "rotate_residual" not in way.rotations:
+        return 0
+    structure = find_structure(source.tensors, source.reader.config)
+    return source.reader.entries[structure.embeddings[0]].nbytes if structure.tied else 0
+
+
+def _rotatable(way: Way | None, source: Source, recipe: Recipe, *, untie: bool) -> Way | None:
     """The way with those of its rotations that can be learned for this model, and why the others cannot be."""
     if way is None or not way.rotations:
         return way
@@ -103,7 +122,7 @@ def _rotatable(way: Way | None, source: Source, recipe: Recipe) -> Way | None:
         return _without_rotations(way, "they are learned from text alone, and the model takes images")
     if source.container is not None:
         return _without_rotations(way, "the model is quantized already")
-    options = TransformOptions(apply=way.rotations, learn=way.steps, format=scheme.name)
+    options = TransformOptions(apply=way.rotations, learn=way.steps, format=scheme.name, untie=untie)
     try:
         structure = find_structure(source.tensors, reader.config)
     except PtqError as error:

@@ -119,7 +119,7 @@ class Pipeline:
             "--formats": work.formats,
             "--for": work.reader,
             "--samples, --seqlen or --seed": [work.samples, work.seqlen, work.seed],
-        } | ({"--requantize": True} if work.requantize else {})
+        } | {f"--{name}": True for name in ("requantize", "untie") if getattr(work, name)}
         named = {
             "the model": source.reader.fingerprint(),
             "the recipe": recipe.digest,
@@ -210,7 +210,8 @@ class Pipeline:
             with suppress(AlreadyComplete):
                 done = calibrate(self.path, self.texts, pairs, options=options, mode="resume", machine=self.computing)
                 self.notes += [] if done is None else done.notes
-            turning = TransformOptions(self.way.rotations, learn=self.way.steps, format=self._format, dtype="fp32")
+            asked: dict[str, Any] = {"learn": self.way.steps, "format": self._format, "untie": self.work.untie}
+            turning = TransformOptions(self.way.rotations, dtype="fp32", **asked)
             find_factors(self.path, target, stats=pairs, options=turning, mode="resume", machine=self.computing)
         if pairs.exists() and self.work.keep_stages is None:
             shutil.rmtree(pairs)
@@ -305,6 +306,7 @@ class Pipeline:
                 entry["transformed"]["foldings"] = folded["foldings"]
         if self.way is not None and self.way.rotations and not rotated:
             without.append("rotations: those that were learned gain nothing on the tokens that were held out")
+        entry["pipeline"] |= {"untie": True} if self.work.untie else {}
         entry["pipeline"] |= {"without": without} if without else {}
         return entry
 

@@ -39,8 +39,7 @@ def find_factors(
 
     model  may be such a folder itself
 
-    Raises UsageError for what it would refuse, for rotations that are not learned, for those of a head that is the
-    embedding, and for another dtype than float32.
+    Raises UsageError for what it would refuse, for rotations that are not learned, and for another dtype than float32.
     """
     begun = time.monotonic()
     with ExitStack() as opened:
@@ -48,7 +47,7 @@ def find_factors(
         source = opened.enter_context(Source.open(path))
         work = prepare(source, out, opened, stats=stats, options=options)
         rotates = any(name in ROTATIONS for name in work.names)
-        if rotates != bool(work.units) or work.origins or work.statistics is None or work.dtype != "fp32":
+        if rotates != bool(work.units) or work.statistics is None or work.dtype != "fp32":
             raise UsageError(f"{options.apply} has no factors that are folded in while a model is read; use transform")
         check_memory(work, machine or Machine())
         folder = BlockFolder(out, work.run_parts, source=source.reader, index_file=FOLDING_FILE, mode=mode)

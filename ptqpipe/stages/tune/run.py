@@ -41,7 +41,7 @@ from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import ROUNDING_FILE
 from ptqpipe.runtime.language_model import takes_images, with_note
-from ptqpipe.runtime.loading import default_length, read_config
+from ptqpipe.runtime.loading import config_of, default_length
 from ptqpipe.runtime.memory import keep_freed_memory
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.tune.text import described
@@ -86,7 +86,7 @@ def tune(
         if any(unit.scheme.low_rank is not None for unit in prepared.outputs.plan.units):
             raise UsageError("tune learns no codes together with a low-rank part; leave low_rank out of the recipe")
         check_place(out)
-        config = read_config(prepared.source.reader.path)
+        config = config_of(source)
         samples = _samples(prepared, data, options, config, collects=collects)
         if samples.images and options.by_kl:  # the reverse pass takes rows of one length
             options = replace(options, metric="output")
