@@ -267,21 +267,8 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
         texts = [*([str(job.calibration)] if entry.calibrated else []), *(["self"] if entry.own_text else [])]
         chosen = ["--samples", str(job.rows * len(texts)), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
         ask = [*tool, "convert", str(source), *(word for text in texts for word in ("--data", text)), *chosen]
-        what = [] if "--budget" in entry.options else ["--format", job.fmt]
-        return [
-            [
-                *ask,
-                *what,
-                *entry.options,
-                "--quality",
-                entry.quality,
-                *job.convert,
-                *rotated,
-                "-o",
-                str(job.out),
-                *quiet,
-            ]
-        ]
+        what = [*entry.options, *([] if "--budget" in entry.options else ["--format", job.fmt])]
+        return [[*ask, *what, "--quality", entry.quality, *job.convert, *rotated, "-o", str(job.out), *quiet]]
     data, rows = [str(job.calibration)], job.rows
     if entry.own_text:
         own, count = job.out.with_name(job.out.name + "-text.jsonl"), job.rows if entry.calibrated else OWN_ROWS

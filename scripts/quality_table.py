@@ -25,7 +25,8 @@ class Cell:
     def __init__(self, lines: list[dict[str, Any]]) -> None:
         self.tool, self.entry, self.calibrated = (lines[0][name] for name in ("tool", "entry", "calibrated"))
         self.weights = lines[0].get("weights")
-        self.rotated = self.tool == OWN and self.entry.startswith(ROTATED) and "trained" not in self.entry
+        more = any(word in self.entry for word in ("trained", "untie"))  # beside what the others change or store
+        self.rotated = self.tool == OWN and self.entry.startswith(ROTATED) and not more
         self.kls = [line["kl"] for line in lines]
         self.others = [line["other_kl"] for line in lines if "other_kl" in line]
         self.perplexity = float(np.mean([line["perplexity"] for line in lines]))
