@@ -277,7 +277,7 @@ class PipelineOptions:
     untie: bool = option(
         False,
         "Write an output head that shares the embedding as a tensor of its own, so that --quality best can rotate what "
-        "all layers read, too: less loss in formats with quantized inputs, for an embedding's size more on disk.",
+        "all layers read, too: mostly less loss where inputs are quantized, for an embedding's size more on disk.",
     )
     eval: tuple[str, ...] = option(
         (),

@@ -1,6 +1,6 @@
 """Claims about calls that go wrong: each ends with its exit code and one line that says what to do instead.
 
-A table of calls, run in this process in a folder with a model and what is not one. `tests/test_cli.py` has those of a
+A table of calls, run in this process in a folder with a model and what is not one. `tests/cli` has those of a
 wrong output and of options that contradict each other.
 """
 

@@ -1,0 +1,208 @@
+"""The command line: Ctrl-C, a full disk and the end of the process leave no trace and keep what is done."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.cli.calls import refused, run
+
+
+def test_ctrl_c_in_a_dry_run_ends_without_a_trace(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ptqpipe.stages.convert.text.plan_text", interrupted)
+    result = run("convert", "model", "-o", "out", "--dry-run")
+    assert result.exit_code == 130
+    assert result.stderr.strip() == "Interrupted: nothing is written."
+    assert not list(here.glob("*out*"))
+
+
+@pytest.mark.parametrize(
+    ("command", "stage", "words"),
+    [
+        (("generate", "model", "-q", "-o", "out"), "generate.generate", "nothing is written"),
+        (("eval", "model", "--data", "file"), "evaluate.run.evaluate", "stays in the cache for the next run"),
+        (("demo", "-o", "out"), "demo.run_demo", "finished are kept in out"),
+        (("simulate", "allreduce"), "simulate.error_rows", "no plots were written"),
+        (("plan", "model", "--budget", "5bits", "-o", "out"), "plan.run.plan_mixed", "nothing is written"),
+        (
+            ("plan", "model", "--budget", "5bits", "-o", "out", "--measure", "file"),
+            "plan.run.plan_mixed",
+            "kept in out.measured.jsonl, and the same command continues",
+        ),
+        (("verify", "model"), "verify.run.verify", "nothing is written"),
+        (("inspect", "model"), "inspect.inspect", "nothing is written"),
+        (("diff", "model", "model"), "diff.diff", "nothing is written"),
+        (("report", "model"), "report.run.make_report", "nothing is written"),
+        (("convert", "model", "-o", "out"), "convert.run.convert", "nothing is written"),
+        (("calibrate", "model", "--data", "file", "-o", "out"), "calibrate.run.calibrate", "nothing is written"),
+        (("tune", "model", "--data", "file", "-o", "out"), "tune.run.tune", "nothing is written"),
+        (("transform", "model", "--apply", "rotate", "-o", "out"), "transform.run.transform", "nothing is written"),
+        (("relayout", "model", "--container", "modelopt", "-o", "out"), "relayout.run.relayout", "nothing is written"),
+        (("dequantize", "model", "-o", "out"), "dequantize.dequantize", "nothing is written"),
+    ],
+)
+def test_ctrl_c_says_in_a_sentence_what_is_kept(
+    here: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], stage: str, words: str
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"ptqpipe.stages.{stage}", interrupted)
+    result = run(*command)
+    assert result.exit_code == 130
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("Interrupted: ")
+    assert words in line
+    assert not list(here.glob("*out*"))
+
+
+def test_ctrl_c_names_the_command_that_continues_where_there_is_something_to_continue(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        (here / ".out.partial").mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ptqpipe.stages.calibrate.run.calibrate", interrupted)
+    command = ["calibrate", "model", "--data", "a file", "-o", "out"]
+    monkeypatch.setattr(sys, "argv", ["ptqpipe", *command])
+    result = run(*command)
+    assert result.exit_code == 130
+    assert result.stderr.strip().endswith("continue with: ptqpipe calibrate model --data 'a file' -o out --resume")
+
+
+def test_what_was_measured_is_written_even_if_nobody_reads_what_is_printed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: object, **__: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("ptqpipe.stages.evaluate.run.evaluate", lambda *_, **__: {"version": 1})
+    monkeypatch.setattr(click, "echo", closed)
+    result = run("eval", "model", "--data", "file", "-o", "found.json", "--json")
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert json.loads((here / "found.json").read_text()) == {"version": 1}
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root writes where it may not")
+def test_a_read_only_target_is_one_line(here: Path) -> None:
+    (here / "shut").mkdir(mode=0o500)
+    assert "permissions" in refused("convert", "model", "-o", "shut/out")
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_disk_that_fills_up_is_one_line_and_the_run_resumes(here: Path) -> None:
+    """The file system's own refusal, by the largest file that this process may write."""
+    script = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY)); "
+        "from ptqpipe.cli import main; main(sys.argv[1:])"
+    )
+    args = ["convert", "model", "-o", "out", "-q"]
+    full = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=120)
+    assert full.returncode == 1
+    assert "Traceback" not in full.stderr
+    assert "cannot be written" in full.stderr.splitlines()[-1]
+    assert not (here / "out").exists()
+    assert run(*args, "--resume").exit_code == 0
+    assert run("verify", "out", "--source", "model").exit_code == 0
+
+
+def test_ctrl_c_while_the_command_line_is_imported_leaves_no_trace() -> None:
+    script = (
+        "import sys; from importlib.abc import MetaPathFinder\n"
+        "class Interrupts(MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'click': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "from ptqpipe.__main__ import run; run()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+STUCK = """
+import sys, threading, time
+from datetime import timedelta
+import click
+import ptqpipe.__main__, ptqpipe.cli
+from torch.distributed import TCPStore
+
+store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+store.set_timeout(timedelta(seconds=1))
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(2)
+
+def wait():
+    try:
+        store.get("what nobody sets")  # in C++; over while the interpreter's own end would still sleep
+    except Exception:
+        pass
+
+@click.command()
+def main():
+    global slow
+    slow = Slow()
+    threading.Thread(target=wait, name="ptqpipe-engine", daemon=True).start()
+    time.sleep(0.3)
+    click.echo("said")
+    sys.exit(7)
+
+ptqpipe.cli.main = lambda: main(args=[])
+ptqpipe.__main__.run()
+"""
+
+
+def test_a_thread_that_waits_for_a_dead_rank_does_not_spoil_the_exit_code() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (7, "said\n"), done.stderr
+
+
+ENDING = """
+import atexit, sys, threading, time
+import ptqpipe.__main__, ptqpipe.cli
+
+class Kept:
+    def __del__(self, say=print):
+        say("taken apart")
+
+ending, shutdown = threading.Event(), threading._shutdown
+
+def work():
+    ending.wait(60)
+    print("worked")
+
+def wait_for_threads():  # what the interpreter calls first when it ends
+    threading._shutdown = shutdown
+    ending.set()
+    shutdown()
+
+threading._shutdown = wait_for_threads
+kept = Kept()
+atexit.register(print, "asked")
+if sys.argv[1:]:
+    threading.Thread(target=work).start()
+ptqpipe.cli.main = lambda: sys.exit(3)
+ptqpipe.__main__.run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [((), "asked\n"), (("works on",), "worked\nasked\ntaken apart\n")], ids=["idle", "working"]
+)
+def test_what_a_command_leaves_in_memory_is_not_taken_apart_unless_a_thread_still_works(
+    options: tuple[str, ...], said: str
+) -> None:
+    command = [sys.executable, "-c", ENDING, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (3, said), done.stderr
