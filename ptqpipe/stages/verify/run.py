@@ -150,6 +150,9 @@ def _verify(run: _Run, workers: int, *, shown: bool) -> None:
         findings.guard("names", "the source", lambda: _find_origins(run))
     if ckpt.container is None and not (run.record is not None and run.record.plain):
         findings.fault("config", "config.json", "describes no quantization; this is a plain checkpoint")
+    if run.statistics is not None and run.record is None:
+        why = f"there is no {RECORD_FILE} that says what the checkpoint was made with: its weights are not repeated"
+        findings.note("statistics", str(run.statistics.path), why)
     _check_headers(run)
     jobs = _jobs(run)
     pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="verify")

@@ -15,6 +15,7 @@ from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.verify.run import verify
 from ptqpipe.stages.verify.text import render, to_json
 from tests import tiny
+from tests.algorithms.inputs import inputs_of_llama, write_statistics
 from tests.stages import damage
 from tests.stages.verify.checks import MOE_CONFIG, NORM, Q, check, found
 
@@ -245,6 +246,16 @@ def test_another_tools_checkpoint_is_sound_too(good: Path, model: Path, tmp_path
     report = check(damage.disown(damage.copy(good, tmp_path / "peer")), model, optimal=True)
     assert report.ok, found(report)
     assert not report.own
+
+
+def test_statistics_beside_another_tools_checkpoint_are_said_to_prove_nothing(
+    good: Path, model: Path, tmp_path: Path
+) -> None:
+    stats = write_statistics(tmp_path / "stats", model, inputs_of_llama(tiny.llama()))
+    peer = damage.disown(damage.copy(good, tmp_path / "peer"))
+    report = verify(peer, source=model, statistics=stats, workers=1)
+    assert report.ok, found(report)
+    assert "no ptqpipe.json that says what the checkpoint was made with: its weights are not repeated" in found(report)
 
 
 def test_a_plain_checkpoint_is_no_packed_one(model: Path) -> None:
