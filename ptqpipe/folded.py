@@ -118,8 +118,8 @@ def folded(base: CheckpointReader, foldings: object) -> CheckpointReader:
     ]
     headers = ShardLayout.plan(groups).headers(base.path)
     content = FolderContent(headers, base.index, base.extra_files, base.left_out)
-    config = {**base.config, "tie_word_embeddings": False} if origins else None
-    return CheckpointReader(base.path, content, fill=_Folding(base, ops, origins).fill, origin=base, config=config)
+    changes = {"tie_word_embeddings": False} if origins else {}
+    return CheckpointReader(base.path, content, fill=_Folding(base, ops, origins).fill, origin=base, changes=changes)
 
 
 Change = tuple[Sequence[Folding], Sequence[Sequence[str]]]

@@ -44,7 +44,7 @@ class CheckpointReader:
     """One checkpoint folder, its headers validated; use as a context manager, or `close` it.
 
     ``entries`` is in the order of files (natural sort) and offsets. ``config`` is config.json, empty when absent
-    (``has_config``). ``extra_files`` are to be carried over; ``left_out`` says what is not, and why.
+    (``has_config``), with ``changes``. ``extra_files`` are to be carried over; ``left_out`` says what is not, and why.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class CheckpointReader:
         *,
         fill: Fill | None = None,
         origin: CheckpointReader | None = None,
-        config: Mapping[str, Any] | None = None,
+        changes: Mapping[str, Any] | None = None,
     ) -> None:
         """Use `open`, but for a checkpoint whose tensors lie in no file.
 
-        fill    gives the bytes of such tensors
-        origin  the checkpoint that they are made of, if there is one; is closed with this one
-        config  in place of config.json, where they need another one
+        fill     gives the bytes of such tensors
+        origin   the checkpoint that they are made of, if there is one; is closed with this one
+        changes  keys of config.json that they need otherwise
         """
         self.path: Final = path
         self._fill: Final = fill
@@ -75,9 +75,10 @@ class CheckpointReader:
         self.metadata: Final[Mapping[Path, Mapping[str, str]]] = MappingProxyType(
             {header.path: header.metadata for header in content.headers}
         )
-        config = self.read_json("config.json") if config is None else config
+        config = self.read_json("config.json")
         self.has_config: Final = config is not None
-        self.config: Final[Mapping[str, Any]] = MappingProxyType(config or {})
+        self.changes: Final[Mapping[str, Any]] = MappingProxyType(dict(changes or {}))
+        self.config: Final[Mapping[str, Any]] = MappingProxyType({**(config or {}), **self.changes})
         self._headers: Final = {header.path: header for header in content.headers}
         self._fds: dict[Path, int] = {}
         self._directs: dict[Path, direct.DirectFile] = {}

@@ -84,7 +84,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(("exaone4", "olmo2", "olmo3", "flex_olmo"), norms=shared.BEHIND),
     Family(("cohere", "cohere2", "cohere2_moe"), norms=shared.SIDE_BY_SIDE),
     Family(("phi",), facts=(shared.KEPT_LAYERS, shared.HEAD_AS_CODES), norms=shared.SIDE_BY_SIDE),
-    Family(("lfm2",), norms=Norms("operator_norm", "ffn_norm")),
+    Family(("lfm2",), norms=Norms("operator_norm", "ffn_norm", tied=True)),  # vLLM 0.33
     Family(
         ("lfm2_moe",),
         facts=(
@@ -100,7 +100,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
     ),
     Family(("apertus",), norms=Norms("attention_layernorm", "feedforward_layernorm")),
-    Family(("gemma",), norms=Norms(offset=1.0)),
+    Family(("gemma",), norms=Norms(offset=1.0, tied=True)),  # SGLang 0.5.23
     Family(("gemma2",), facts=(shared.KEPT_LAYERS,), norms=shared.GEMMA2),
     Family(("gemma3_text",), norms=shared.GEMMA2),
     Family(("gpt2",), norms=Norms("ln_1", "ln_2", layer_norm=True)),

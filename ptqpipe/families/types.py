@@ -50,7 +50,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """The norms of a decoder layer, for transforms that move factors into and out of them.
+    """The norms of a decoder layer, and what else transforms must know that move factors into and out of them.
 
     attention, mlp  leaf names of the norms whose output q, k, v and the MLP read: one name where both read one norm, ""
                     where they read the residual stream itself
@@ -59,6 +59,7 @@ class Norms:
     values          factors may move between values and the attention's output: no norm stands between, no other layer
                     reads the same values, and they are rows of their own
     outputs         norms between a sublayer and the residual stream: their weight stands in the way of rotations
+    tied            a reader takes the embedding for the head whatever config.json says
     """
 
     attention: str = "input_layernorm"
@@ -67,6 +68,7 @@ class Norms:
     layer_norm: bool = False
     values: bool = True
     outputs: tuple[str, ...] = ()
+    tied: bool = False
 
 
 class Mtp(NamedTuple):

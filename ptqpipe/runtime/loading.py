@@ -182,10 +182,10 @@ def read_config(path: Path) -> Any:
 
 
 def config_of(source: Source) -> Any:
-    """`read_config` of an open checkpoint: where a rotation that is folded in gave the head its own tensor, untied."""
+    """`read_config` of an open checkpoint, with what foldings change of it."""
     config = read_config(source.reader.path)
-    if source.reader.config.get("tie_word_embeddings") is False:
-        config.tie_word_embeddings = False
+    for key, value in source.reader.changes.items():
+        setattr(config, key, value)
     return config
 
 

@@ -108,8 +108,8 @@ class _Finder:
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the embedding: where the config says so, or no file holds another."""
-        return bool(self.config.get("tie_word_embeddings")) or self.head not in self.tensors
+        """Whether the head is the embedding: where the config says so, no file holds another, or readers know none."""
+        return bool(self.config.get("tie_word_embeddings")) or self.head not in self.tensors or self.norms.tied
 
     @property
     def head(self) -> str:

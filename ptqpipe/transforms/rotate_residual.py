@@ -20,6 +20,7 @@ STREAM = ""  # the name that the matrices of the residual stream have among thos
 def check(structure: Structure, block: int, *, untie: bool) -> None:
     """UsageError with the reason where the rotation would change the model."""
     kind = structure.model_type
+    head = next((name for name in structure.others if structure.tied and name.endswith("lm_head.weight")), None)
     if structure.norms.layer_norm:
         reason = f"{kind} subtracts the mean in its norms, which a rotation changes"
     elif structure.output_norms:
@@ -28,6 +29,13 @@ def check(structure: Structure, block: int, *, untie: bool) -> None:
         reason = f"hidden size {structure.hidden} is no multiple of the block of {block}"
     elif not any(edge.kind == "final" for edge in structure.edges) or not structure.embeddings:
         reason = "the last norm, the head or the embedding cannot be found"
+    elif structure.tied and structure.norms.tied:
+        reason = f"readers take the embedding of {kind} for its head, whatever config.json says"
+    elif head is not None:
+        reason = (
+            f"the head is the embedding by config.json, but '{head}' is stored, too: delete it, or set "
+            "tie_word_embeddings to false where they differ"
+        )
     elif structure.others:
         reason = f"it is not known whether '{structure.others[0]}' reads the residual stream"
     elif structure.tied and not untie:

@@ -98,11 +98,11 @@ def test_smoothing_on_every_edge_keeps_the_logits(tmp_path: Path, kind: str) -> 
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "llama_bias", "qwen2", "qwen3", "gemma", "mixtral", "qwen2_moe", "qwen3_moe"]
+    "kind", ["llama", "llama_bias", "llama_tied", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"]
 )
 def test_both_rotations_keep_the_logits(tmp_path: Path, kind: str) -> None:
     model, ids = make_model(tmp_path / "model", kind), token_ids()
-    run(model, tmp_path / "out", TransformOptions("rotate", block=16, untie=kind == "gemma"), None)
+    run(model, tmp_path / "out", TransformOptions("rotate", block=16, untie=kind == "llama_tied"), None)
     check_same_logits(model, tmp_path / "out", ids)
 
 
@@ -241,6 +241,16 @@ def test_stacked_experts_become_what_separate_ones_become(tmp_path: Path) -> Non
     check_same_bytes(tmp_path / "factors", tmp_path / "three")
 
 
+def test_a_tied_head_that_is_stored_besides_is_not_untied(tmp_path: Path) -> None:
+    """Headers do not say whether it differs, and so which of the two readers take."""
+    model = make_model(tmp_path / "model", "llama")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    options = TransformOptions("rotate", block=16, untie=True)
+    with pytest.raises(UsageError, match=r"by config.json, but 'lm_head\.weight' is stored, too: delete it"):
+        transform(model, tmp_path / "out", options=options)
+
+
 def test_an_untied_head_is_written_once_and_the_config_says_so(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama_tied")
     done = run(model, tmp_path / "out", TransformOptions("rotate", block=16, untie=True), None)
@@ -293,6 +303,7 @@ REFUSED: list[tuple[str, str, TransformOptions, str]] = [
     ("mean subtraction", "gpt2", TransformOptions("rotate_residual", block=16), "subtracts the mean"),
     ("norms after sublayers", "gemma2", TransformOptions("rotate_residual", block=16, untie=True), "stands between"),
     ("tied", "llama_tied", TransformOptions("rotate", block=16), "--untie"),
+    ("tied for readers", "gemma", TransformOptions("rotate", block=16, untie=True), "whatever config.json says"),
     ("hidden size", "llama", TransformOptions("rotate_residual", block=128), "no multiple of the block of 128"),
     ("head size", "llama", TransformOptions("rotate_values", block=64), "have 32 channels"),
     ("online", "llama", TransformOptions("rotate_online"), "while the model runs"),

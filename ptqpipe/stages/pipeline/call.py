@@ -35,6 +35,10 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
         raise UsageError(
             f"--quality {work.quality} says how much is computed with a text; add --data FILE, or --data self"
         )
+    if work.untie and not work.data:
+        raise UsageError(
+            "--untie is for the rotations that --quality best learns from a text; add --data FILE, or --data self"
+        )
     windows = {name: getattr(work, name) for name in ("samples", "seqlen", "seed")}
     chosen = next((name for name, value in windows.items() if value != getattr(PipelineOptions(), name)), None)
     if chosen is not None and not work.data:

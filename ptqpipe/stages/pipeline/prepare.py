@@ -69,7 +69,7 @@ def prepare(
     with prepare_conversion(path, options=recipe, recipe_path=recipe_path, out=out, **asked) as prepared:
         built = prepared.outputs.recipe
         way = TABLE[kind_of(built.schemes())][work.quality or "best"] if work.data else None
-        _check_untie(work, way, built.schemes()[0].name)
+        _check_untie(work, way, " with ".join(scheme.name for scheme in built.schemes()))
         way = _foldable(_rotatable(way, prepared.source, built, untie=work.untie), prepared.source)
         if way is not None and way.own_text and call.own_weight(work.data) is None:
             way, work = _with_own_text(way, work, path)
@@ -95,11 +95,12 @@ def _check_windows(path: Path, work: PipelineOptions, texts: Sequence[str]) -> N
 
 
 def _check_untie(work: PipelineOptions, way: Way | None, what: str) -> None:
-    """UsageError for --untie where nothing is rotated."""
+    """UsageError for --untie where the table has no rotations."""
     if work.untie and (way is None or not way.rotations):
+        quality = "" if work.quality is None else f" with --quality {work.quality}"
         raise UsageError(
-            f"--untie is for the rotations that --data and --quality best learn in formats with quantized inputs, and "
-            f"{what} has none{f' with --quality {work.quality}' if work.quality else ''}; leave --untie out"
+            f"--untie is for the rotations that --quality best learns for a format with quantized inputs, and {what}"
+            f"{quality} has none; leave --untie out"
         )
 
 

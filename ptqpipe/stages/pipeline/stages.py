@@ -6,7 +6,7 @@ Must not know how a stage works, nor how a call is checked.
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -215,8 +215,17 @@ class Pipeline:
             find_factors(self.path, target, stats=pairs, options=turning, mode="resume", machine=self.computing)
         if pairs.exists() and self.work.keep_stages is None:
             shutil.rmtree(pairs)
-        if read_json_object(target / FOLDING_FILE)["foldings"]:
+        foldings = read_json_object(target / FOLDING_FILE)["foldings"]
+        self.notes += [f"warning: {line}" for line in self._gainless(foldings)]
+        if foldings:
             self.floats = target
+
+    def _gainless(self, foldings: Sequence[Mapping[str, Any]]) -> list[str]:
+        """A line for each rotation that was learned and is not folded in."""
+        names = self.way.rotations.split(",") if self.way is not None and self.way.rotations else []
+        folded = {folding["transform"] for folding in foldings if "matrices" in folding}
+        why = "what was learned gains nothing on the tokens that were held out"
+        return [f"{name} is left out: {why}" for name in names if name not in folded]
 
     def _calibrate(self) -> None:
         assert self.way is not None
@@ -296,16 +305,16 @@ class Pipeline:
             return {}
         asked = {"quality": self.work.quality or "best", "run": run_id_of(self.identity)}
         entry: dict[str, Any] = {"pipeline": {**asked, "budget": self.work.budget}}
-        rotated = self.floats != self.path and self.way is not None and bool(self.way.rotations)
         without = [] if self.way is None else list(self.way.without)
+        foldings: list[dict[str, Any]] = []
         if self.floats != self.path:
             folded = read_json_object(self.floats / FOLDING_FILE)
-            rotated = rotated and any("matrices" in folding for folding in folded["foldings"])
+            foldings = folded["foldings"]
+            done = {folding["transform"] for folding in foldings}
             with Source.open(self.path) as source:
-                entry["transformed"] = {"transform": ",".join(folded["transforms"]), "from": named_source(source)}
-                entry["transformed"]["foldings"] = folded["foldings"]
-        if self.way is not None and self.way.rotations and not rotated:
-            without.append("rotations: those that were learned gain nothing on the tokens that were held out")
+                names = ",".join(name for name in folded["transforms"] if name in done)
+                entry["transformed"] = {"transform": names, "from": named_source(source), "foldings": foldings}
+        without += self._gainless(foldings)
         entry["pipeline"] |= {"untie": True} if self.work.untie else {}
         entry["pipeline"] |= {"without": without} if without else {}
         return entry

@@ -93,7 +93,8 @@ def test_four_bit_activations_are_quantized_behind_a_transform(
     the model says float32 in its config; here the model's own dtype stays. Half of the text is the model's own."""
     done = made(model, tmp_path / "out", work_of(text), scheme)
     static = scheme == "nvfp4_w4a4"
-    assert done.record["transformed"]["transform"] == "rotate_residual,rotate_values,aqas"
+    applied = done.record["transformed"]["transform"].split(",")  # without rotations that gain nothing
+    assert (applied[0], applied[-1]) == ("rotate_residual", "aqas")
     assert done.record["source"]["name"] == "small"
     assert ("statistics" in done.record) == static
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -124,7 +125,7 @@ def rotated(model: Path, data: tuple[object, ...], folder: Path, scheme: str) ->
 
 def test_eight_bit_activations_are_quantized_behind_rotations(model: Path, text: Path, tmp_path: Path) -> None:
     done = made(model, tmp_path / "out", work_of(text), "fp8")
-    assert done.record["transformed"]["transform"] == "rotate_residual,rotate_values"
+    assert done.record["transformed"]["transform"].startswith("rotate_residual")
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     turned = rotated(model, few(text), tmp_path, "fp8")
     ran("tune", turned, *few(text), "--format", "fp8", "-o", tmp_path / "codes")
@@ -158,8 +159,7 @@ def test_a_head_that_becomes_a_tensor_of_its_own_lets_the_stream_be_rotated(
     model = make_model(tmp_path / "model", "llama_tied", dtype=torch.bfloat16)
     work = work_of(text, untie=True)
     done = made(model, tmp_path / "out", work, scheme)
-    assert "without" not in done.record["pipeline"]
-    assert done.record["transformed"]["transform"].startswith("rotate_residual,rotate_values")
+    assert done.record["transformed"]["transform"].startswith("rotate_residual")
     assert json.loads((done.out / "config.json").read_text())["tie_word_embeddings"] is False
     told = json.loads(ran("verify", done.out, "--source", model, "--json"))
     assert told["faults"] == []
@@ -186,9 +186,11 @@ def test_rotations_that_gain_nothing_are_left_out(
 ) -> None:
     monkeypatch.setitem(TABLE[FP8], "best", Way("rotate", 1, method="gptq"))
     monkeypatch.setattr(learn_rotations, "_RATE", 0.0)
-    done = made(model, tmp_path / "out", work_of(text), "fp8")
+    said: list[str] = []
+    done = made(model, tmp_path / "out", work_of(text), "fp8", say=said.append)
     assert "transformed" not in done.record
-    assert "gain nothing" in done.record["pipeline"]["without"][0]
+    assert [line.split()[0] for line in done.record["pipeline"]["without"]] == ["rotate_residual", "rotate_values"]
+    assert sum("what was learned gains nothing" in line for line in said) == 2
 
 
 def test_a_mixture_of_experts_gets_gptq_for_its_experts(text: Path, tmp_path: Path) -> None:

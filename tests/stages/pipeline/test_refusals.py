@@ -40,9 +40,12 @@ def test_a_text_to_measure_on_that_cannot_be_read_is_refused_before_any_work(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "--untie is for the rotations that --data and --quality best learn in formats with quantized inputs, and"),
+        ((), "--untie is for the rotations that --quality best learns from a text; add --data FILE, or --data self"),
         (("--data", "TEXT"), "and nvfp4 has none; leave --untie out"),
-        (("--data", "TEXT", "--format", "fp8", "--quality", "good"), "has none with --quality good; leave --untie out"),
+        (
+            ("--data", "TEXT", "--format", "fp8", "--quality", "good"),
+            "fp8_dynamic with --quality good has none; leave --untie out",
+        ),
         (("--data", "TEXT", "--budget", "6.5bits"), "and --budget 6.5bits has none; leave --untie out"),
     ],
 )
