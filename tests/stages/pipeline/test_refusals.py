@@ -44,7 +44,7 @@ def test_a_text_to_measure_on_that_cannot_be_read_is_refused_before_any_work(
         (("--data", "TEXT"), "and nvfp4 has none; leave --untie out"),
         (
             ("--data", "TEXT", "--format", "fp8", "--quality", "good"),
-            "fp8_dynamic with --quality good has none; leave --untie out",
+            "with --quality good has none; leave --untie out",
         ),
         (("--data", "TEXT", "--budget", "6.5bits"), "and --budget 6.5bits has none; leave --untie out"),
     ],
