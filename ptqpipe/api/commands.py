@@ -81,10 +81,10 @@ def convert(
     data     what the model is calibrated on, in the same run: files, data sets by name, "self" for text that the model
              writes, texts, token ids, a ``datasets`` object or a DataLoader
     options  every option of ``ptqpipe.options`` by its name (``damping=0.02``); ``quality``, ``budget``, ``formats``,
-             ``reader`` (the command's ``--for``), ``requantize``, ``eval``, ``report``, ``field``, ``samples``,
-             ``seqlen``, ``seed``, ``keep_stages``; ``push``, the hub's repository to which the result is uploaded;
-             ``resume`` and ``overwrite``; ``workers``, ``device``, ``max_memory`` and ``progress``, which decide no
-             byte
+             ``reader`` (the command's ``--for``), ``requantize``, ``untie``, ``eval``, ``report``, ``field``,
+             ``samples``, ``seqlen``, ``seed``, ``keep_stages``; ``push``, the hub's repository to which the result is
+             uploaded; ``resume`` and ``overwrite``; ``workers``, ``device``, ``max_memory`` and ``progress``, which
+             decide no byte
 
     ``record`` is the content of ptqpipe.json. Raises a kind of PtqError; AlreadyComplete where ``resume`` finds nothing
     left to do, UsageError with the nearest name for an unknown option.
