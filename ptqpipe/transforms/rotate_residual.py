@@ -29,7 +29,7 @@ def check(structure: Structure, block: int, *, untie: bool) -> None:
         reason = f"hidden size {structure.hidden} is no multiple of the block of {block}"
     elif not any(edge.kind == "final" for edge in structure.edges) or not structure.embeddings:
         reason = "the last norm, the head or the embedding cannot be found"
-    elif structure.tied and structure.norms.tied:
+    elif structure.norms.tied:
         reason = f"readers take the embedding of {kind} for its head, whatever config.json says"
     elif head is not None:
         reason = (
