@@ -1,8 +1,8 @@
 """What calibration and GPTQ cost: ptqpipe beside llm-compressor, whole processes, one after the other, several times.
 
-    python scripts/quality_cost.py --scratch DIR --results FILE --python llm-compressor=PYTHON [--times 3]
+    python scripts/quality_cost.py --scratch DIR --results FILE --python llm-compressor=PYTHON [auto-round=PYTHON]
         [--model bench-4m | --trained NAME FOLDER TEXT | --shape 94m [--layers N]] [--samples 32] [--seqlen 128]
-        [--format nvfp4] [--device cuda]
+        [--format nvfp4] [--device cuda] [--times 3]
 
 One JSON line: for each of "calibrate", "convert", both together ("gptq"), "gptq in order" (`tune --method gptq` and
 `convert`) and the peer's GPTQ (its whole process, which loads, calibrates, quantizes and saves) the medians of seconds,
@@ -10,11 +10,11 @@ processor seconds and peak memory, and the ratios to the peer within each turn. 
 
 With ``--trained`` (a model and text for it) and ``--shape`` (a synthetic model of make_synthetic_model.py, random
 tokens) `convert --quality good` and `best` are measured in place of the single steps, one thread each, on ``--samples``
-rows of ``--seqlen`` tokens. The file has an eighth more rows, as a text usually has: ptqpipe holds them out,
-llm-compressor takes all. On random weights GPTQ in order gains little, so a few rows of some weights are quantized in
-two ways for nothing; ``improved`` says how many decoder layers it improved, of ``layers``. With ``--layers`` a
-synthetic model has fewer decoder layers than its shape, and ``seconds`` and the like are of that. ``weights`` counts
-the source's.
+rows of ``--seqlen`` tokens; with auto-round's interpreter its tuning in 200 steps, too. The file has an eighth more
+rows, as a text usually has: ptqpipe holds them out, the peers take all. On random weights GPTQ in order gains little,
+so a few rows of some weights are quantized in two ways for nothing; ``improved`` says how many decoder layers it
+improved, of ``layers``. With ``--layers`` a synthetic model has fewer decoder layers than its shape, and ``seconds``
+and the like are of that. ``weights`` counts the source's.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ from safetensors import safe_open
 from ptqpipe.kernels.cpu import isa
 from ptqpipe.kernels.cpu_library import processor
 
-PEER = "llm-compressor"
+PEER, TUNED = "llm-compressor", "auto-round"
+METHODS = {PEER: "gptq", TUNED: "tuned"}
 COSTS = ("seconds", "cpu_s", "peak_rss_mib")
 
 
@@ -122,16 +124,18 @@ def rows_of(source: Path, text: Path | None, *, samples: int, length: int) -> li
     return [tokens[at * step :][:length] for at in range(count)]
 
 
-def whole_commands(args: argparse.Namespace, rows: list[list[int]]) -> dict[str, list[str]]:
-    """`convert --quality` and the peer's process, without the interpreter."""
+def whole_commands(args: argparse.Namespace, rows: list[list[int]], peers: Iterable[str]) -> dict[str, list[str]]:
+    """`convert --quality` and the peers' processes, without interpreters."""
     source, out, file = source_of(args), args.scratch / "out", args.scratch / "rows.jsonl"
     file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     data = ["--data", str(file), "--samples", str(args.samples), "--seqlen", str(args.seqlen), "--workers", "1", "-q"]
     data += ["--device", args.device]
     own = ["-m", "ptqpipe", "convert", str(source), "-o", str(out), "--format", args.format, *data, "--quality"]
-    entry = next(e for e in ENTRIES if (e.tool, e.name) == (PEER, "gptq"))
-    peer = peer_command(Job(entry, args.format, source, out, file, 0, len(rows), args.seqlen, ()))
-    return {"good": [*own, "good"], "best": [*own, "best", "--keep-stages", str(args.scratch / "stages")], PEER: peer}
+    found = {"good": [*own, "good"], "best": [*own, "best", "--keep-stages", str(args.scratch / "stages")]}
+    for tool in peers:
+        entry = next(e for e in ENTRIES if (e.tool, e.name) == (tool, METHODS[tool]))
+        found[tool] = peer_command(Job(entry, args.format, source, out, file, 0, len(rows), args.seqlen, ()))
+    return found
 
 
 def improved(scratch: Path) -> dict[str, int]:
@@ -146,7 +150,7 @@ def whole_turn(commands: dict[str, list[str]], runs: Runs, scratch: Path) -> dic
     for name, command in commands.items():
         for left in (*scratch.glob("out*"), *(scratch.glob("stages") if name == "best" else ())):
             shutil.rmtree(left)
-        found[name] = runs.cost(PEER if name == PEER else OWN, [command])
+        found[name] = runs.cost(name if name in METHODS else OWN, [command])
     return found
 
 
@@ -159,10 +163,12 @@ def summary(turns: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     lines: dict[str, Any] = {
         step: {name: median(lambda one, step=step, name=name: one[step][name]) for name in COSTS} for step in turns[0]
     }
-    for step in [step for step in ("gptq", "gptq in order", "good", "best") if step in turns[0]]:
-        lines[f"{step} / {PEER}"] = {
-            name: median(lambda one, step=step, name=name: one[step][name] / one[PEER][name]) for name in COSTS
-        }
+    for peer in (peer for peer in METHODS if peer in turns[0]):
+        for step in (step for step in ("gptq", "gptq in order", "good", "best") if step in turns[0]):
+            lines[f"{step} / {peer}"] = {
+                name: median(lambda one, step=step, name=name, peer=peer: one[step][name] / one[peer][name])
+                for name in COSTS
+            }
     return lines
 
 
@@ -187,7 +193,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="of a whole command; the peer takes a GPU where there is one")
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=24_576)
-    parser.add_argument("--python", required=True, metavar=f"{PEER}=PYTHON")
+    parser.add_argument("--python", required=True, nargs="+", metavar="TOOL=PYTHON", help="interpreters of the peers")
     parser.add_argument("--shared", type=Path, default=HERE.parent.parent / "shared", help="folder of the assets")
     parser.add_argument("--scratch", type=Path, default=Path("bench-scratch"))
     parser.add_argument("--results", type=Path, default=HERE.parent / "benchmarks" / "quality_cost.jsonl")
@@ -197,7 +203,8 @@ def main() -> None:
     args.scratch.mkdir(parents=True, exist_ok=True)
     # Without byte code every process would compile torch and transformers again, for longer than it works.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    runs = Runs(dict([args.python.split("=", 1)]), warm=False)
+    pythons = dict(pair.split("=", 1) for pair in args.python)
+    runs = Runs(pythons, warm=False)
     name = args.trained[0] if args.trained else args.shape or args.model
     line: dict[str, Any] = {"model": name, "format": args.format, "times": args.times}
     line |= {"trained": False} if args.shape else {}
@@ -209,7 +216,7 @@ def main() -> None:
         if args.shape or args.trained:
             text = Path(args.trained[2]) if args.trained else None
             rows = worker.submit(rows_of, source_of(args), text, samples=args.samples, length=args.seqlen).result()
-            commands = whole_commands(args, rows)
+            commands = whole_commands(args, rows, pythons)
         else:
             jobs = worker.submit(jobs_of, args).result()
     if args.shape or args.trained:
