@@ -19,6 +19,14 @@ LEAST_NUMBERS = 1 << 20  # of a weight, where the CPU multiplies bfloat16: a sma
 _PROBE_ROWS = 8
 
 
+def pass_dtype(largest: int, device: torch.device) -> torch.dtype:
+    """What a pass through a float model runs in whose results are means over labels that are drawn, which moves them
+    far more than rounding does: bfloat16 where a CPU multiplies that faster and the ``largest`` weight has more numbers
+    than its cache, else float32."""
+    fast = device.type == "cpu" and cpu_library.multiplies_bf16() and largest >= LEAST_NUMBERS
+    return torch.bfloat16 if fast else torch.float32
+
+
 @torch.inference_mode()
 def use_kernels(model: torch.nn.Module, *, every: bool = False) -> None:
     """Gives layers and norms of a model their kernels, in place; runs it on one token to see which go together.

@@ -9,8 +9,9 @@ of which sum_i e_i^2 (h R)_i^2 is made small. What lies outside of this diagonal
 left out: its mean is small, and over some thousand tokens it is mostly noise, from which R would be learned.
 
 R begins at 1 and goes by steps R exp(S) for each block, with S antisymmetric: Adam's steps for the gradient in these
-directions, on pairs (x, h) of tokens. Rounding has no gradient, so an error counts as a multiple, one for all, of its
-local step, sqrt(x^2 + floor * amax^2), which has one. Source: the idea, with activations alone quantized, SpinQuant
+directions, on pairs (x, h) of tokens. Rounding has no gradient, so e^2 counts as a multiple, one for each reader, of
+the square of its local step, x^2 + floor * amax^2, which has one; the multiple is found anew where the loss is judged.
+Source: the idea, with activations alone quantized, SpinQuant
 (Liu et al. 2024, arXiv 2405.16406), which descends on the loss of the whole model instead. Must not know formats or
 files.
 """
@@ -26,13 +27,14 @@ import torch
 from ptqpipe.transforms.folding import hadamard
 from ptqpipe.transforms.problem import Quantize
 
-BATCH = 1536  # inputs of each reader that a step sees, and that are judged at once
+BATCH = 1536  # inputs of each reader that a step sees at most, and that are judged at once
+_TOGETHER, _LEAST = 8 * BATCH, 128  # inputs of all readers that a step sees, but of each no fewer
 _RATE, _WARM_UP, _SEED = 0.025, 10, 20240526
 _MEANS = 0.9, 0.99  # what the running means of slopes and of their squares keep with each step
 _TINY = 1e-30
 _AT_ONCE = 1 << 20  # numbers of matrices whose exponential is found together: that holds some copies
 _JUDGED, _FEW = 8, 1024  # one of so many inputs is kept to judge by; of fewer inputs than those make, up to a quarter
-_JUDGEMENTS, _PATIENCE = 8, 3  # how often it is judged on the way, and how often without a gain before it stops
+_JUDGEMENTS, _PATIENCE = 16, 4  # how often it is judged on the way, and how often without a gain before it stops
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,18 @@ class Reader:
     turns: torch.Tensor
     gain: torch.Tensor
 
-    def before(self, rows: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and gradients of some tokens where the rotation is, float32 [t, K]: 0 where the gain is."""
-        x, h = self.inputs[rows].float(), self.gradients[rows].float()
-        return torch.where(self.gain == 0, 0.0, x / self.gain), h * self.gain
+    def blocks(
+        self, rows: torch.Tensor | slice, block: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and gradients of some tokens, dtype [n, t, block]."""
+        x, h = (of[rows].to(dtype).reshape(-1, len(self.turns), block) for of in (self.inputs, self.gradients))
+        return x.transpose(0, 1), h.transpose(0, 1)
+
+    def factors(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What inputs and gradients are multiplied by so that they are those before the gain, float32 [n, block, 1]:
+        0 where the gain is, so that its column counts for nothing."""
+        inverse = torch.where(self.gain == 0, 0.0, 1 / self.gain)
+        return inverse.reshape(-1, block, 1), self.gain.reshape(-1, block, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +99,12 @@ def learn(
     rounding: Rounding,
     steps: int,
     threads: int = 1,
+    products: torch.dtype = torch.float32,
     stepped: Callable[[], None] = lambda: None,
 ) -> Learned:
     """``count`` matrices, each of ``block`` rows, for some readers. The same ones every time, with any number of
-    threads, which take a reader each. ``stepped`` is called after every step.
+    threads, which take a reader each. ``stepped`` is called after every step. ``products`` is what slopes are computed
+    in: bfloat16 where the CPU multiplies it, half the time for a slope that is off by less than a hundredth.
 
     The last eighth of the inputs is kept to judge by, on the way, too: what was best there is taken, and where that
     stays behind for long no further steps are taken.
@@ -104,26 +116,29 @@ def learn(
         for reader, last in zip(readers, kept, strict=True)
     ]
     descent, every = _Descent(count, block), max(1, steps // _JUDGEMENTS)
+    batch = min(BATCH, max(_LEAST, _TOGETHER // len(readers)))
     with ThreadPoolExecutor(threads) as pool, torch.no_grad():
         judge = partial(_judge, pool, readers, kept, rounding=rounding)
         eye = torch.eye(block, dtype=torch.float64).expand(count, block, block)
-        plain, fixed = judge(eye), judge(hadamard(block).expand(count, block, block))
-        best, least, behind = eye.clone(), math.inf, 0
+        fixed = judge(hadamard(block).expand(count, block, block)).loss
+        start = now = judge(eye)
+        best, least, behind = eye.clone(), start.loss, 0
         for step in range(steps):
             stepped()
             if behind == _PATIENCE:
                 continue
-            rows = [_in_turn(order, step) for order in orders]
+            rows = [_in_turn(order, batch, step) for order in orders]
             total = torch.zeros(count, block, block, dtype=torch.float64)
-            slope = partial(_slope, matrices=descent.matrices.float(), rounding=rounding)
-            for found in pool.map(slope, readers, rows):  # in their order: sums do not depend on who is first
-                total += found
+            of_each = partial(slope, matrices=descent.matrices.float(), rounding=rounding, dtype=products)
+            for multiple, found in zip(now.multiples, pool.map(of_each, readers, rows), strict=True):
+                total.add_(found, alpha=multiple)  # in their order: sums do not depend on who is first
             warm = min(1.0, (step + 1) / _WARM_UP)
             descent.step(total, _RATE * warm * (1 + math.cos(math.pi * step / steps)) / 2)
             if (step + 1) % every == 0 or step + 1 == steps:
                 now = judge(descent.matrices)
-                best, least, behind = (descent.matrices, now, 0) if now < least else (best, least, behind + 1)
-    return Learned(best, plain, fixed, least) if least < plain else Learned(eye.clone(), plain, fixed, plain)
+                gains = now.loss < least
+                best, least, behind = (descent.matrices, now.loss, 0) if gains else (best, least, behind + 1)
+    return Learned(best, start.loss, fixed, least)
 
 
 class _Descent:
@@ -148,9 +163,9 @@ class _Descent:
         self.matrices = torch.cat([matrices @ torch.linalg.matrix_exp(part) for matrices, part in parts])
 
 
-def _in_turn(order: torch.Tensor, step: int) -> torch.Tensor:
+def _in_turn(order: torch.Tensor, batch: int, step: int) -> torch.Tensor:
     """The inputs of a step: all come in their order before one comes again."""
-    count = min(BATCH, len(order))
+    count = min(batch, len(order))
     return order[torch.arange(step * count, (step + 1) * count) % len(order)]
 
 
@@ -159,16 +174,49 @@ def _kept(inputs: int) -> int:
     return max(1, inputs // _JUDGED, min(inputs // 4, _FEW))
 
 
-def _slope(reader: Reader, rows: torch.Tensor, *, matrices: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """The gradient of a reader's loss on some of its tokens for ``matrices``."""
-    with torch.enable_grad():
-        turned = matrices.detach().requires_grad_(True)
-        (slope,) = torch.autograd.grad(_loss(reader, rows, turned, rounding), turned)
-    return slope
+def slope(
+    reader: Reader,
+    rows: torch.Tensor | slice,
+    *,
+    matrices: torch.Tensor,
+    rounding: Rounding,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The gradient for ``matrices`` float32 [count, block, block] of half the mean over some of a reader's tokens of
+    the sum of s_i^2 (h R)_i^2, s the local steps: float32 of that shape, from products in ``dtype``."""
+    block = matrices.shape[-1]
+    x, h = reader.blocks(rows, block, dtype)
+    turns, (inverse, gain) = matrices[reader.turns], reader.factors(block)
+    by_x, by_h = _slopes(x @ (turns * inverse).to(dtype), h @ (turns * gain).to(dtype), rounding)
+    found = (x.mT @ by_x).float().mul_(inverse).addcmul_((h.mT @ by_h).float(), gain)
+    return torch.zeros_like(matrices).index_add_(0, reader.turns, found.div_(x.shape[1]))
+
+
+def _slopes(x: torch.Tensor, h: torch.Tensor, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients for x and h [n, t, block] of half the sum of (x^2 + floor * amax^2) h^2."""
+    both = x * h
+    by_x, by_h = h * both, x * both
+    if not rounding.floor:
+        return by_x, by_h
+    n, tokens, block = x.shape
+    groups = tokens, -1, rounding.group or n * block  # a group may be of several blocks
+    x, h, by_x, by_h = (each.transpose(0, 1).reshape(groups) for each in (x, h, by_x, by_h))
+    top, at = x.abs().max(-1, keepdim=True)
+    by_x.scatter_add_(-1, at, x.gather(-1, at) * (h.square().sum(-1, keepdim=True) * rounding.floor))
+    by_h.addcmul_(h, top.square_(), value=rounding.floor)
+    return by_x.reshape(tokens, n, block).transpose(0, 1), by_h.reshape(tokens, n, block).transpose(0, 1)
 
 
 def _few(block: int) -> int:
     return max(1, _AT_ONCE // block**2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judgement:
+    """The loss of all readers, and for each how many times the squares of its local steps its errors are."""
+
+    loss: float
+    multiples: list[float]
 
 
 def _judge(
@@ -178,40 +226,28 @@ def _judge(
     matrices: torch.Tensor,
     *,
     rounding: Rounding,
-) -> float:
-    """The sum of the readers' losses on the last ``kept`` inputs of each."""
+) -> _Judgement:
+    """By the last ``kept`` inputs of each reader."""
     turned = matrices.float()
 
-    def of(reader: Reader, last: int) -> float:
+    def of(reader: Reader, last: int) -> tuple[float, float]:
         with torch.no_grad():  # each thread has its own
             first, count = len(reader.inputs) - last, len(reader.inputs)
             runs = [slice(at, min(at + BATCH, count)) for at in range(first, count, BATCH)]
-            return sum(float(_loss(reader, run, turned, rounding)) * (run.stop - run.start) for run in runs) / last
+            errors, steps = torch.stack([_sums(reader, run, turned, rounding) for run in runs]).sum(0).tolist()
+            return errors / (2 * last), errors / max(steps, _TINY)
 
-    return sum(pool.map(of, readers, kept))
-
-
-def _loss(reader: Reader, rows: torch.Tensor | slice, matrices: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Half of the mean over some of a reader's tokens of the sum of e_i^2 (h R)_i^2, with a gradient for ``matrices``
-    float32 [count, block, block]."""
-    turns = matrices[reader.turns]
-    x, h = (_turned(each, turns) for each in reader.before(rows))
-    known = x.detach()
-    error = rounding.quantize(known) - known
-    by_steps = (_local_step(x, rounding) * h).square().sum()
-    multiple = (error * h.detach()).square().sum() / by_steps.detach().clamp(min=_TINY)
-    return multiple * by_steps / (2 * len(x))
+    found = list(pool.map(of, readers, kept))
+    return _Judgement(sum(loss for loss, _ in found), [multiple for _, multiple in found])
 
 
-def _turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """float32 [T, K]: rows times the matrices [n, block, block] of their blocks."""
-    n, block, _ = turns.shape
-    return (x.reshape(-1, n, block).transpose(0, 1) @ turns).transpose(0, 1).flatten(1)
-
-
-def _local_step(x: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """What the error of each element is in proportion to, up to a constant: float32 [T, K], above 0."""
-    groups = x.reshape(len(x), -1, rounding.group or x.shape[1])
-    largest = groups.square().amax(-1, keepdim=True)
-    steps: torch.Tensor = (groups.square() + rounding.floor * largest + _TINY).sqrt().flatten(1)
-    return steps
+def _sums(reader: Reader, rows: slice, matrices: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """float64 [2], over some of a reader's tokens: the sum of e_i^2 (h R)_i^2, and of s_i^2 (h R)_i^2 with local steps
+    s."""
+    block = matrices.shape[-1]
+    turns, pairs = matrices[reader.turns], zip(reader.blocks(rows, block), reader.factors(block), strict=True)
+    x, h = ((of @ (turns * by)).transpose(0, 1).flatten(1) for of, by in pairs)
+    errors = (rounding.quantize(x) - x).mul_(h).square().sum()
+    groups = x.square().reshape(len(x), -1, rounding.group or x.shape[1])
+    steps = groups + rounding.floor * groups.amax(-1, keepdim=True)
+    return torch.stack([errors, steps.flatten(1).mul_(h.square()).sum()]).double()

@@ -17,10 +17,9 @@ from ptqpipe.calibration.reverse import Gradients, linear_modules, reverse_model
 from ptqpipe.calibration.runner import in_batches
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import CheckpointReader, output_errors, write_tensors
-from ptqpipe.kernels import cpu_library
 from ptqpipe.machine import BASE_BYTES, Machine, counting_bar
 from ptqpipe.rewriting.conversion import Conversion
-from ptqpipe.runtime.compiled import LEAST_NUMBERS
+from ptqpipe.runtime.compiled import pass_dtype
 from ptqpipe.tuning.block import divided
 
 _BLOCK = "."  # where a module's name would be: the block's own output
@@ -44,7 +43,8 @@ def observe(
     folder = spill / "gradients"
     with output_errors(folder):
         folder.mkdir(exist_ok=True)
-    skeleton = Skeleton.of(prepared.source, dtype=_dtype(prepared, machine))
+    largest = max(math.prod(m.shape) for unit in prepared.outputs.plan.units for m in unit.members)
+    skeleton = Skeleton.of(prepared.source, dtype=pass_dtype(largest, machine.device))
     names = [name for name, _ in skeleton.blocks]
     if not _file(folder, names[0]).exists():
         wanted = {m.source.tensor for unit in prepared.outputs.plan.units for m in unit.members}
@@ -62,16 +62,6 @@ def observe(
                 _write(folder, name, gradients)
                 advance(1, name)
     return lambda name: _read(folder, name)
-
-
-def _dtype(prepared: Conversion, machine: Machine) -> torch.dtype:
-    """What the pass runs in: bfloat16 where a processor multiplies that faster and weights are larger than its cache.
-
-    The moments are means over labels that are drawn, which moves them far more than this rounding does.
-    """
-    largest = max(math.prod(m.shape) for unit in prepared.outputs.plan.units for m in unit.members)
-    fast = machine.device.type == "cpu" and cpu_library.multiplies_bf16() and largest >= LEAST_NUMBERS
-    return torch.bfloat16 if fast else torch.float32
 
 
 def learned_from(samples: Samples, held_out: float) -> Samples:

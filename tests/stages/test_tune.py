@@ -31,7 +31,7 @@ from ptqpipe.machine import Machine
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting import conversion
 from ptqpipe.rounding import Rounding
-from ptqpipe.runtime import load_model
+from ptqpipe.runtime import compiled, load_model
 from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.stages import demo
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
@@ -385,7 +385,7 @@ def test_a_reverse_pass_in_bfloat16_finds_the_moments_of_one_in_float32(
     """But for rounding, which is less than what other labels change: those of another seed have other moments."""
     found: dict[tuple[bool, int], list[torch.Tensor]] = {}
     for fast, seed in ((False, 0), (True, 0), (False, 1)):
-        monkeypatch.setattr(backwards, "LEAST_NUMBERS", 1)
+        monkeypatch.setattr(compiled, "LEAST_NUMBERS", 1)
         monkeypatch.setattr(cpu_library, "multiplies_bf16", lambda fast=fast: fast)
         folder = tmp_path / f"{fast}-{seed}"
         folder.mkdir()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.transforms.learn_rotations import Reader, Rounding, learn
+from ptqpipe.transforms.learn_rotations import Reader, Rounding, learn, slope
 
 
 def to_three_bits(x: torch.Tensor) -> torch.Tensor:
@@ -120,9 +120,30 @@ def test_any_number_of_threads_gives_the_same_matrices_and_a_gain_is_taken_out()
     assert one.error == several.error < one.plain_error
     assert len(steps) == 20
     gain[5] = 0.0
-    x, h = Reader(plain[0].inputs, plain[0].gradients, plain[0].turns, gain).before(slice(0, 4))
-    assert torch.isfinite(x).all()
-    assert not bool(x[:, 5].any() or h[:, 5].any())
+    inverse, factors = (of.flatten() for of in replace(plain[0], gain=gain).factors(16))
+    assert torch.equal(factors, gain)
+    assert float(inverse[5]) == 0.0
+    assert torch.equal(inverse[6:], 1 / gain[6:])
+
+
+@pytest.mark.parametrize("rounding", [PLAIN, Rounding(to_e2m1, 16, 0.09), Rounding(to_e2m1, 24, 0.09)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_slope_is_that_of_the_local_steps(rounding: Rounding, dtype: torch.dtype) -> None:
+    """By autograd, from the definition: errors in proportion to sqrt(x^2 + floor * amax^2); two blocks by one matrix,
+    scales of a token, of a block and across blocks."""
+    reader = replace(correlated(256), gain=torch.linspace(0.5, 2, 48))
+    rows = torch.randperm(256, generator=torch.Generator().manual_seed(3))[:100]
+    drawn = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    matrices = torch.linalg.qr(drawn).Q.float().requires_grad_(True)
+    whole: torch.Tensor = torch.block_diag(*matrices.double()[reader.turns])  # type: ignore[no-untyped-call]
+    x, h = (reader.inputs / reader.gain)[rows].double() @ whole, (reader.gradients * reader.gain)[rows].double() @ whole
+    groups = x.square().reshape(100, -1, rounding.group or 48)
+    steps = (groups + rounding.floor * groups.amax(-1, keepdim=True)).flatten(1)
+    (wanted,) = torch.autograd.grad((steps * h.square()).sum() / 200, matrices)
+    found = slope(reader, rows, matrices=matrices.detach(), rounding=rounding, dtype=dtype)
+    limit = 1e-5 if dtype == torch.float64 else 0.02
+    assert float((found - wanted).norm() / wanted.norm()) < limit
+    assert found.dtype == torch.float32
 
 
 def test_gradients_of_zero_and_a_single_token_are_no_trouble() -> None:

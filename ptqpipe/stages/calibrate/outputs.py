@@ -1,10 +1,9 @@
 """calibrate --moments kl and pairs: how much the model minds an error at outputs and inputs of its linear layers."""
 
+import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
-
-import torch
 
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.reverse import Gradients, linear_modules, reverse_model, thinned
@@ -12,7 +11,10 @@ from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import BlockRecord, write_outputs
 from ptqpipe.checkpoint import BlockFolder
 from ptqpipe.machine import BASE_BYTES, Machine, Ranks, counting_bar
+from ptqpipe.origins import Origins
+from ptqpipe.runtime.compiled import pass_dtype
 from ptqpipe.source import Source
+from ptqpipe.tensor_names import layer_of
 
 
 def learned_from(samples: Samples, world: int, *, pairs: bool = False) -> Samples:
@@ -21,11 +23,21 @@ def learned_from(samples: Samples, world: int, *, pairs: bool = False) -> Sample
 
 
 def collect_outputs(
-    source: Source, samples: Samples, output: BlockFolder, machine: Machine, *, ranks: Ranks, seed: int, pairs: bool
+    source: Source,
+    samples: Samples,
+    output: BlockFolder,
+    machine: Machine,
+    *,
+    ranks: Ranks,
+    seed: int,
+    moments: Collection[str],
 ) -> dict[str, BlockRecord]:
-    """Runs the model backwards on `learned_from`, and writes what the gradients at the outputs say, with ``pairs`` also
-    these. Every rank runs its share of the samples; the first one writes, the others return nothing."""
-    skeleton = Skeleton.of(source, dtype=torch.float32)
+    """Runs the model backwards on `learned_from`, and writes what of ``moments`` that gives: "kl" what the gradients at
+    the outputs say, "pairs" these. Every rank runs its share of the samples; the first one writes, the others return
+    nothing."""
+    weights = Origins.of(source).weights.items()
+    largest = max((math.prod(member.shape) for name, member in weights if layer_of(name) is not None), default=0)
+    skeleton, pairs = Skeleton.of(source, dtype=pass_dtype(largest, machine.device)), "pairs" in moments
     found = reverse_model(
         skeleton,
         learned_from(samples, ranks.world, pairs=pairs),
@@ -33,7 +45,7 @@ def collect_outputs(
         device=machine.device,
         memory_bytes=machine.memory_bytes - BASE_BYTES,
         spill=output.paths.partial,
-        modules=linear_modules,
+        modules=linear_modules if "kl" in moments else lambda _: (),
         of_ranks=(ranks.rank, ranks.world),
         pairs=pairs,
     )

@@ -126,8 +126,8 @@ def calibrate(
                 described = _described(samples, skeleton, options, collecting)
                 log(with_note(f"{name_of(path)} on {described}", config, images=samples.shown))
             if _backwards(options) and OUTPUTS not in output.done:
-                pairs = "pairs" in options.moments
-                made = collect_outputs(source, samples, output, machine, ranks=ranks, seed=options.seed, pairs=pairs)
+                given: dict[str, Any] = {"ranks": ranks, "seed": options.seed, "moments": options.moments}
+                made = collect_outputs(source, samples, output, machine, **given)
                 for name, part in made.items() if ranks.rank == 0 else [(OUTPUTS, None)]:  # the outputs are the last
                     output.commit(name, part.to_json() if part is not None else {})
             with _open_runner(skeleton, samples, output, collecting, machine) as runner:

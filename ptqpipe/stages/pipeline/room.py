@@ -41,6 +41,7 @@ _STATISTICS, _BLOCKS, _FACTOR = 5 * 4, 4 * 32, 2 * 11
 _MATRIX = 4096  # JSON about one matrix, of all stages
 _HIDDEN = "hidden_size", "n_embd"
 _POSITIONS = "max_position_embeddings", "n_positions"
+_LEAST_ROWS = 32  # samples that rotations are learned from at the least, where there are so many
 _TOKEN = 12  # a token of the model's own text, as JSON
 
 _PROCESS = 660 << 20  # torch, transformers and what they hold for a small model
@@ -198,10 +199,17 @@ def _inputs(source: Source) -> list[int]:
     return [columns for name, columns in known.items() if layer_of(name) is not None]
 
 
+def pair_samples(source: Source, work: PipelineOptions) -> int:
+    """How many samples rotations are learned from: those that have as many tokens as pairs are kept of, but no fewer
+    than some rows of text."""
+    seqlen = _seqlen(source.reader.config, work)
+    return min(work.samples, max(_LEAST_ROWS, -(-most_pairs(sum(_inputs(source))) // seqlen)))
+
+
 def _pairs(source: Source, work: PipelineOptions) -> int:
     """Of how many tokens pairs are kept, at most."""
-    seqlen = _seqlen(source.reader.config, work)
-    return min(enough(work.samples, seqlen, pairs=True) * seqlen, most_pairs(sum(_inputs(source))))
+    tokens = pair_samples(source, work) * _seqlen(source.reader.config, work)
+    return min(tokens, most_pairs(sum(_inputs(source))))
 
 
 def _matrices(source: Source, way: Way) -> int:

@@ -29,7 +29,7 @@ from ptqpipe.stages.evaluate import run as evaluation
 from ptqpipe.stages.evaluate.text import write as write_evaluation
 from ptqpipe.stages.generate import GenerateOptions, generate
 from ptqpipe.stages.pipeline import call
-from ptqpipe.stages.pipeline.room import Disk, disk_of, memory_of, memory_text
+from ptqpipe.stages.pipeline.room import Disk, disk_of, memory_of, memory_text, pair_samples
 from ptqpipe.stages.pipeline.table import Way, words_of
 from ptqpipe.stages.plan.run import Budget, plan_mixed, write_recipe
 from ptqpipe.stages.report.run import make_report
@@ -79,6 +79,7 @@ class Pipeline:
     begun: Path = field(init=False)
     disk: Disk = field(init=False)
     memory: str = field(init=False)
+    pair_samples: int = field(init=False)
     identity: Mapping[str, str] = field(init=False)
     evaluation: Mapping[str, Any] | None = None
     report: Path | None = None
@@ -93,6 +94,7 @@ class Pipeline:
         with Source.open(self.path) as source:
             self.identity = self._identity(source)
             known, size = self.needs_statistics, self.weights_bytes
+            self.pair_samples = pair_samples(source, self.work)
             self.disk = disk_of(source, self.work, self.way, statistics=known, weights_bytes=size)
             limit = self.machine.memory_bytes
             self.memory = memory_text(memory_of(source, self.work, self.way, limit=limit), limit)
@@ -206,7 +208,9 @@ class Pipeline:
         pairs, target = self.folder / "pairs", self.folder / "rotations"
         if not target.exists():
             kinds = ("diagonal", "pairs")
-            options = CalibrateOptions(**self.windows(), field=self._field, moments=kinds, holdout=0)
+            options = CalibrateOptions(
+                **self.windows() | {"samples": self.pair_samples}, field=self._field, moments=kinds, holdout=0
+            )
             with suppress(AlreadyComplete):
                 done = calibrate(self.path, self.texts, pairs, options=options, mode="resume", machine=self.computing)
                 self.notes += [] if done is None else done.notes

@@ -16,6 +16,7 @@ import torch
 from ptqpipe.errors import NumericsError, OutputError, UsageError
 from ptqpipe.folded import encoded
 from ptqpipe.formats import Format
+from ptqpipe.kernels import cpu_library
 from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.runtime.activations import GROUP
 from ptqpipe.schemes import get_scheme
@@ -27,7 +28,7 @@ from ptqpipe.transforms import BATCH, STREAM, Edge, Learned, Matrix, Norm, Reade
 ELEMENTS = 1 << 29  # numbers of all pairs together: of more, tokens are left out
 LEAST = 256  # tokens that stay whatever they take
 COARSE = 0.09  # the floor of local steps of E2M1: its lowest step, 0.5 / 6 of the maximum, against those of E4M3
-TEMPORARIES = 24  # float32 numbers that a thread holds for each one of a step's inputs: at most 19 were measured
+TEMPORARIES = 16  # float32 numbers that a thread holds for each one of a step's inputs: at most 12 were measured
 STATES = 16  # float64 numbers that are held for each one of the matrices: gradients, Adam's moments, what is tried
 
 
@@ -169,6 +170,7 @@ def learn_units(
     rounding = Rounding(quantize, GROUP.get(scheme.activation) or 0, COARSE if scheme.activation.four_bits else 0.0)
     held, each = learning_bytes(units, statistics)
     threads = max(1, min(machine.workers, (machine.memory_bytes - BASE_BYTES - held) // each))
+    products = torch.bfloat16 if cpu_library.multiplies_bf16() else torch.float32
     for unit in units:
         if not unit.inputs:  # nothing that is quantized
             eye = torch.eye(unit.block, dtype=torch.float64).expand(unit.count, unit.block, unit.block)
@@ -181,7 +183,7 @@ def learn_units(
 
         found = learn(
             readers, count=unit.count, block=unit.block, rounding=rounding, steps=options.learn, threads=threads,
-            stepped=step,
+            products=products, stepped=step,
         )  # fmt: skip
         keep(unit, {"matrices": encoded(found.matrices), "record": _entry(unit, found)})
 
