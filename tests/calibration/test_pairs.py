@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 
 from ptqpipe.calibration import pairs
 from ptqpipe.calibration.data import load_samples
@@ -110,6 +111,20 @@ def test_they_are_inputs_and_the_sum_of_what_their_layers_pass_back(
                 assert close(pair[0], seen[experts][0][kept])
                 assert close(pair[1], seen[experts][1][kept])
             assert len(of_experts) == 2 * model.config.num_local_experts
+
+
+def test_moments_of_outputs_are_kept_where_they_are_asked_for_and_pairs_do_not_depend_on_them(
+    text: Path, tmp_path: Path
+) -> None:
+    path = make_model(tmp_path / "model", "llama")
+    with_kl = replace(OPTIONS, moments=("diagonal", "kl", "pairs"))
+    files = []
+    for name, options in (("alone", OPTIONS), ("both", with_kl)):
+        calibrate(path, [str(text)], tmp_path / name, options=options, machine=ONE)
+        with safe_open(tmp_path / name / "outputs.safetensors", "pt") as opened:
+            assert bool(opened.keys()) == (name == "both")
+        files.append([file.read_bytes() for file in sorted((tmp_path / name).glob("*.pairs.safetensors"))])
+    assert files[0] == files[1] != []
 
 
 def test_kept_tokens_are_one_of_every_few_and_not_always_the_same_of_them() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ptqpipe.transforms import learn_rotations
 from ptqpipe.transforms.learn_rotations import Reader, Rounding, learn, slope
 
 
@@ -154,6 +155,42 @@ def test_gradients_of_zero_and_a_single_token_are_no_trouble() -> None:
     found = learn([Reader(x[:1], x[1:2], torch.zeros(1).long(), torch.ones(16))], **options)
     assert found.error < found.plain_error
     assert float((found.matrices[0] @ found.matrices[0].T - torch.eye(16)).abs().max()) < 1e-12
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of how many tokens slopes are found from now on."""
+    seen: list[int] = []
+
+    def watched(reader: Reader, rows: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append(len(rows))
+        return slope(reader, rows, **options)
+
+    monkeypatch.setattr(learn_rotations, "slope", watched)
+    return seen
+
+
+@pytest.mark.parametrize(("readers", "tokens"), [(1, 1536), (8, 1536), (12, 1024), (200, 128)])
+def test_a_step_sees_as_many_inputs_whatever_the_number_of_readers(
+    readers: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But at most and at least some of each."""
+    seen = counted(monkeypatch)
+    learn([correlated(2048)] * readers, count=2, block=16, rounding=PLAIN, steps=1)
+    assert seen == [tokens] * readers
+
+
+def test_steps_end_where_a_quarter_of_them_has_gained_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Channels without correlations, of which the larger ones cost less: no rotation gains, and its steps are not all
+    taken, though each is told."""
+    scale = torch.exp2(torch.arange(16.0))
+    generator = torch.Generator().manual_seed(1)
+    x, h = torch.randn(2, 4096, 16, generator=generator)
+    seen, told = counted(monkeypatch), list[int]()
+    reader = Reader(x * scale, h / scale.square(), torch.zeros(1).long(), torch.ones(16))
+    found = learn([reader], count=1, block=16, rounding=PLAIN, steps=80, stepped=lambda: told.append(1))
+    assert torch.equal(found.matrices[0], torch.eye(16, dtype=torch.float64))
+    assert found.error == found.plain_error
+    assert (len(seen), len(told)) == (20, 80)
 
 
 def test_where_nothing_is_gained_the_matrices_are_identities() -> None:

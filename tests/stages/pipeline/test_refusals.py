@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from ptqpipe.calibration import pairs
 from ptqpipe.cli import main
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.options import PipelineOptions, RecipeOptions
@@ -18,7 +19,7 @@ from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.source import Source
 from ptqpipe.stages.pipeline import run as stage, stages
 from ptqpipe.stages.pipeline.prepare import prepare
-from ptqpipe.stages.pipeline.room import memory_of
+from ptqpipe.stages.pipeline.room import memory_of, pair_samples
 from ptqpipe.stages.transform.run import Transformation
 from ptqpipe.stages.tune import run as tune_stage
 from tests import tiny
@@ -115,6 +116,21 @@ def test_the_memory_of_a_comparison_counts_what_the_model_predicts(
     with Source.open(tmp_path / "model") as source:
         found = memory_of(source, PipelineOptions(eval=("text",)), None, limit=1 << 31)
     assert least < found["eval"][0] < most
+
+
+@pytest.mark.parametrize(
+    ("numbers", "samples", "wanted"),
+    [(1 << 30, 128, 128), (1 << 30, 40, 40), (1 << 21, 128, 64), (1, 128, 32), (1, 20, 20)],
+    ids=["all are kept", "of few", "some are kept", "the least are kept", "of fewer"],
+)
+def test_rotations_are_learned_from_as_many_rows_as_have_the_tokens_that_are_kept(
+    numbers: int, samples: int, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer whose inputs have 1,024 numbers a token together, and as many are gradients; rows of 16 tokens."""
+    monkeypatch.setattr(pairs, "NUMBERS", numbers)
+    tiny.save(tmp_path / "model", tiny.llama(layers=1))
+    with Source.open(tmp_path / "model") as source:
+        assert pair_samples(source, PipelineOptions(samples=samples, seqlen=16)) == wanted
 
 
 @pytest.mark.parametrize(
