@@ -11,9 +11,9 @@ left out: its mean is small, and over some thousand tokens it is mostly noise, f
 R begins at 1 and goes by steps R exp(S) for each block, with S antisymmetric: Adam's steps for the gradient in these
 directions, on pairs (x, h) of tokens. Rounding has no gradient, so e^2 counts as a multiple, one for each reader, of
 the square of its local step, x^2 + floor * amax^2, which has one; the multiple is found anew where the loss is judged.
-Source: the idea, with activations alone quantized, SpinQuant
-(Liu et al. 2024, arXiv 2405.16406), which descends on the loss of the whole model instead. Must not know formats or
-files.
+
+Source: the idea, with activations alone quantized, SpinQuant (Liu et al. 2024, arXiv 2405.16406), which descends on the
+loss of the whole model instead. Must not know formats or files.
 """
 
 import math
@@ -61,8 +61,8 @@ class Reader:
 
     def factors(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What inputs and gradients are multiplied by so that they are those before the gain, float32 [n, block, 1]:
-        0 where the gain is, so that its column counts for nothing."""
-        inverse = torch.where(self.gain == 0, 0.0, 1 / self.gain)
+        0 where the gain is, or nearly, so that its column counts for nothing."""
+        inverse = torch.where(self.gain.abs() < _TINY, 0.0, 1 / self.gain)
         return inverse.reshape(-1, block, 1), self.gain.reshape(-1, block, 1)
 
 
