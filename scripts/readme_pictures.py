@@ -6,8 +6,8 @@
 pipeline  what the tool does
 kl        every bar is the lowest mean KL divergence of one tool on bench-4m in NVFP4, over its methods, with and
           without calibration data
-cost      processor seconds by the number of weights: `--quality good`, `best`, llm-compressor's GPTQ; hollow: layers
-          of a synthetic model with TinyLlama's widths
+cost      processor seconds by the number of weights: `--quality good`, `best`, llm-compressor's GPTQ, and auto-round's
+          tuning where it was measured; hollow: layers of a synthetic model with TinyLlama's widths
 
 Each picture is written for light and for dark pages; its text stays text.
 """
@@ -85,16 +85,18 @@ def cost_picture(lines: list[dict[str, Any]], theme: tuple[str, ...]) -> plt.Fig
     last = {(one["weights"], one["isa"]): one for one in whole if one.get("trained", True)}
     wide = {(one["weights"], one["isa"]): one for one in whole if one["model"] == WIDE}
     figure, axes = plt.subplots(1, 2, figsize=(9, 2.8), facecolor=background, sharey=True)
-    curves = (("best", own, "-"), ("good", own, "--"), ("llm-compressor", other, "-"))
+    labels = {"best": "--quality best", "good": "--quality good", "llm-compressor": "llm-compressor's GPTQ"}
+    labels |= {"auto-round": "auto-round, tuned"}
+    curves = (("best", own, "-"), ("good", own, "--"), ("llm-compressor", other, "-"), ("auto-round", other, ":"))
     for ax, isa in zip(axes, ("avx512", "avx2"), strict=True):
         measured = sorted((one for key, one in last.items() if key[1] == isa), key=lambda one: one["weights"])
         layers = sorted((one for key, one in wide.items() if key[1] == isa), key=lambda one: one["weights"])
         weights = [one["weights"] / 1e6 for one in measured]
         for name, color, style in curves:
-            label = f"--quality {name}" if name in {"best", "good"} else f"{name}'s GPTQ"
-            seconds = [one[name]["cpu_s"] for one in measured]
-            ax.loglog(weights, seconds, style, color=color, marker="o", markersize=4, label=label)
-            for one in layers:
+            known = [(one["weights"] / 1e6, one[name]["cpu_s"]) for one in measured if name in one]
+            if known:
+                ax.loglog(*zip(*known, strict=True), style, color=color, marker="o", markersize=4, label=labels[name])
+            for one in (one for one in layers if name in one):
                 place = one["weights"] / 1e6, one[name]["cpu_s"]
                 ax.loglog(*place, color=color, marker="o", markersize=5, markerfacecolor="none")
         ax.set_facecolor(background)
@@ -102,12 +104,13 @@ def cost_picture(lines: list[dict[str, Any]], theme: tuple[str, ...]) -> plt.Fig
         ax.set_xlabel("million weights", fontsize=9, color=quiet)
         ticks = [*weights, *[one["weights"] / 1e6 for one in layers][-1:]]
         ax.set_xticks(ticks, [f"{count:.0f}" for count in ticks])
-        ax.set_yticks([10, 30, 100, 300, 1000], ["10", "30", "100", "300", "1000"])
+        ax.set_yticks([10, 100, 1000], ["10", "100", "1000"])
         ax.minorticks_off()
         ax.tick_params(colors=text, labelsize=9)
         for side in ax.spines.values():
             side.set_color(line)
-    axes[0].legend(frameon=False, fontsize=9, labelcolor=text)
+    handles, names = axes[0].get_legend_handles_labels()  # the right panel has room
+    axes[1].legend(handles, names, frameon=False, fontsize=9, labelcolor=text)
     figure.tight_layout(w_pad=2)
     return figure
 
