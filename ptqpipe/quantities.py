@@ -55,6 +55,11 @@ def option_size_above(nbytes: int) -> str:
     return f"{-(-nbytes >> 20)}MiB"
 
 
+def counted(number: int, thing: str) -> str:
+    """1 sample, 2 samples."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def three_digits(value: float) -> str:
     """About three significant digits, no exponent: 3.88, 38.8, 388."""
     if value == 0:

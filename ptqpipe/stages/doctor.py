@@ -16,7 +16,7 @@ from urllib import error, request
 from ptqpipe._version import __version__
 from ptqpipe.errors import first_line
 from ptqpipe.kernels import cpu_library
-from ptqpipe.quantities import disk_size, memory_size
+from ptqpipe.quantities import counted, disk_size, memory_size
 from ptqpipe.runtime.memory import available_bytes
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512vbmi", "amx_tile", "asimd", "asimddp")
@@ -59,7 +59,7 @@ def _cpu() -> Iterator[Check]:
     found = [flag for flag in FLAGS if flag in flags]
     facts = {"model": model, "processors": cores, "flags": found}
     yield Check(
-        "CPU", "ok", f"{model}, {_counted(cores, 'processor')}; {', '.join(found) or 'no vector units'}", facts=facts
+        "CPU", "ok", f"{model}, {counted(cores, 'processor')}; {', '.join(found) or 'no vector units'}", facts=facts
     )
     reason, isa = cpu_library.why_missing(), cpu_library.current_isa()
     known = list(cpu_library.known_isas())
@@ -69,10 +69,6 @@ def _cpu() -> Iterator[Check]:
         return
     what, _, remedy = reason.partition("; ")
     yield Check("kernels", "missing", f"{what}: the same bytes come from torch, many times slower", remedy, facts)
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _torch() -> Iterator[Check]:
@@ -86,7 +82,7 @@ def _torch() -> Iterator[Check]:
         "threads": torch.get_num_threads(),
     }
     yield Check(
-        "torch", "ok", f"{torch.__version__}, {build}, {_counted(torch.get_num_threads(), 'thread')}", facts=facts
+        "torch", "ok", f"{torch.__version__}, {build}, {counted(torch.get_num_threads(), 'thread')}", facts=facts
     )
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     facts = {"found": names, "triton": _installed("triton")}

@@ -32,7 +32,7 @@ from ptqpipe.calibration.store import OUTPUTS, BlockRecord, digest_of, pairs_of,
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, check_place, name_of, resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.machine import BASE_BYTES, Machine, Ranks, compute_threads, counting_bar, peak_bytes, threads
-from ptqpipe.quantities import disk_size, memory_size
+from ptqpipe.quantities import counted, disk_size, memory_size
 from ptqpipe.runtime.language_model import takes_images, with_note
 from ptqpipe.runtime.loading import DTYPES, config_of, default_length
 from ptqpipe.source import Source
@@ -172,10 +172,11 @@ def _backwards(options: CalibrateOptions) -> list[str]:
 
 
 def _no_held_out(samples: Samples, options: CalibrateOptions) -> str:
-    have = f"the data have {samples.candidates} windows" if options.samples >= HELD_SHARE else "there are fewer than 8"
+    few = "there are fewer than 8" if options.samples < HELD_SHARE else ""
+    have = few or f"the data have {counted(samples.candidates, 'window')}"
     return (
-        f"no window is held out, {have} for {options.samples} samples: convert will judge its choices on the data that "
-        "it makes them on; give more data, or --holdout N with fewer --samples"
+        f"no window is held out, {have} for {counted(options.samples, 'sample')}: convert will judge its choices on "
+        "the data that it makes them on; give more data, or --holdout N with fewer --samples"
     )
 
 
@@ -238,10 +239,11 @@ def _described(samples: Samples, skeleton: Skeleton, options: CalibrateOptions, 
     most = most_tokens(blocks, skeleton.origins)
     pairs = [pairs_bytes(name, module, skeleton.origins, most) for name, module in blocks]
     return (
-        f"{count} samples of {seqlen} tokens, {held_out} more held out (of {samples.candidates} windows, seed "
-        f"{options.seed})\n{(count + held_out) * seqlen:,} tokens through {len(skeleton.blocks)} layers in "
-        f"{options.dtype}\nmoments {', '.join(_kinds(options))}: at most {disk_size(sum(sums) / 2 + sum(pairs))} on "
-        f"disk, {memory_size(max([*sums, *pairs]))} in memory"
+        f"{counted(count, 'sample')} of {counted(seqlen, 'token')}, {held_out} more held out (of "
+        f"{counted(samples.candidates, 'window')}, seed {options.seed})\n"
+        f"{(count + held_out) * seqlen:,} tokens through {counted(len(skeleton.blocks), 'layer')} in {options.dtype}\n"
+        f"moments {', '.join(_kinds(options))}: at most {disk_size(sum(sums) / 2 + sum(pairs))} on disk, "
+        f"{memory_size(max([*sums, *pairs]))} in memory"
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ptqpipe.calibration.data import Samples
 from ptqpipe.checkpoint import Finished, name_of
-from ptqpipe.quantities import memory_size, number, table
+from ptqpipe.quantities import counted, memory_size, number, table
 from ptqpipe.report import samples_text
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.tuning.options import TuneOptions
@@ -20,8 +20,8 @@ def described(prepared: Conversion, samples: Samples, options: TuneOptions) -> s
     held_out = f", {len(samples.held_out)} more held out" if len(samples.held_out) else ""
     return (
         f"{name_of(prepared.source.reader.path)} in {schemes}, {sum(len(unit.members) for unit in units)} weights, by "
-        f"{options.method}\n{count} samples of {seqlen} tokens{held_out} (of {samples.candidates} windows, seed "
-        f"{options.seed})"
+        f"{options.method}\n{counted(count, 'sample')} of {counted(seqlen, 'token')}{held_out} (of "
+        f"{counted(samples.candidates, 'window')}, seed {options.seed})"
     )
 
 
