@@ -119,6 +119,12 @@ def _change_json(name: str, change: Callable[[dict[str, Any]], object]) -> Calla
     return damage
 
 
+def _quantization(content: dict[str, Any]) -> dict[str, Any]:
+    found = quantization_config(content)
+    assert isinstance(found, dict)  # a part of the content, which is changed in place
+    return found
+
+
 def _first(content: dict[str, Any], kind: str) -> dict[str, Any]:
     found: dict[str, Any] = next(iter(content[kind].values()))
     return found
@@ -128,7 +134,7 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
     "a bit of the weights": _flip_a_bit,
     "another number of heads": _change_json("config.json", lambda c: c.update(num_attention_heads=3)),
     "a group that targets no module": _change_json(
-        "config.json", lambda c: quantization_config(c).update(config_groups={"group_0": {"targets": ["NoSuch"]}})
+        "config.json", lambda c: _quantization(c).update(config_groups={"group_0": {"targets": ["NoSuch"]}})
     ),
     "another hash": _change_json(RECORD, lambda c: _first(c, "weights")["sha256"].update(data="0" * 64)),
     "another shape": _change_json(RECORD, lambda c: _first(c, "weights").update(shape=[1, 2])),

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def attacks(service: Service) -> Iterator[tuple[str, Callable[[], int], set[int]
     for host in (b"evil.com", b"localhost.evil.com", b"127.0.0.1.evil.com:8000", b"evil.com\r\nHost: localhost"):
         yield (
             f"Host {host.decode()!r}",
-            lambda host=host: service.raw(head % (host, b"Content-Length: 0")),
+            partial(service.raw, head % (host, b"Content-Length: 0")),
             {400, 403},
             1,
         )
@@ -122,7 +123,7 @@ def attacks(service: Service) -> Iterator[tuple[str, Callable[[], int], set[int]
     }.items():
         yield (
             name,
-            lambda lines=lines: service.raw(head % (b"localhost", lines) + b"{}"),
+            partial(service.raw, head % (b"localhost", lines) + b"{}"),
             {0, 400, 408, 413, 422, 431, 501},
             1,
         )

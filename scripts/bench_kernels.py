@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -61,15 +62,13 @@ def kernel_cases(w: torch.Tensor) -> Iterator[tuple[str, Call]]:
     for name, rule in SEARCHES:
         fmt = get_format(name)
         g = global_scale(w, fmt)
-        yield f"{name} {rule}", lambda x, f=fmt, r=rule, s=g: cpu.block_quantize(x, f, rule=r, global_scale=s)
+        yield f"{name} {rule}", partial(cpu.block_quantize, fmt=fmt, rule=rule, global_scale=g)
     for name in ("nvfp4", "mxfp8"):
         fmt = get_format(name)
         g = global_scale(w, fmt)
-        yield (
-            f"{name} exact weighted",
-            lambda x, f=fmt, s=g: cpu.block_quantize(x, f, global_scale=s, importance=importance),
-        )
-        yield f"{name} score_total", lambda x, f=fmt, s=g: cpu.score_total(x, f, global_scale=s)
+        weighted = partial(cpu.block_quantize, fmt=fmt, global_scale=g, importance=importance)
+        yield f"{name} exact weighted", weighted
+        yield f"{name} score_total", partial(cpu.score_total, fmt=fmt, global_scale=g)
     for name in ("nvfp4", "mxfp8", "fp8_channel"):
         yield from decode_cases(w, get_format(name))
 
@@ -92,7 +91,7 @@ def torch_cases(w: torch.Tensor) -> Iterator[tuple[str, Call]]:
     for name, rule in SEARCHES:
         fmt = get_format(name)
         g = global_scale(w, fmt)
-        yield f"{name} {rule}", lambda x, f=fmt, r=rule, s=g: searched(x, f, r, s)
+        yield f"{name} {rule}", partial(searched, fmt=fmt, rule=rule, g=g)
 
 
 def wide_cases(*, kernels: bool) -> Iterator[tuple[str, Call, torch.dtype]]:
@@ -100,9 +99,14 @@ def wide_cases(*, kernels: bool) -> Iterator[tuple[str, Call, torch.dtype]]:
     for name, dtype in WIDE:
         fmt, label = get_format(name), f"{name} exact {str(dtype).removeprefix('torch.')}"
         if kernels:
-            yield label, lambda x, f=fmt: cpu.block_quantize(x, f), dtype
+            yield label, partial(cpu.block_quantize, fmt=fmt), dtype
         else:
-            yield label, lambda x, f=fmt: searched(x, f, "exact", None), dtype
+            yield label, partial(searched, fmt=fmt, rule="exact", g=None), dtype
+
+
+def copied(x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    """A copy of x in the first rows of ``to``."""
+    return to[: len(x)].copy_(x)
 
 
 def searched(x: torch.Tensor, fmt: Format, rule: str, g: torch.Tensor | None) -> QTensor:
@@ -168,7 +172,7 @@ def main() -> None:
 
     for size, parts in sizes.items():
         target = torch.empty_like(max(parts, key=len))
-        show("copy", "torch", lambda x, to=target: to[: len(x)].copy_(x), size)
+        show("copy", "torch", partial(copied, to=target), size)
     for isa in cpu.isas():
         cpu.force_isa(isa)
         for size in sizes:

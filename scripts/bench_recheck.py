@@ -104,7 +104,7 @@ def main() -> None:
         child(Path(model), fmt, Path(out), int(workers), look=look == "with")
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=["1gb"], metavar="MODEL")
+    parser.add_argument("models", nargs="*", type=Path, default=[Path("1gb")], metavar="MODEL")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
@@ -112,11 +112,11 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="file to which the lines are appended as well")
     options = parser.parse_args()
     options.scratch.mkdir(parents=True, exist_ok=True)
-    for name in options.models:
-        model = Path(name)
+    for named in options.models:
+        model = named
         if not model.is_dir():
-            model = options.scratch / name
-            make_source(name, model, None)
+            model = options.scratch / named
+            make_source(str(named), model, None)
         for fmt in options.formats:
             line = json.dumps(measure(model, fmt, options.scratch, repeat=options.repeat, workers=options.workers))
             print(line, flush=True)

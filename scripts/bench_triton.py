@@ -86,7 +86,7 @@ def elapsed(call: Callable[[], object]) -> float:
         begun = time.perf_counter()
         call()
         return time.perf_counter() - begun
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     call()
     stop.record()
@@ -170,7 +170,7 @@ def run_of(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     """All the calls, one after the other, as one graph; under the interpreter as they are."""
     if DEVICE == "cpu":
         return lambda: [call() for call in calls]
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         calls[0]()  # compiles
     torch.cuda.synchronize()
@@ -281,7 +281,7 @@ class Cache:
         """torch's attention of each sequence, as the engine has it where there is no kernel."""
         scale = None if self.scales is None else self.scales[0]
         found = []
-        for table, query in zip(self.there, self.query.split(self.count), strict=True):  # type: ignore[no-untyped-call]
+        for table, query in zip(self.there, self.query.split(self.count), strict=True):
             k, v = (load(pages, table, self.tokens, scale, query.dtype) for pages in (keys, values))
             found.append(fused_attention(query, k, v, None, ATTENTION[2] ** -0.5))
         return torch.cat(found)
@@ -348,7 +348,7 @@ class Layer:
     def on_cpu(self) -> "Layer":
         """A copy."""
         m, b = self.metric, self.blocks
-        metric = Metric(*(x.cpu() for x in (m.moment, m.order)), m.factor.t().cpu().t(), m.weight.cpu(), m.damping)
+        metric = Metric(m.moment.cpu(), m.order.cpu(), m.factor.t().cpu().t(), m.weight.cpu(), m.damping)
         blocks = None if b is None else Blocks(*(x.cpu() for x in (b.feedback, b.weight, b.inverse, b.usable)))
         return Layer(self.w.cpu(), self.fmt, metric, blocks)
 

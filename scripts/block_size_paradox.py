@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -79,6 +80,11 @@ def synthetic(elements: int, draw: Callable[[tuple[int, int], torch.Generator], 
     """One seeded bfloat16 matrix."""
     shape = (max(1, elements // COLUMNS), COLUMNS)
     return [draw(shape, torch.Generator().manual_seed(0)).bfloat16()]
+
+
+def normal(sigma: float, shape: tuple[int, int], g: torch.Generator) -> torch.Tensor:
+    """Normal numbers."""
+    return torch.randn(shape, generator=g) * sigma
 
 
 def outlier_columns(shape: tuple[int, int], g: torch.Generator) -> torch.Tensor:
@@ -160,9 +166,7 @@ def main() -> int:
     options = arguments()
     blocks = tuple(sorted(options.blocks))
     sets = {
-        f"normal, sigma {sigma:g}": synthetic(
-            options.elements, lambda shape, g, s=sigma: torch.randn(shape, generator=g) * s
-        )
+        f"normal, sigma {sigma:g}": synthetic(options.elements, partial(normal, sigma))
         for sigma in options.sigma or SIGMAS
     }
     sets["t5, outlier columns"] = synthetic(options.elements, outlier_columns)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -56,11 +56,11 @@ class VirtualRanks:
         """Ranks whose programs have a processor each."""
         buffers = tuple(torch.zeros(buffer_bytes(world), dtype=torch.uint8, device=DEVICE) for _ in range(world))
         if not GPU:
-            shared = tuple(buffer.share_memory_() for buffer in buffers)  # type: ignore[no-untyped-call]
+            shared = tuple(buffer.share_memory_() for buffer in buffers)
             return cls(tuple(SymmetricMemory(shared, rank, 2) for rank in range(world)), ())
         programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count // world
         memories = tuple(SymmetricMemory(buffers, rank, programs) for rank in range(world))
-        streams = tuple(torch.cuda.Stream() for _ in range(world))  # type: ignore[no-untyped-call]
+        streams = tuple(torch.cuda.Stream() for _ in range(world))
         wait()
         return cls(memories, streams)
 
@@ -72,12 +72,12 @@ class VirtualRanks:
             for memory, x, out in zip(self.memories, xs, outs, strict=True)
         ]
         if not GPU:
-            mp.start_processes(lambda rank: sums[rank].two_shot(), nprocs=len(sums), start_method="fork")
+            start_processes(lambda rank: sums[rank].two_shot(), nprocs=len(sums), start_method="fork")
             return
         for exchange, stream, held in zip(sums, self.streams, cycles, strict=True):
             with torch.cuda.stream(stream):
                 if held:
-                    torch.cuda._sleep(held)  # type: ignore[no-untyped-call]
+                    torch.cuda._sleep(held)
                 exchange.two_shot()
 
     def warm_up(self, xs: list[torch.Tensor], codec: WireCodec) -> None:
@@ -91,7 +91,7 @@ class VirtualRanks:
         alone = SymmetricMemory((torch.zeros_like(first.buffers[0]),) * world, 0, first.programs)
         layout = cut(xs[0].numel(), world, unit=codec.unit, chunk_elements=xs[0].numel())
         SymmetricExchange(alone, codec, layout, xs[0], torch.empty_like(xs[0]), Stats()).two_shot()
-        torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(1)
         wait()
 
 
@@ -104,7 +104,7 @@ def wait() -> None:
 def empty(*shape: int) -> torch.Tensor:
     """bfloat16 that all ranks can write to."""
     room = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
-    return room if GPU else room.share_memory_()  # type: ignore[no-untyped-call]
+    return room if GPU else room.share_memory_()
 
 
 def by_definition(xs: list[torch.Tensor], codec: WireCodec) -> torch.Tensor:

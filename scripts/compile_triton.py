@@ -213,15 +213,15 @@ def layer_launches() -> Iterator[Launch]:
         yield "layer norm", f"{rows} of {width}", partial(triton_layer.norm, x, weight, 1e-5)
         yield "layer norm", f"{rows} of {width} added", partial(triton_layer.norm, x, weight, 1e-5, x)
         table, both = torch.zeros(1 << 16, dtype=torch.int16), torch.zeros(rows, 2 * width, dtype=torch.bfloat16)
-        yield "layer gate", f"{rows} of {width}", partial(triton_layer.gated, *both.split(width, 1), table)
+        yield "layer gate", f"{rows} of {width}", partial(triton_layer.gated, both[:, :width], both[:, width:], table)
     for heads, kv_heads, dim in ((32, 8, 128), (14, 2, 64), (12, 4, 80), (8, 2, 256)):
         parts = torch.zeros(2, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
-        split = parts.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
+        q, k, v = parts.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
         angles, slots = torch.zeros(2, dim, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
         pages = torch.zeros(4, 16, kv_heads, dim, dtype=torch.bfloat16)
         for norms in (None, triton_layer.HeadNorms(angles[0], angles[1], 1e-6, 1e-6)):
             about = f"{heads}/{kv_heads} heads {dim}{'' if norms is None else ' norms'}"
-            call = partial(triton_layer.rotate_and_store, *split, (angles, angles), (pages, pages), slots, norms)
+            call = partial(triton_layer.rotate_and_store, q, k, v, (angles, angles), (pages, pages), slots, norms)
             yield "layer rotary", about, call
 
 

@@ -66,8 +66,8 @@ def limits() -> dict[str, float]:
 def bytes_read(model: Any) -> int:
     """Bytes of weights that a decode step reads: all but the embedding's table."""
     packed = sum(layer.packed.nbytes for layer in model.modules() if isinstance(layer, PackedLinear))
-    embedding = model.get_input_embeddings()
-    return packed + sum(p.nbytes for m in model.modules() if m is not embedding for p in m.parameters(recurse=False))
+    others = [module for module in model.modules() if module is not model.get_input_embeddings()]
+    return packed + sum(int(p.nbytes) for module in others for p in module.parameters(recurse=False))
 
 
 class Child:

@@ -56,6 +56,11 @@ Tensors = dict[str, torch.Tensor]
 Inputs = dict[tuple[int, str], torch.Tensor]
 
 
+def keep(seen: list[torch.Tensor], _: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    """A hook before a layer: keeps its inputs, a row each."""
+    seen.append(args[0].reshape(-1, args[0].shape[-1]))
+
+
 def inputs_of(model: Any, rows: torch.Tensor, count: int) -> Inputs:
     """(layer, site) -> float32 [count, K]: inputs at tokens drawn from all rows, the same ones everywhere."""
     found: dict[tuple[int, str], list[torch.Tensor]] = {}
@@ -63,8 +68,7 @@ def inputs_of(model: Any, rows: torch.Tensor, count: int) -> Inputs:
     for i, layer in enumerate(model.model.layers):
         for site, (readers, _) in SITES.items():
             seen = found.setdefault((i, site), [])
-            hook = lambda _, args, seen=seen: seen.append(args[0].reshape(-1, args[0].shape[-1]))  # noqa: E731
-            handles.append(layer.get_submodule(readers[0]).register_forward_pre_hook(hook))
+            handles.append(layer.get_submodule(readers[0]).register_forward_pre_hook(partial(keep, seen)))
     with torch.no_grad():
         for batch in rows.split(16):
             model(batch)
@@ -159,8 +163,8 @@ def quantize(floats: Path, out: Path, data: Path, scheme: str, rows: torch.Tenso
         ptqpipe.convert(floats, format=scheme, out=out, workers=1)
         return
     codes = out.with_name(f"{out.name}-codes")
-    windows = {"samples": rows.shape[0], "seqlen": rows.shape[1]}
-    ptqpipe.tune(floats, str(data), codes, format=scheme, method="gptq", workers=1, **windows)
+    count, length = rows.shape
+    ptqpipe.tune(floats, str(data), codes, format=scheme, method="gptq", workers=1, samples=count, seqlen=length)
     ptqpipe.convert(floats, format=scheme, rounding=codes, out=out, workers=1)
 
 
@@ -168,10 +172,13 @@ def check(model: Any, scheme: str) -> None:
     """SystemExit for a model that this cannot fold."""
     block = GROUP[get_scheme(scheme).activation]
     for name, module in model.model.layers.named_modules():
-        if isinstance(module, torch.nn.Linear) and (module.bias is not None or module.in_features % block):
+        if not isinstance(module, torch.nn.Linear):
+            continue
+        bias = "" if getattr(module, "bias", None) is None else " and a bias"
+        if bias or module.in_features % block:
             raise SystemExit(
-                f"{name} has {module.in_features} inputs{'' if module.bias is None else ' and a bias'}, expected a "
-                f"multiple of {block} and no bias; choose another model"
+                f"{name} has {module.in_features} inputs{bias}, expected a multiple of {block} and no bias; choose "
+                "another model"
             )
 
 

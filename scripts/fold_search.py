@@ -103,8 +103,8 @@ def search(every: Sequence[Errors]) -> torch.Tensor:
     pairs = [(a, b) for a in range(len(blocks)) for b in range(a + 1, len(blocks))]
     for _ in range(SWEEPS):
         done = 0
-        for number in torch.randperm(len(pairs), generator=generator).tolist():
-            done += _swap(blocks, *pairs[number], every)
+        for a, b in (pairs[number] for number in torch.randperm(len(pairs), generator=generator).tolist()):
+            done += _swap(blocks, a, b, every)
         if not done:
             break
     return torch.cat(blocks)

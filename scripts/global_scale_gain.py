@@ -10,6 +10,8 @@ number of weights and, for each number of candidates, the error of all weights t
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +27,11 @@ def error_at(g: torch.Tensor, w: torch.Tensor, fmt: Format) -> float:
     return squared_error(encode(w, exact.search(w, fmt, global_scale=g), fmt=fmt, global_scale=g), w)
 
 
+def errors_at(scales: Sequence[torch.Tensor], w: torch.Tensor, fmt: Format) -> list[float]:
+    """The same at each of several."""
+    return [error_at(g, w, fmt) for g in scales]
+
+
 def gain(weights: list[torch.Tensor], fmt: Format, *, points: int, sampled: bool) -> float:
     """Error with searched global scales, each weight its own, divided by the error with plain ones."""
     before = after = 0.0
@@ -32,7 +39,7 @@ def gain(weights: list[torch.Tensor], fmt: Format, *, points: int, sampled: bool
         plain = absmax_global(float(w.abs().max()), fmt)
         rows = [w[a:b] for a, b in sample_rows((w.shape[0], w.shape[1]), fmt)] if sampled else [w]
         sample = torch.cat(rows)
-        best = pick(plain, fmt, totals=lambda scales, w=sample: [error_at(g, w, fmt) for g in scales], points=points)
+        best = pick(plain, fmt, totals=partial(errors_at, w=sample, fmt=fmt), points=points)
         error = error_at(plain, w, fmt)
         before, after = before + error, after + min(error, error_at(best, w, fmt))
     return after / before if before else 1.0

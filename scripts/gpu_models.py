@@ -60,7 +60,7 @@ class Part:
         self.scratch, self.dense, self.formats, self.rehearse, self.good = scratch, dense, formats, rehearse, True
         self.device = "cpu" if rehearse else "cuda"
         self.fmt = "mxfp4a16" if rehearse else "nvfp4"  # the interpreter takes its time for a search of global scales
-        self.fewer = {"ignore": ["*mlp*"]} if rehearse else {}  # and for every weight
+        self.fewer: dict[str, Any] = {"ignore": ["*mlp*"]} if rehearse else {}  # and for every weight
 
     def say(self, *, good: bool = True, **fields: Any) -> None:
         """One JSON line."""
@@ -79,12 +79,14 @@ class Part:
 
         def kernel_for(device: torch.device, name: str) -> Callable[..., Any] | None:
             kernel = getattr(triton, name, None)
+            if kernel is None:
+                return None
 
             def alone(*given: Any, **options: Any) -> Any:
                 with one_at_a_time:
                     return kernel(*given, **options)
 
-            return None if kernel is None else alone
+            return alone
 
         def product(x: torch.Tensor, w: packed.PackedWeight, bias: torch.Tensor | None) -> torch.Tensor | None:
             return triton_linear.linear(x, w.data, w.scales, w.factor, w.fmt, w.shape, bias)
@@ -120,8 +122,8 @@ class Part:
                 model, format=fmt, out=out, device=device, overwrite=True, **MEMORY, **self.fewer, **options
             )
         seconds = since(begun)
-        speed = {"seconds": seconds, "gb_per_s": round(nbytes / seconds / 1e9, 4)}
-        self.say(convert=model.name, format=fmt, device="gpu" if gpu else "cpu", bytes=nbytes, **speed)
+        done: dict[str, Any] = {"format": fmt, "device": "gpu" if gpu else "cpu", "bytes": nbytes, "seconds": seconds}
+        self.say(convert=model.name, **done, gb_per_s=round(nbytes / seconds / 1e9, 4))
 
 
 def since(begun: float) -> float:
@@ -189,12 +191,12 @@ def tokens(vocabulary: int, rows: int, columns: int) -> torch.Tensor:
     return torch.randint(vocabulary, (rows, columns), generator=torch.Generator().manual_seed(0))
 
 
-def calibrated(part: Part, model: Path, data: Any, windows: dict[str, int], *, gpu: bool, tune: bool = True) -> Path:
+def calibrated(part: Part, model: Path, data: Any, windows: dict[str, Any], *, gpu: bool, tune: bool = True) -> Path:
     """A folder with statistics and codes of GPTQ, made on one device; its times are said."""
     where = part.scratch / f"{model.name}-{'gpu' if gpu else 'cpu'}"
     shutil.rmtree(where, ignore_errors=True)
     where.mkdir()
-    device = {"device": part.device if gpu else "cpu", **MEMORY}
+    device: dict[str, Any] = {"device": part.device if gpu else "cpu", **MEMORY}
     begun = time.perf_counter()
     ptqpipe.calibrate(model, data, where / "stats", **windows, **device)
     part.say(calibrate=model.name, device="gpu" if gpu else "cpu", seconds=since(begun))

@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,11 @@ def call(*words: object) -> str:
         return f"{type(done.exception).__name__}: {done.exception}"
     lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
     return lines[-1] if lines else f"exit code {done.exit_code}"
+
+
+def called(*words: object) -> tuple[str, str]:
+    """(result, no note) of ``ptqpipe WORDS``."""
+    return call(*words), ""
 
 
 def served(model: Path) -> tuple[str, str]:
@@ -90,7 +96,7 @@ def commands(model: Path, scratch: Path, data: Path) -> Iterator[tuple[str, Call
         "eval": ("eval", out, "--source", model, "--data", data, "--seqlen", "16", "-o", scratch / "eval.json"),
     }
     for name, words in calls.items():
-        yield name, lambda words=words: (call(*words), "")
+        yield name, partial(called, *words)
     yield "serve", lambda: served(model)
 
 

@@ -70,7 +70,8 @@ def pretend_cuda(operators: tuple[str, ...]) -> None:
         setattr(torch.ops, name, MagicMock(name=name))
 
     torch.cuda.get_device_capability = lambda *_, **__: CAPABILITY
-    torch.cuda.Stream = torch.cuda.Event = _Stream
+    for name in ("Stream", "Event"):
+        setattr(torch.cuda, name, _Stream)
     for name in ("empty", "zeros", "ones", "full", "arange", "tensor"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

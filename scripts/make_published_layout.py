@@ -152,9 +152,9 @@ def write(path: Path, tensors: list[Tensor], block: torch.Tensor | None) -> None
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors if block is not None else ():
-            for run in numbers(tensor, block):
-                file.write(memoryview(run.numpy()))
+        if block is not None:
+            for run in (run for tensor in tensors for run in numbers(tensor, block)):
+                file.write(run.numpy().data)
         file.truncate(8 + len(text) + position)
 
 

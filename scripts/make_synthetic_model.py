@@ -218,7 +218,7 @@ def write_shard(path: Path, tensors: list[Tensor], block: torch.Tensor, seed: in
 
         def write(tensor: Tensor, place: int) -> None:
             for run in values(tensor, block, seed):
-                data = memoryview(run.reshape(-1).view(torch.uint8).numpy())
+                data = memoryview(run.reshape(-1).view(torch.uint8).numpy().data)
                 while data:  # a call writes 2 GiB at most, and fewer where it is interrupted
                     written = os.pwrite(file.fileno(), data, place)
                     data, place = data[written:], place + written

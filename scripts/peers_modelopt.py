@@ -29,7 +29,7 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
     """The preset, changed as the options say."""
     import modelopt.torch.quantization as mtq
 
-    config = copy.deepcopy(getattr(mtq, args.config))
+    config: dict[str, Any] = copy.deepcopy(getattr(mtq, args.config))
     if args.algorithm:
         config["algorithm"] = json.loads(args.algorithm)
     if args.weights_only:

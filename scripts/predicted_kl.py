@@ -49,7 +49,7 @@ def moments_of(path: Path, windows: torch.Tensor) -> dict[str, torch.Tensor]:
 def gradients_of(path: Path, windows: torch.Tensor, seed: int) -> dict[str, Gradients]:
     """Block -> its gradients."""
     with Source.open(path) as source, Runner.open(Skeleton.of(source, dtype=torch.float32), windows) as runner:
-        return dict(reverse(runner, batches=len(runner.batches), seed=seed, store=InMemory, modules=linear))
+        return dict(reverse(runner, seed=seed, store=InMemory, modules=linear))
 
 
 @torch.no_grad()

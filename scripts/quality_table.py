@@ -24,7 +24,7 @@ class Cell:
 
     def __init__(self, lines: list[dict[str, Any]]) -> None:
         self.tool, self.entry, self.calibrated = (lines[0][name] for name in ("tool", "entry", "calibrated"))
-        self.weights = lines[0].get("weights")
+        self.weights = int(lines[0].get("weights") or 0)
         more = any(word in self.entry for word in ("trained", "untie"))  # beside what the others change or store
         self.rotated = self.tool == OWN and self.entry.startswith(ROTATED) and not more
         self.kls = [line["kl"] for line in lines]
@@ -149,7 +149,7 @@ def limit(fmt: str, found: dict[str, Cell]) -> float:
     """What the lowest entry would have with a code at the rate-distortion bound of normal numbers, 2^-2R of R bits a
     number, instead of the format's: KL goes with the squared error where errors are spread alike."""
     bits, error = NORMAL[fmt]
-    return min(cell.kl for cell in comparable(found).values()) * 2.0 ** (-2 * bits) / error
+    return float(min(cell.kl for cell in comparable(found).values()) * 2.0 ** (-2 * bits) / error)
 
 
 def shown(kl: float) -> str:

@@ -28,7 +28,7 @@ from ptqpipe.cli import main as ptqpipe
 from ptqpipe.evaluation.scores import model_logits, score
 from ptqpipe.evaluation.text import read_text
 from ptqpipe.kernels.cpu_library import processor
-from ptqpipe.runtime.loading import load_model, load_tokenizer
+from ptqpipe.runtime.loading import ActivationMode, load_model, load_tokenizer
 
 WINDOW, STEP = 256, 2 ** (1 / 128)
 
@@ -65,12 +65,13 @@ def main() -> None:
     reference = Remembered(partial(model_logits, load_model(args.model).float()))
     found: dict[str, list[float]] = {"squared_error": [], "kl": [], "weights": []}
     first = global_scale.OCTAVE_START
+    kinds: tuple[tuple[str, ActivationMode], ...] = (("kl", "simulated"), ("weights", "none"))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         for at in range(args.times):
             global_scale.OCTAVE_START = first * STEP**at
             found["squared_error"].append(quantized(args.model, out, args.format))
-            for name, activations in (("kl", "simulated"), ("weights", "none")):
+            for name, activations in kinds:
                 student = load_model(out, activations=activations).float()
                 kl = score(student, tokens, window=WINDOW, reference=reference).kl
                 assert kl is not None

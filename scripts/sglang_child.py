@@ -24,7 +24,8 @@ def prepare() -> None:
 
     sys.meta_path.insert(0, Empty(GPU_ONLY))
     pretend_cuda(("sgl_kernel",))
-    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=148, major=10, minor=0)
+    properties = SimpleNamespace(multi_processor_count=148, major=10, minor=0)
+    vars(torch.cuda)["get_device_properties"] = lambda *_: properties
     from sglang.srt import utils
 
     for module in (utils, utils.common):

@@ -118,7 +118,7 @@ def main() -> None:
             ignore_eos=True,
             detokenize=False,
         )
-        return model.generate([{"prompt_token_ids": ids} for ids in prompts], wanted, use_tqdm=False)
+        return list(model.generate([{"prompt_token_ids": ids} for ids in prompts], wanted, use_tqdm=False))
 
     outcome = [
         {

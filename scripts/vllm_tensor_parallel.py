@@ -18,7 +18,6 @@ default compilation):
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

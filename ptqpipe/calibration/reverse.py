@@ -323,7 +323,7 @@ def _watched(module: torch.nn.Module, modules: Sequence[str], sums: Mapping[str,
                 return
             energy = args[0].detach().flatten(0, -2).float().square().mean(1)
             see = lambda g: sums[name].add(g.flatten(0, -2).float(), energy)  # noqa: E731
-            out.register_hook(see)  # type: ignore[no-untyped-call]
+            out.register_hook(see)
 
         return hook
 

@@ -72,7 +72,7 @@ class Whole:
                 "--method gptq"
             )
         if x.requires_grad:  # else the head alone is learned
-            x.backward(gradient)  # type: ignore[no-untyped-call]
+            x.backward(gradient)
         return total / tokens
 
     def _last(self, batch: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ class Whole:
                 given = runner.logits(ids[piece], rows).float().log_softmax(-1)
                 loss = (wanted.exp() * (wanted - given)).sum()
             if share is not None:
-                (loss * share).backward()  # type: ignore[no-untyped-call]
+                (loss * share).backward()
                 assert rows.grad is not None
                 found[piece] = rows.grad
             total += float(loss.detach())

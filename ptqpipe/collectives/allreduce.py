@@ -245,7 +245,7 @@ class QuantAllReduce:
         collectives = self.transport == "collectives" or (self.transport != "p2p" and x.is_cuda)
         if collectives and not one_shot:
             if x.is_cuda and self._stream is None:
-                self._stream = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
+                self._stream = torch.cuda.Stream(x.device)
             stream = self._stream if x.is_cuda else None
             CollectiveExchange(self.group, wire, layout, x, out, stream, stats, self.own_exact).two_shot()
             return

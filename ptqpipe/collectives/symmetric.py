@@ -116,7 +116,7 @@ class SymmetricExchange:
         memory, stripe = self.memory, self.layout.stripe
         launch = Launch(memory.table, memory.rank, memory.world, memory.room_bytes, memory.programs, memory.looks)
         most = memory.room_bytes // self.codec.unit_bytes
-        device = torch.cuda.device_of(self.x)  # type: ignore[no-untyped-call]
+        device = torch.cuda.device_of(self.x)
         with device:  # a thread of its own starts with another one
             for begin in range(0, stripe, most):
                 launch(

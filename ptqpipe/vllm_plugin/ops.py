@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-_library: Any = torch.library.Library("ptqpipe", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps them defined
+_library: Any = torch.library.Library("ptqpipe", "FRAGMENT")  # keeps them defined
 
 
 def define(
