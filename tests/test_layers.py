@@ -87,7 +87,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "tuning":       {
         "_version", "algorithms", "calibration", "checkpoint", "dtypes", "errors", "evaluation", "global_scale",
-        "inputs", "machine", "options", "plan", "qtensor", "quantities", "recipe", "rewriting", "rounding",
+        "inputs", "kernels", "machine", "options", "plan", "qtensor", "quantities", "recipe", "rewriting", "rounding",
         "runtime", "schemes", "source", "statistics",
     },
     "verification": {

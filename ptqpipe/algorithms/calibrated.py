@@ -42,6 +42,7 @@ from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Format
 from ptqpipe.global_scale import absmax_global, exact_global, pick, sample_rows
 from ptqpipe.inputs import OUT_ROWS, Moments
+from ptqpipe.kernels.decoding import decoded
 from ptqpipe.qtensor import QTensor
 from ptqpipe.search import get_search
 
@@ -278,7 +279,7 @@ class _Errors:
     def add(self, q: QTensor, w: torch.Tensor, judge: Moments, outputs: Sequence[torch.Tensor] | None) -> None:
         """Adds a run of rows."""
         squared, energy = measure(q, w)
-        error = w.float() - q.dequantize()
+        error = w.float() - decoded(q)
         self.squared, self.energy = self.squared + squared, self.energy + energy
         self.weighted += output_error(error, judge.second_moment)
         self.output += expected_error(error, judge, outputs)

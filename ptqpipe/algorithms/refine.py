@@ -22,6 +22,7 @@ from ptqpipe.algorithms.columns import (
     scale_ladder,
 )
 from ptqpipe.formats import Format
+from ptqpipe.kernels.decoding import decoded
 from ptqpipe.qtensor import QTensor, code_values
 
 ENOUGH = 1e-6  # a gain below this share of a block's cost is rounding
@@ -49,7 +50,7 @@ def refine(
     The global scale stays. ``blocks`` are those of `block_metrics`, where the caller has them.
     """
     exact = w.float().t().contiguous()
-    codes, error = q.codes.t().contiguous(), (exact - q.dequantize().t()).contiguous()
+    codes, error = q.codes.t().contiguous(), (exact - decoded(q).t()).contiguous()
     blocks = blocks or block_metrics(moment, q.fmt)
     done = _in_one(q, exact, error, codes, moment, sweeps, blocks)
     if done is not None:

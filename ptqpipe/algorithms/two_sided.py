@@ -21,6 +21,7 @@ import torch
 
 from ptqpipe.algorithms.metric import factored
 from ptqpipe.formats import Format
+from ptqpipe.kernels.decoding import decoded
 from ptqpipe.qtensor import QTensor
 
 GROUP = 16  # rows that are quantized together
@@ -48,8 +49,8 @@ def codes(w: torch.Tensor, outputs: Sequence[torch.Tensor], quantize: Quantize) 
     for start in range(0, max(len(g) for g in outputs), GROUP):
         targets = [run.target(start) for run in runs]
         found.append(quantize(torch.cat(targets)))
-        decoded = torch.split(found[-1].dequantize(), [len(t) for t in targets])
-        for run, of_run in zip(runs, decoded, strict=True):
+        values = torch.split(decoded(found[-1]), [len(t) for t in targets])
+        for run, of_run in zip(runs, values, strict=True):
             run.rest[start : start + GROUP] -= of_run
         places += [first + run.order[start : start + GROUP] for first, run in zip(firsts, runs, strict=False)]
     return _placed(found, torch.argsort(torch.cat(places)))

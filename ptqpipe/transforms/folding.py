@@ -154,14 +154,13 @@ def _rotate(t: torch.Tensor, op: Rotate, first: int) -> None:
     part, begin, end = _range(t, op, op.length, first)
     if begin == end:
         return
-    moved = part.movedim(op.axis, -1)
-    blocks = moved.reshape(*moved.shape[:-1], -1, op.block)
-    if op.matrices is None:
-        turned = blocks @ hadamard(op.block)
+    matrices = hadamard(op.block) if op.matrices is None else op.matrices[begin // op.block : end // op.block]
+    if op.axis == 0:
+        turned = matrices.mT @ part.reshape(-1, op.block, part[0].numel())
     else:
-        here = op.matrices[begin // op.block : end // op.block]
-        turned = (blocks.reshape(-1, *here.shape[:2]).transpose(0, 1) @ here).transpose(0, 1)
-    part.copy_(turned.reshape(moved.shape).movedim(-1, op.axis))
+        blocks = part.reshape(-1, part.shape[-1] // op.block, op.block)
+        turned = (blocks.transpose(0, 1) @ matrices).transpose(0, 1)
+    part.copy_(turned.reshape(part.shape))
 
 
 def is_exact(ops: Sequence[Op]) -> bool:

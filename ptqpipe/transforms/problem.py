@@ -30,7 +30,7 @@ class Problem:
     channels      how many factors
     channel_of    int64 [K]: the channel of each input column
     input_amax    [K] of all consumers together
-    weight_amax   [K] of all quantized consumers together
+    weight_amax   [K] of all quantized consumers together, of the sampled rows where there are ``consumers``
     consumers     for searches; empty for transforms that go by maxima alone
     """
 

@@ -27,6 +27,7 @@ from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.store import BlockInputs
 from ptqpipe.errors import NumericsError
 from ptqpipe.inputs import OUT_ROWS, Moments
+from ptqpipe.kernels.decoding import decoded
 from ptqpipe.options import ALGORITHMS
 from ptqpipe.plan import Member, Slice, Unit
 from ptqpipe.qtensor import QTensor
@@ -229,16 +230,16 @@ def follow(
     """
     seen, judged = divided(work.block.batches, held_out)
     found: dict[str, QTensor] = {}
-    decoded = {key: q.dequantize() for key, q in start.items()}
+    weights = {key: decoded(q) for key, q in start.items()}
     metric = None if gradients is None else [g.to(work.block.device) for g in gradients.last]
-    before = _loss(work, decoded, judged, inputs, targets, metric)
+    before = _loss(work, weights, judged, inputs, targets, metric)
     order = _in_order(work, known.order)
     waiting = {name for _, modules in order for name in modules}
     for unit, modules in order:
         known.settle(set(known.order) - waiting)
         on_unit(1 / len(order), unit.id)
         each, leaders = list(dict.fromkeys(modules)), dict[str, str]()
-        parameters, quantizers = work.parameters(decoded), work.quantizers
+        parameters, quantizers = work.parameters(weights), work.quantizers
         moments = paired_moments(
             work.block,
             each,
@@ -257,14 +258,14 @@ def follow(
             for m, name in zip(unit.members, modules, strict=True)
         ]
         members = [
-            _Given(m, moments[name], rows[leaders[name]], of_output, decoded[m.key])
+            _Given(m, moments[name], rows[leaders[name]], of_output, weights[m.key])
             for m, name, of_output in zip(unit.members, modules, outputs, strict=True)
         ]
         codes = _follow_unit(work, unit, members, share=share)
         found |= codes
-        decoded |= {key: q.dequantize() for key, q in codes.items()}
+        weights |= {key: decoded(q) for key, q in codes.items()}
     known.settle(known.order)
-    after = _loss(work, decoded, judged, inputs, targets, metric, known) if found else before
+    after = _loss(work, weights, judged, inputs, targets, metric, known) if found else before
     if not (before < float("inf") and after < float("inf")):
         raise NumericsError(f"the output error of {work.block.name} is {after}; check the model's weights and the data")
     if found and not after < before:
@@ -348,7 +349,7 @@ def _follow_unit(work: BlockWork, unit: Unit, members: Sequence[_Given], *, shar
         nearest = _cost(work, members, rows, [m.nearest[run] for m, run in zip(members, rows, strict=True)])
         for tried in dict.fromkeys((share, 0.0)):
             codes = choose(rows, tried, outputs=False)
-            if _cost(work, members, rows, [codes[m.member.key].dequantize() for m in members]) <= nearest:
+            if _cost(work, members, rows, [decoded(codes[m.member.key]) for m in members]) <= nearest:
                 share = tried
                 break
         else:

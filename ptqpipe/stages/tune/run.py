@@ -35,6 +35,7 @@ from ptqpipe.calibration.runner import BATCH_TOKENS, Block, MtpBlock, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_place
 from ptqpipe.errors import UsageError
+from ptqpipe.kernels.decoding import decoded
 from ptqpipe.machine import BASE_BYTES, Machine, compute_threads, counting_bar, peak_bytes, threads
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
@@ -323,10 +324,10 @@ def _tune_block(
         codes, record = _find(work, options, start, streams, gradients, known, on_part=on_part)
         record |= codes_of.write(codes_of.place(folder, options.method), block.name, codes)
         folder.commit(block.name, record)
-    decoded = {key: q.dequantize() for key, q in codes.items()}
+    weights = {key: decoded(q) for key, q in codes.items()}
     with torch.no_grad():
         for batch in range(block.batches):
-            given.put(batch, work.outputs(given.get(batch).to(runner.device), batch, decoded, known))
+            given.put(batch, work.outputs(given.get(batch).to(runner.device), batch, weights, known))
             runner.activations.put(batch, wanted.get(batch))
     block.advanced = True
 
@@ -391,7 +392,7 @@ def _learn(
 ) -> tuple[dict[str, QTensor], Learned]:
     """Learned rounding at the scales of ``start``."""
     wanted, given = streams.wanted, streams.given
-    fixed = {key: q.dequantize() for key, q in start.items() if key not in work.usable}
+    fixed = {key: decoded(q) for key, q in start.items() if key not in work.usable}
     learned = learn(
         {key: work.weights[key] for key in work.usable},
         {key: start[key] for key in sorted(work.usable)},
