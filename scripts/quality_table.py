@@ -24,7 +24,7 @@ class Cell:
 
     def __init__(self, lines: list[dict[str, Any]]) -> None:
         self.tool, self.entry, self.calibrated = (lines[0][name] for name in ("tool", "entry", "calibrated"))
-        self.weights = int(lines[0].get("weights") or 0)
+        self.weights: int = lines[0].get("weights", -1)  # -1: not known
         more = any(word in self.entry for word in ("trained", "untie"))  # beside what the others change or store
         self.rotated = self.tool == OWN and self.entry.startswith(ROTATED) and not more
         self.kls = [line["kl"] for line in lines]
