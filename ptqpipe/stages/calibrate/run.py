@@ -172,11 +172,14 @@ def _backwards(options: CalibrateOptions) -> list[str]:
 
 
 def _no_held_out(samples: Samples, options: CalibrateOptions) -> str:
-    few = "there are fewer than 8" if options.samples < HELD_SHARE else ""
-    have = few or f"the data have {counted(samples.candidates, 'window')}"
+    why = f"the data have {counted(samples.candidates, 'window')} for {counted(options.samples, 'sample')}"
+    remedy = "give more data, or --holdout N with fewer --samples"
+    if options.samples < HELD_SHARE:
+        why = f"--samples {options.samples} is below {HELD_SHARE}"
+        remedy = f"give --samples {HELD_SHARE}, or --holdout N"
     return (
-        f"no window is held out, {have} for {counted(options.samples, 'sample')}: convert will judge its choices on "
-        "the data that it makes them on; give more data, or --holdout N with fewer --samples"
+        f"no window is held out, since {why}: convert will judge its choices on the data that it makes them on; "
+        f"{remedy}"
     )
 
 
