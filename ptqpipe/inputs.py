@@ -53,6 +53,21 @@ class Moments:
         return Moments(full.diagonal().clone(), None, full, held_out, self.tokens, self.outputs)
 
 
+@dataclass(frozen=True, slots=True)
+class WeightGradients:
+    """How much the model minds a change of a weight W [N, K]: squares of d = dLoss/dW of one window of text, with one
+    label a token drawn from the model's own distribution; means over windows, per token. float32.
+
+    rows     [N] sums of E[d^2] over the columns
+    columns  [K] sums of E[d^2] over the rows
+    whole    [1] E[(sum of d W)^2]: of a change of W in proportion to itself
+    """
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    whole: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputStatistics(Moments):
     """What calibration knows about the input x [tokens, K] of one linear module. CPU tensors, float32.

@@ -17,7 +17,7 @@ import torch
 
 from ptqpipe.checkpoint import COUNT, NUMBER, OpenFolder, nearest_path, read_versioned
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.inputs import InputStatistics, Moments
+from ptqpipe.inputs import InputStatistics, Moments, WeightGradients
 
 STATS_FILE = "stats.json"
 STATS_VERSION = 1
@@ -156,6 +156,15 @@ class Statistics(OpenFolder):
         if found is None or found.dtype != "F32" or found.shape != (outputs,):
             return None
         return self._read(name)
+
+    def weight_gradients(self, module: str, shape: tuple[int, int]) -> WeightGradients | None:
+        """Of a module's weight of this shape. None where they were not collected, or of another shape."""
+        wanted = {"rows": shape[:1], "columns": shape[1:], "whole": (1,)}
+        names = {of: f"{module}.gradient_{of}" for of in wanted}
+        found = {of: self._reader.entries.get(name) for of, name in names.items()}
+        if any(entry is None or (entry.dtype, entry.shape) != ("F32", wanted[of]) for of, entry in found.items()):
+            return None
+        return WeightGradients(**{of: self._read(name) for of, name in names.items()})
 
     def pairs(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Inputs and gradients of the model's loss at them, both bfloat16 [tokens, K], of some tokens at the input of a

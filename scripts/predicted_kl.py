@@ -1,29 +1,31 @@
 """What the reverse pass predicts of single layers, beside what is measured.
 
     python scripts/predicted_kl.py MODEL --data FILE [--format nvfp4] [--samples 128] [--seqlen 256] [--scale 1.0]
+        [--results benchmarks/predicted_kl.jsonl]
 
 For each linear layer in turn the weight W becomes W + s (Q - W), Q its nearest codes at the exact scales, everything
-else stays float. Predicted is 1/2 tr(G E H E^T), E the change, G and H of the samples (``calibration/reverse.py``);
-measured is the mean KL divergence to the float model on the same samples. Needs the hf extra.
+else stays float. Predicted is what `plan` takes an error to cost (``stages/plan/metric.py``), by windows and by tokens;
+measured is the mean KL divergence to the float model on the same samples. Prints a table, and writes a line of JSON for
+each layer where asked to. Needs the hf extra.
 """
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import ptqpipe
-from ptqpipe.algorithms.metric import expected_error
 from ptqpipe.calibration.activations import InMemory
 from ptqpipe.calibration.collect import Collector
 from ptqpipe.calibration.data import load_samples
 from ptqpipe.calibration.reverse import Gradients, reverse
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
-from ptqpipe.inputs import Moments
 from ptqpipe.runtime.loading import load_model
 from ptqpipe.source import Source
+from ptqpipe.stages.plan.metric import ByTokens, ByWindows
 
 
 def linear(block: Block) -> list[str]:
@@ -49,7 +51,7 @@ def moments_of(path: Path, windows: torch.Tensor) -> dict[str, torch.Tensor]:
 def gradients_of(path: Path, windows: torch.Tensor, seed: int) -> dict[str, Gradients]:
     """Block -> its gradients."""
     with Source.open(path) as source, Runner.open(Skeleton.of(source, dtype=torch.float32), windows) as runner:
-        return dict(reverse(runner, seed=seed, store=InMemory, modules=linear))
+        return dict(reverse(runner, seed=seed, store=InMemory, modules=linear, weights=True))
 
 
 @torch.no_grad()
@@ -76,6 +78,7 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, default=256)
     parser.add_argument("--scale", type=float, default=1.0, help="s above")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     windows = load_samples(
         [str(args.data)], args.model, samples=args.samples, seqlen=args.seqlen, seed=args.seed
@@ -85,18 +88,34 @@ def main() -> None:
     model = load_model(args.model).float()
     with torch.no_grad():
         floats = [model(ids).logits.float().log_softmax(-1) for ids in torch.split(windows, 8)]
-    print("| layer | predicted x 1000 | measured x 1000 | ratio |\n|---|---|---|---|")
-    sums = [0.0, 0.0]
+    print("| layer | measured x 1000 | by windows | by tokens |\n|---|---|---|---|")
+    sums = torch.zeros(3, dtype=torch.float64)
     for block, of_block in gradients.items():
         for name, outputs in of_block.outputs.items():
             full = f"{block}.{name}"
             w = model.get_submodule(full).weight.detach()
             change = args.scale * (ptqpipe.quantize(w, args.format).dequantize() - w)
-            h = Moments(moments[full].diagonal(), full_moment=moments[full])
-            pair = 0.5 * expected_error(change, h, outputs), measured(model, full, change, windows, floats)
-            sums = [total + value for total, value in zip(sums, pair, strict=True)]
-            print(f"| {full} | {1000 * pair[0]:.4f} | {1000 * pair[1]:.4f} | {pair[0] / pair[1]:.3f} |", flush=True)
-    print(f"| all | {1000 * sums[0]:.4f} | {1000 * sums[1]:.4f} | {sums[0] / sums[1]:.3f} |")
+            diagonal = moments[full].diagonal()
+            root = torch.cat([run.diagonal() for run in outputs]).sqrt().unsqueeze(1)
+            tokens = ByTokens(moments[full], diagonal, root)
+            by_windows = ByWindows.of(of_block.weights[name], tokens, diagonal=diagonal)
+            found = [0.5 * m.total(m.sums(change, w, 0, 0.0))[0] for m in (by_windows, tokens)]
+            row = [measured(model, full, change, windows, floats), *found]
+            sums += torch.tensor(row, dtype=torch.float64)
+            report(args, full, row)
+    report(args, "all", sums.tolist())
+
+
+def report(args: argparse.Namespace, layer: str, row: list[float]) -> None:
+    """Prints and writes (measured, by windows, by tokens) of a layer."""
+    kl, by_windows, by_tokens = row
+    print(f"| {layer} | {1000 * kl:.4f} | {by_windows / kl:.3f} | {by_tokens / kl:.3f} |", flush=True)
+    if args.results is not None:
+        line = {"model": args.model.parent.name, "format": args.format, "samples": args.samples, "seqlen": args.seqlen}
+        line |= {"seed": args.seed, "scale": args.scale, "layer": layer, "kl": round(kl, 8)}
+        line |= {"by_windows": round(by_windows, 8), "by_tokens": round(by_tokens, 8)}
+        with open(args.results, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def merge_copies(collectors: Sequence[Collector]) -> Collector:
 class Added(Protocol):
     """Sums in float64 and what they are divided by."""
 
-    outer: list[torch.Tensor]
+    parts: list[torch.Tensor]
     total: float
 
 
@@ -64,10 +64,10 @@ def merge_added(sums: Mapping[str, Added], *, world: int) -> None:
         return
     for of in sums.values():
         shapes: list[list[torch.Size]] = [[]] * world
-        torch.distributed.all_gather_object(shapes, [run.shape for run in of.outer])
+        torch.distributed.all_gather_object(shapes, [part.shape for part in of.parts])
         shape = next((found for found in shapes if found), [])
-        of.outer = of.outer or [torch.zeros(size, dtype=torch.float64) for size in shape]
-        of.outer = [_reduced(run, torch.distributed.ReduceOp.SUM) for run in of.outer]
+        of.parts = of.parts or [torch.zeros(size, dtype=torch.float64) for size in shape]
+        of.parts = [_reduced(part, torch.distributed.ReduceOp.SUM) for part in of.parts]
         of.total = float(_reduced(torch.tensor(of.total, dtype=torch.float64), torch.distributed.ReduceOp.SUM))
 
 

@@ -7,6 +7,9 @@ independent,
 
     KL = 1/2 E[(g^T E x)^2]  ~  1/2 tr(G E H E^T),    H = E[x x^T],    G = E[g g^T |x|^2] / E[|x|^2]
 
+An error of a weight is one error at all tokens, and what it does at one adds up with what it does at the next: keys and
+values are where tokens meet. Squares of the weight's whole gradient over a window, `WeightGradients`, know this.
+
 No label of the data is needed. Blocks are run backwards one after the other with the weights of one in memory. What
 enters every ``step``-th block was stored on the way forward; what enters those between two of them is computed again
 from the nearest one before when it is needed.
@@ -33,10 +36,11 @@ from ptqpipe.calibration.pairs import PAIRS, Pair, PairCollector, most_tokens, n
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
-from ptqpipe.inputs import OUT_ROWS
+from ptqpipe.inputs import OUT_ROWS, WeightGradients
 
 HEAD_TOKENS = 256  # whose logits are in memory at once
 TOKENS = 16_384  # of samples, all of which are run backwards
+SQUARED_ROWS = 128  # of a weight whose gradient is in memory at once
 SHARE = 8  # of more samples at least one of so many
 
 
@@ -47,11 +51,13 @@ class Gradients:
     outputs  module of the block -> E[g g^T] of every run of OUT_ROWS of its outputs, [b, b] each: what lies between
              two runs counts as zero
     last     E[g g^T] by runs likewise, at the output of the block itself
+    weights  module of the block -> of its weight, where asked for; none of a module that is not given every token once
     pairs    input of linear layers, by its name in statistics -> inputs and gradients at it, where they are kept
     """
 
     outputs: Mapping[str, Sequence[torch.Tensor]]
     last: Sequence[torch.Tensor]
+    weights: Mapping[str, WeightGradients] = field(default_factory=dict)
     pairs: Mapping[str, Pair] = field(default_factory=dict)
 
 
@@ -108,6 +114,7 @@ def reverse(
     modules: Callable[[Block], Sequence[str]],
     step: int = 1,
     of_ranks: tuple[int, int] = (0, 1),
+    weights: bool = False,
     pairs: int = 0,
 ) -> Iterator[tuple[str, Gradients]]:
     """(name of a block, its gradients), the last block first. Uses the runner up.
@@ -119,6 +126,7 @@ def reverse(
              blocks run forward twice; the result is the same
     of_ranks  (rank, world) of this process among those that share the windows: window i of the runner is number
               rank + i * world of all; every process gets the gradients of all windows
+    weights  whether to square the gradients of weights, too: as much work again as a block takes forward
     pairs    of how many tokens to keep pairs, too; of this process's windows alone
 
     NumericsError for hidden states or gradients that are not finite.
@@ -151,11 +159,13 @@ def reverse(
         with runner.loaded(index) as block:
             known = (block.name, block.module, block.origins)
             collector = PairCollector(*known, tokens=runner.tokens, most=pairs) if pairs else None
-            sums = _through(block, modules(block), entering[index], gradients, collector)
+            sums, squares = _through(block, modules(block), entering[index], gradients, collector, weights=weights)
             merge_added(sums, world=world)
+            merge_added(squares, world=world)
             means = {name: of.means() for name, of in sums.items() if of.total > 0}
+            of_weights = {name: of.means() for name, of in squares.items() if of.total == sums[""].total}
             last = means.pop("")
-            yield block.name, Gradients(means, last, {} if collector is None else collector.pairs())
+            yield block.name, Gradients(means, last, of_weights, {} if collector is None else collector.pairs())
         entering.pop(index).close()
 
 
@@ -169,12 +179,14 @@ def reverse_model(
     spill: Path,
     modules: Callable[[Block], Sequence[str]],
     of_ranks: tuple[int, int] = (0, 1),
+    weights: bool = False,
     pairs: bool = False,
 ) -> Iterator[tuple[str, Gradients]]:
     """`reverse` of a whole model, with the hidden states in memory or, where they do not fit, in ``spill``, a folder
     that exists. Each process takes its share of the samples, of which `thinned` says how many are enough.
 
     memory_bytes  what weights of a block, hidden states and sums may take together
+    weights       whether to square the gradients of weights
     pairs         whether to keep them, of `most_tokens`
     """
     share = slice(of_ranks[0], None, of_ranks[1])
@@ -209,6 +221,7 @@ def reverse_model(
             modules=modules,
             step=step,
             of_ranks=of_ranks,
+            weights=weights,
             pairs=kept,
         )
 
@@ -272,7 +285,7 @@ class _GradientSums:
     """Of the gradients at one linear layer, or at the block's output."""
 
     def __init__(self) -> None:
-        self.outer: list[torch.Tensor] = []  # float64
+        self.parts: list[torch.Tensor] = []  # float64, of every run of OUT_ROWS
         self.total = 0.0
 
     def add(self, g: torch.Tensor, energy: torch.Tensor) -> None:
@@ -280,12 +293,47 @@ class _GradientSums:
         weighted = g * energy.unsqueeze(1)
         pairs = zip(torch.split(g, OUT_ROWS, dim=1), torch.split(weighted, OUT_ROWS, dim=1), strict=True)
         outer = [symmetric(run, other).double() for run, other in pairs]
-        self.outer = [a.add_(b) for a, b in zip(self.outer, outer, strict=True)] if self.outer else outer
+        self.parts = [a.add_(b) for a, b in zip(self.parts, outer, strict=True)] if self.parts else outer
         self.total += float(energy.double().sum())
 
     def means(self) -> list[torch.Tensor]:
         """By runs, symmetric."""
-        return [((h + h.t()) / (2 * self.total)).float().cpu() for h in self.outer]
+        return [((h + h.t()) / (2 * self.total)).float().cpu() for h in self.parts]
+
+
+class _SquareSums:
+    """Of the gradients of one weight over windows: rows, columns and the whole, as `WeightGradients` has them."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        from transformers.pytorch_utils import Conv1D
+
+        weight = module.get_parameter("weight").detach()
+        self._weight = weight.t() if isinstance(module, Conv1D) else weight
+        self.parts: list[torch.Tensor] = []  # float64
+        self.total = 0.0
+
+    def add(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        """Adds windows: inputs [windows, tokens, K] and gradients at the outputs [windows, tokens, N], of one dtype."""
+        w, f64 = self._weight, torch.float64
+        rows, columns, whole = self.parts or [
+            torch.zeros(size, dtype=f64, device=w.device) for size in (w.shape[0], w.shape[1], 1)
+        ]
+        for of_inputs, of_outputs in zip(x, g, strict=True):
+            along = torch.zeros_like(whole)
+            for start in range(0, len(w), SQUARED_ROWS):
+                run = slice(start, start + SQUARED_ROWS)
+                d = (of_outputs[:, run].t() @ of_inputs).float()
+                along += (d * w[run]).sum(dtype=f64)
+                d.square_()
+                rows[run] += d.sum(1)
+                columns += d.sum(0)
+            whole += along.square()
+        self.parts = [rows, columns, whole]
+        self.total += x.shape[0] * x.shape[1]
+
+    def means(self) -> WeightGradients:
+        """Per token."""
+        return WeightGradients(*[(part / self.total).float().cpu() for part in self.parts])
 
 
 def _through(
@@ -294,40 +342,56 @@ def _through(
     entering: Activations,
     leaving: Activations,
     pairs: PairCollector | None,
-) -> dict[str, _GradientSums]:
-    """Sums of the gradients in a block, at its modules and, by the name "", at its output; ``leaving`` then has those
-    at its input, and ``pairs`` what it collects."""
+    *,
+    weights: bool,
+) -> tuple[dict[str, _GradientSums], dict[str, _SquareSums]]:
+    """Sums of the gradients in a block: at its modules and, by the name "", at its output; and of the ``weights`` of
+    its modules. ``leaving`` then has the gradients at its input, and ``pairs`` what it collects."""
     sums = {name: _GradientSums() for name in ("", *modules)}
+    squares = {name: _SquareSums(block.module.get_submodule(name)) for name in modules if weights}
     for batch in range(block.batches):
         x = entering.get(batch).to(block.device).requires_grad_(True)
         gradient = leaving.get(batch).to(block.device)
         rows = gradient.flatten(0, -2).float()
         sums[""].add(rows, torch.ones(len(rows), device=block.device))
         kept = contextlib.nullcontext() if pairs is None else pairs.batch(len(rows))
-        with torch.enable_grad(), _watched(block.module, modules, sums), kept:
+        with torch.enable_grad(), _watched(block.module, x.shape[:-1], sums, squares), kept:
             out = block.forward(x, batch)
             (found,) = torch.autograd.grad(out, x, gradient)
         if not bool(torch.isfinite(found).all()):
             raise NumericsError(f"the gradients in '{block.name}' are not finite; check the model's weights")
         leaving.put(batch, found)
-    return sums
+    return sums, squares
 
 
 @contextlib.contextmanager
-def _watched(module: torch.nn.Module, modules: Sequence[str], sums: Mapping[str, _GradientSums]) -> Iterator[None]:
-    """While it is open, gradients at the outputs of submodules go into their sums."""
+def _watched(
+    module: torch.nn.Module,
+    windows: tuple[int, ...],
+    sums: Mapping[str, _GradientSums],
+    squares: Mapping[str, _SquareSums],
+) -> Iterator[None]:
+    """While it is open, gradients at the outputs of submodules go into their sums, and those of the weights of modules
+    that are given all tokens [windows, tokens] into their squares."""
 
     def hook_of(name: str) -> Any:
         def hook(_module: torch.nn.Module, args: tuple[torch.Tensor, ...], out: Any) -> None:
             if not (isinstance(out, torch.Tensor) and out.requires_grad):
                 return
-            energy = args[0].detach().flatten(0, -2).float().square().mean(1)
-            see = lambda g: sums[name].add(g.flatten(0, -2).float(), energy)  # noqa: E731
+            x = args[0].detach()
+            energy = x.flatten(0, -2).float().square().mean(1)
+            whole = name in squares and len(energy) == math.prod(windows)
+
+            def see(g: torch.Tensor) -> None:
+                sums[name].add(g.flatten(0, -2).float(), energy)
+                if whole:
+                    squares[name].add(*(part.reshape(*windows, -1) for part in (x, g.to(x.dtype))))
+
             out.register_hook(see)
 
         return hook
 
-    handles = [module.get_submodule(name).register_forward_hook(hook_of(name)) for name in modules]
+    handles = [module.get_submodule(name).register_forward_hook(hook_of(name)) for name in sums if name]
     try:
         yield
     finally:

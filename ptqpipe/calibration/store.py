@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,8 @@ def write_outputs(
     folder: Path, found: Iterable[tuple[str, Gradients]], origins: Mapping[str, Sequence[str]]
 ) -> dict[str, BlockRecord]:
     """Writes ``outputs.safetensors``: of each linear module that is one tensor of the checkpoint the mean squares of
-    the gradients at its outputs; and of each block with pairs ``<block>.pairs.safetensors``. Their parts of stats.json,
-    by the files' names without the ending.
+    the gradients at its outputs and of its weight; and of each block with pairs ``<block>.pairs.safetensors``. Their
+    parts of stats.json, by the files' names without the ending.
 
     found    (name of a block, its gradients)
     origins  parameter of the model -> checkpoint tensors that make it
@@ -92,6 +92,8 @@ def write_outputs(
             if len(made_of) == 1:
                 module = made_of[0].removesuffix(".weight")
                 tensors[f"{module}.output_moment"] = torch.cat([run.diagonal() for run in runs])
+                if name in gradients.weights:
+                    tensors |= {f"{module}.gradient_{of}": t for of, t in asdict(gradients.weights[name]).items()}
         if gradients.pairs:
             pairs = {f"{key}.pair_inputs": x for key, (x, _) in gradients.pairs.items()}
             pairs |= {f"{key}.pair_gradients": h for key, (_, h) in gradients.pairs.items()}

@@ -55,12 +55,12 @@ def stats(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return out
 
 
-def test_they_are_the_diagonals_of_the_reverse_pass(model: Path, text: Path, stats: Path) -> None:
+def test_they_are_what_the_reverse_pass_gives(model: Path, text: Path, stats: Path) -> None:
     """Of the samples that are not held out, for every linear layer but the head."""
     windows = load_samples([str(text)], model, samples=ROWS, seqlen=24, seed=0, holdout=8).windows
     with Source.open(model) as source, Runner.open(Skeleton.of(source, dtype=torch.float32), windows) as runner:
         names = ["self_attn.k_proj", "mlp.down_proj"]
-        found = dict(reverse(runner, seed=0, store=InMemory, modules=lambda _block: names))
+        found = dict(reverse(runner, seed=0, store=InMemory, modules=lambda _block: names, weights=True))
     with Statistics.open(stats) as opened:
         for block, gradients in found.items():
             for name in names:
@@ -68,6 +68,13 @@ def test_they_are_the_diagonals_of_the_reverse_pass(model: Path, text: Path, sta
                 known = opened.output_moment(f"{block}.{name}", len(whole))
                 assert known is not None
                 assert torch.equal(known, whole.diagonal())
+                wanted = gradients.weights[name]
+                stored = opened.weight_gradients(f"{block}.{name}", (len(wanted.rows), len(wanted.columns)))
+                assert stored is not None
+                for of in ("rows", "columns", "whole"):
+                    assert torch.equal(getattr(stored, of), getattr(wanted, of))
+        assert opened.weight_gradients(DOWN, (64, 129)) is None
+        assert opened.weight_gradients("lm_head", (96, 64)) is None
         assert opened.output_moment(DOWN, 129) is None
         assert opened.output_moment("lm_head", 96) is None
         assert all(opened.output_moment(m, opened_rows(model, m)) is not None for m in opened.modules if "layers" in m)
@@ -141,33 +148,71 @@ def test_kill_9_inside_the_reverse_pass_and_resume_give_the_bytes_of_an_undistur
 
 
 def test_plan_costs_are_kl_to_second_order(model: Path, stats: Path) -> None:
-    """By hand, of nearest codes; without kl they are relative."""
+    """By hand, of nearest codes: what follows the weight in one sum, the rest in squares."""
     plan = plan_mixed(model, Budget(bits=6), sensitivity=stats, machine=ONE)
     assert plan.how == "KL divergence to second order of nearest codes, second moment of x"
     w = load_file(model / "model.safetensors")[f"{DOWN}.weight"].float()
     error = (ptqpipe.quantize(w, "nvfp4").dequantize() - w).double()
     with Statistics.open(stats) as opened:
-        g, h = opened.output_moment(DOWN, len(w)), opened.of(DOWN).second_moment
-    assert g is not None
-    expected = 0.5 * float(g.double() @ error.square() @ h.double())
+        d = opened.weight_gradients(DOWN, (w.shape[0], w.shape[1]))
+    assert d is not None
+    squares = d.rows.double().unsqueeze(1) * d.columns.double() / d.columns.double().sum()
+    along = float((squares * error * w).sum() / (squares * w * w).sum())
+    assert along < 0  # codes are smaller than the weights on average
+    expected = 0.5 * (float((squares * (error - along * w).square()).sum()) + along**2 * float(d.whole))
     assert plan.costs[DOWN, "nvfp4"] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("value", [-1.0, float("nan")])
-def test_damaged_ones_are_one_clear_line(value: float, model: Path, stats: Path, tmp_path: Path) -> None:
+def test_of_a_weight_without_its_gradients_costs_are_by_tokens(model: Path, stats: Path, tmp_path: Path) -> None:
+    """As experts have them, and statistics of older versions."""
+    folder = copy_of(stats, tmp_path / "stats", without=f"{DOWN}.gradient_")
+    costs = [plan_mixed(model, Budget(bits=6), sensitivity=path, machine=ONE).costs for path in (stats, folder)]
+    assert {key[0] for key in costs[0] if costs[0][key] != costs[1][key]} == {DOWN}
+    w = load_file(model / "model.safetensors")[f"{DOWN}.weight"].float()
+    error = (ptqpipe.quantize(w, "nvfp4").dequantize() - w).double()
+    with Statistics.open(folder) as opened:
+        g, h = opened.output_moment(DOWN, len(w)), opened.of(DOWN).second_moment
+    assert g is not None
+    expected = 0.5 * float(g.double() @ error.square() @ h.double())
+    assert costs[1][DOWN, "nvfp4"] == pytest.approx(expected, rel=1e-4)
+
+
+def copy_of(stats: Path, folder: Path, *, without: str = "", damaged: str = "", value: float = 0.0) -> Path:
+    """Statistics without some tensors of the reverse pass, or with ``value`` in one, and without hashes."""
     with Statistics.open(stats) as opened:
         content = dict(opened.content)
-    folder = tmp_path / "stats"
     folder.mkdir()
     for file in stats.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     tensors = load_file(stats / "outputs.safetensors")
-    tensors[f"{DOWN}.output_moment"][3] = value
-    save_file(tensors, folder / "outputs.safetensors")
-    with pytest.raises(CheckpointError, match=r"outputs\.safetensors"):  # another hash
-        plan_mixed(model, Budget(bits=6), sensitivity=folder, machine=ONE)
+    if damaged:
+        tensors[damaged][-1] = value
+    if without:
+        assert any(name.startswith(without) for name in tensors)
+    kept = {name: tensor for name, tensor in tensors.items() if not (without and name.startswith(without))}
+    save_file(kept, folder / "outputs.safetensors")
     (folder / "stats.json").write_text(json.dumps({**content, "files": {}}))
-    with pytest.raises(CheckpointError, match=f"the output moment of '{DOWN}' .* is not finite or negative; calibrate"):
+    return folder
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("output_moment", "the output moment"),
+        ("gradient_rows", "the gradients"),
+        ("gradient_columns", "the gradients"),
+        ("gradient_whole", "the gradients"),
+    ],
+)
+def test_damaged_ones_are_one_clear_line(
+    name: str, what: str, value: float, model: Path, stats: Path, tmp_path: Path
+) -> None:
+    folder = copy_of(stats, tmp_path / "stats", damaged=f"{DOWN}.{name}", value=value)
+    with pytest.raises(CheckpointError, match=f"{what} of '{DOWN}' .* not finite or negative; calibrate"):
+        plan_mixed(model, Budget(bits=6), sensitivity=folder, machine=ONE)
+    (folder / "stats.json").write_bytes((stats / "stats.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"outputs\.safetensors"):  # another hash
         plan_mixed(model, Budget(bits=6), sensitivity=folder, machine=ONE)
 
 

@@ -82,6 +82,59 @@ def test_moments_of_gradients_are_the_fisher_information_of_the_logits(tmp_path:
     assert torch.equal(last, last.t())
 
 
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [
+        ("llama", "self_attn.k_proj"),
+        ("gpt2", "mlp.c_fc"),  # [in, out], with a bias
+        ("deepseek_v3", "mlp.shared_experts.up_proj"),  # of which tokens are one dimension
+    ],
+)
+def test_squares_of_the_gradients_of_a_weight_are_those_of_autograd(kind: str, module: str, tmp_path: Path) -> None:
+    """Of the whole model's loss in each window, at the labels that the reverse pass draws."""
+    import transformers
+
+    path, windows = make_model(tmp_path / kind, kind), make_windows(samples=3)
+    has = lambda block: [module] if module in dict(block.module.named_modules()) else []  # noqa: E731
+    with opened(path, windows) as runner:
+        found = dict(reverse(runner, seed=7, store=InMemory, modules=has, weights=True))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    block = next(name for name in found if found[name].weights)
+    weight = model.get_submodule(f"{block}.{module}").weight
+    squares, along = torch.zeros(weight.shape, dtype=torch.float64), []
+    for number, window in enumerate(windows):
+        logits = model(window[None]).logits[0]
+        drawn = torch.Generator().manual_seed(7 * 1_000_003 + number)
+        labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=drawn).squeeze(1)
+        (d,) = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), weight)
+        squares = squares + d.double().square() / windows.numel()
+        along.append(float((d * weight.detach()).double().sum()))
+    squares = squares.t() if kind == "gpt2" else squares
+    of = found[block].weights[module]
+    torch.testing.assert_close(of.rows.double(), squares.sum(1), rtol=1e-3, atol=1e-9)
+    torch.testing.assert_close(of.columns.double(), squares.sum(0), rtol=1e-3, atol=1e-9)
+    assert float(of.whole) == pytest.approx(sum(a * a for a in along) / windows.numel(), rel=1e-3)
+
+
+def test_a_module_that_is_not_given_every_token_at_once_has_no_squares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which windows its tokens are of is not known. What is known token by token is there."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def in_halves(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        h = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return torch.cat([self.down_proj(half) for half in h.chunk(2, dim=1)], 1)
+
+    monkeypatch.setattr(LlamaMLP, "forward", in_halves)
+    names = ["mlp.up_proj", "mlp.down_proj"]
+    with opened(make_model(tmp_path / "llama", "llama"), make_windows(samples=3)) as runner:
+        found = dict(reverse(runner, seed=0, store=InMemory, modules=lambda _: names, weights=True))
+    for gradients in found.values():
+        assert set(gradients.outputs) == {"mlp.up_proj", "mlp.down_proj"}
+        assert set(gradients.weights) == {"mlp.up_proj"}
+
+
 def test_labels_follow_from_the_seed(tmp_path: Path) -> None:
     path, windows = make_model(tmp_path / "qwen3", "qwen3"), make_windows(samples=3)
     found = []

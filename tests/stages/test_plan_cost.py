@@ -12,13 +12,14 @@ from click.testing import CliRunner
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
-from ptqpipe.inputs import InputStatistics
+from ptqpipe.inputs import InputStatistics, WeightGradients
 from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.rotation import rotated
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.plan import cost
+from ptqpipe.stages.plan.metric import ByTokens, ByWindows
 from ptqpipe.stages.plan.units import Group, find_groups, schemes_of
 from ptqpipe.statistics import Statistics
 from tests import tiny
@@ -167,3 +168,33 @@ def test_moments_of_rotated_inputs(model: Path) -> None:
     assert diagonal.shape == (64,)
     torch.testing.assert_close(diagonal, expected.diagonal(), rtol=0.15, atol=0)  # columns are independent by sample
     assert cost._rotated(full, 0) is full
+
+
+@pytest.mark.parametrize("known", ["diagonal", "full"])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_costs_by_windows_know_that_tokens_add_up(tokens: int, known: str) -> None:
+    """Of a linear layer in windows with a topic, by the mean of (sum of d E)^2 over windows themselves. E has signs of
+    its own, but for a hundredth of the weight. By tokens it is as much only where windows have one."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns, windows = 24, 40, 6000
+    w = torch.randn(rows, columns, generator=generator)
+    x = torch.randn(windows, tokens, columns, generator=generator) * torch.linspace(0.2, 2, columns)
+    topic = torch.randn(windows, 1, rows, generator=generator)  # of all tokens of a window
+    g = topic + torch.randn(windows, tokens, rows, generator=generator) * torch.linspace(1, 2, rows)
+    x, g = x + 0.7, g - 0.1 * (x @ w.t())
+    d = torch.einsum("stn,stk->snk", g, x)
+    squares, h = d.square().mean(0) / tokens, torch.einsum("stk,stl->kl", x, x) / (windows * tokens)
+    whole = (d * w).sum((1, 2)).square().mean() / tokens
+    moment = h if known == "full" else h.diagonal().clone()
+    by_tokens = ByTokens(moment, h.diagonal(), g.square().mean((0, 1)).sqrt().unsqueeze(1))
+    gradients = WeightGradients(squares.sum(1), squares.sum(0), whole.reshape(1))
+    by_windows = ByWindows.of(gradients, by_tokens, diagonal=h.diagonal())
+    found = torch.zeros(3, dtype=torch.float64)
+    for _ in range(100):
+        error = 0.05 * torch.randn(rows, columns, generator=generator) - 0.01 * w
+        halves = [(error[run], w[run], run.start, 0.0) for run in (slice(0, 10), slice(10, rows))]
+        of = [sum(m.sums(*half) for half in halves) for m in (by_windows, by_tokens)]
+        exact = (d * error).sum((1, 2)).square().mean() / tokens
+        found += torch.tensor([exact, by_windows.total(of[0])[0], by_tokens.total(of[1])[0]], dtype=torch.float64)
+    assert float(found[1] / found[0]) == pytest.approx(1, abs=0.1)
+    assert (float(found[2] / found[0]) > 0.8) == (tokens == 1)

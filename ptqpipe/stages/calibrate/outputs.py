@@ -32,9 +32,9 @@ def collect_outputs(
     seed: int,
     moments: Collection[str],
 ) -> dict[str, BlockRecord]:
-    """Runs the model backwards on `learned_from`, and writes what of ``moments`` that gives: "kl" what the gradients at
-    the outputs say, "pairs" these. Every rank runs its share of the samples; the first one writes, the others return
-    nothing."""
+    """Runs the model backwards on `learned_from`, and writes what of ``moments`` that gives: "kl" what gradients at
+    outputs and of weights say, "pairs" those at inputs. Every rank runs its share of the samples; the first one writes,
+    the others return nothing."""
     weights = Origins.of(source).weights.items()
     largest = max((math.prod(member.shape) for name, member in weights if layer_of(name) is not None), default=0)
     skeleton, pairs = Skeleton.of(source, dtype=pass_dtype(largest, machine.device)), "pairs" in moments
@@ -47,6 +47,7 @@ def collect_outputs(
         spill=output.paths.partial,
         modules=linear_modules if "kl" in moments else lambda _: (),
         of_ranks=(ranks.rank, ranks.world),
+        weights="kl" in moments,
         pairs=pairs,
     )
     shown = machine.progress and ranks.rank == 0

@@ -13,13 +13,12 @@ format, times E||W x||^2 of inputs that do not depend on each other. It counts I
 into several weights and all of their rows, and more where codes come by error feedback, which leaves GPTQ_SHARE of the
 weights' part and all of the inputs'.
 
-    both sides   cost = sum_r mean_m 1/2 E[g]^2 (W - What) H (W - What)^T, summed over rows
+    both sides   cost = sum_r mean_m of the KL divergence that the error causes, to second order
 
 Weights whose inputs will be rotated are compared rotated, with the moments of rotated inputs.
 
-The last is for statistics that know how much the model minds an error at each output (``calibrate --moments kl``): the
-KL divergence that the error causes, to second order, outputs taken as independent (``calibration/reverse.py``). It
-compares layers by what they cost the model. What is measured with the model instead is in ``measure.py``.
+The last is for statistics that know how much the model minds an error (``calibrate --moments kl``), and compares layers
+by what they cost the model. How is in ``metric.py``; what is measured with the model instead, in ``measure.py``.
 """
 
 from collections import defaultdict
@@ -30,9 +29,9 @@ from functools import cache
 
 import torch
 
-from ptqpipe.algorithms import gathered_bytes, output_error
+from ptqpipe.algorithms import gathered_bytes
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.inputs import InputStatistics
+from ptqpipe.inputs import InputStatistics, WeightGradients
 from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine, MemoryPool, counting_bar, one_thread_each
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
@@ -41,6 +40,7 @@ from ptqpipe.rotation import rotated
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation, Scheme
 from ptqpipe.source import Source, SourceRows
+from ptqpipe.stages.plan.metric import ByTokens, ByWindows
 from ptqpipe.stages.plan.units import Group, quantize_as
 from ptqpipe.statistics import BLOCK, Statistics
 from ptqpipe.tensor_names import role_of
@@ -165,28 +165,40 @@ def _unit_errors(
         SourceRows(source, replace(m.source, rotation=block), shape=m.shape, cache=_cached(unit))
         for m, block in zip(unit.members, blocks, strict=True)
     ]
-    inputs = _inputs(stats, [member.module for member in unit.members], moment, blocks)
-    roots = [_root(stats, member) if both and stats is not None else None for member in unit.members]
+    metrics = [None] * len(weights) if stats is None else _metrics(stats, unit, moment, blocks, both=both)
     found = []
     for option in group.options:
         if option.scheme is None:
             continue
         noise = INPUTS * input_noise(option.scheme.activation) / share
-        for member, error, signal in _scheme_errors(weights, inputs, roots, unit, option.scheme, noise):
+        for member, error, signal in _scheme_errors(weights, metrics, unit, option.scheme, noise):
             found.append(_Error(group.id, option.name, role_of(member), member, error, signal))
     return found
 
 
-def _inputs(
-    stats: Statistics | None, modules: Sequence[str], moment: str, blocks: Sequence[int]
-) -> list[torch.Tensor | None]:
-    """Of every module, whose inputs are rotated by ``blocks`` (0: not); what several modules share is read once."""
-    if stats is None:
-        return [None] * len(modules)
-    keys = [(stats.key(module), block) for module, block in zip(modules, blocks, strict=True)]
-    first = dict(zip(reversed(keys), reversed(modules), strict=True))
-    found = {key: _rotated(_input(stats, module, moment), key[1]) for key, module in first.items()}
-    return [found[key] for key in keys]
+def _metrics(
+    stats: Statistics, unit: Unit, moment: str, blocks: Sequence[int], *, both: bool
+) -> list[ByTokens | ByWindows]:
+    """Of every member, whose inputs are rotated by ``blocks`` (0: not), for ``both`` sides or for inputs alone; the
+    moment that several members share is read once."""
+    moments: dict[tuple[str, int], torch.Tensor] = {}
+    found: list[ByTokens | ByWindows] = []
+    for member, block in zip(unit.members, blocks, strict=True):
+        key = (stats.key(member.module), block)
+        if key not in moments:
+            moments[key] = _rotated(_input(stats, member.module, moment), block)
+        h = moments[key]
+        if not both:
+            found.append(ByTokens(h, _diagonal(h)))
+            continue
+        inputs = ByTokens(h, _diagonal(h), _root(stats, member))
+        gradients = _gradients(stats, member)
+        if gradients is None:
+            found.append(inputs)
+        else:
+            gradients = replace(gradients, columns=_rotated(gradients.columns, block))
+            found.append(ByWindows.of(gradients, inputs, diagonal=_rotated(inputs.diagonal, block)))
+    return found
 
 
 def _rotated(moment: torch.Tensor, block: int) -> torch.Tensor:
@@ -217,36 +229,44 @@ def _root(stats: Statistics, member: Member) -> torch.Tensor:
     return found.sqrt().unsqueeze(1)
 
 
+def _gradients(stats: Statistics, member: Member) -> WeightGradients | None:
+    """Of a weight; None where the statistics have none of it."""
+    found = stats.weight_gradients(member.module, member.shape)
+    if found is None:
+        return None
+    values = torch.cat((found.rows, found.columns, found.whole))
+    if not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
+        raise CheckpointError(
+            f"the gradients of '{member.module}' in {stats.path} are not finite or negative; calibrate again"
+        )
+    return found
+
+
 def _scheme_errors(
     weights: Sequence[SourceRows],
-    inputs: Sequence[torch.Tensor | None],
-    roots: Sequence[torch.Tensor | None],
+    metrics: Sequence[ByTokens | ByWindows | None],
     unit: Unit,
     scheme: Scheme,
     noise: float,
 ) -> list[tuple[str, float, float]]:
     """(weight, error, signal) of each member; ``noise`` is the relative squared error of its inputs."""
-    sums: dict[tuple[int, int], tuple[float, float]] = {}
+    sums: dict[tuple[int, int], torch.Tensor] = {}
 
     def take(member: int, row: int, q: QTensor) -> None:  # rows that come again replace what they gave before
-        h = inputs[member]
-        if h is not None:
+        metric = metrics[member]
+        if metric is not None:
             w = weights[member].rows(row, row + q.shape[0]).float()
-            error, root = q.dequantize() - w, roots[member]
-            if root is not None:
-                error, w = error * root[row : row + len(w)], w * root[row : row + len(w)]
-            by_inputs = noise * output_error(w, _diagonal(h)) if noise else 0.0
-            sums[(member, row)] = (output_error(error, h) + by_inputs, output_error(w, h))
+            sums[(member, row)] = metric.sums(q.dequantize() - w, w, row, noise)
 
     result = quantize_as(weights, unit, scheme, take)
-    if inputs[0] is None:
-        errors = [(error.squared_error + noise * error.energy, error.energy) for error in result.errors]
-    else:
-        errors = []
-        for index in range(len(unit.members)):
-            rows = [value for (member, _), value in sorted(sums.items()) if member == index]
-            errors.append((sum(e for e, _ in rows), sum(s for _, s in rows)))
-    return [(m.weight, *pair) for m, pair in zip(unit.members, errors, strict=True)]
+    found = []
+    for index, (member, metric, error) in enumerate(zip(unit.members, metrics, result.errors, strict=True)):
+        if metric is None:
+            pair = (error.squared_error + noise * error.energy, error.energy)
+        else:
+            pair = metric.total(torch.stack([sums[key] for key in sorted(sums) if key[0] == index]).sum(0))
+        found.append((member.weight, *pair))
+    return found
 
 
 def _diagonal(moment: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,99 @@
+"""What an error E of one weight W [N, K] costs, by what is known of its inputs and of gradients.
+
+Both classes see a weight in runs of rows: the `sums` of all runs add up, and `total` makes the cost of them.
+
+`ByTokens`   E|E x|^2 of the inputs x; with E[g^2] of the gradients at the outputs tr(diag(E[g^2]) E H E^T), twice the
+             KL divergence to second order with tokens and outputs taken as independent
+`ByWindows`  twice the KL divergence by d = dLoss/dW of a window: E[(sum of d E)^2], per token
+
+Nearest codes do two things to a weight. Most of their error has signs that follow nothing, so that squares of d alone
+count, of which sums over columns, r, and over rows, c, are known. But codes also are smaller on average than what they
+stand for: E = a W + F with a = -|E|^2 / |W|^2 or so, and a change in proportion to W, small as it is, has one sign
+everywhere. So
+
+    2 KL = tr(diag(r) F S H S F^T) + a^2 E[(sum of d W)^2],    S^2 = c / (sum of c) / diag(H)
+
+with as much of H = E[x x^T] as is known: S makes its diagonal that of c.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ptqpipe.algorithms import output_error
+from ptqpipe.inputs import WeightGradients
+
+
+@dataclass(frozen=True, slots=True)
+class ByTokens:
+    """By the inputs of one weight.
+
+    moment    H as `output_error` takes it
+    diagonal  of H, float32 [K]
+    root      of E[g^2], float32 [N, 1], or None
+    """
+
+    moment: torch.Tensor
+    diagonal: torch.Tensor
+    root: torch.Tensor | None = None
+
+    def sums(self, error: torch.Tensor, w: torch.Tensor, start: int, noise: float) -> torch.Tensor:
+        """float64 [2] of the rows [n, K] of an error and of the weight that begin at row ``start``.
+
+        noise  the squared error of quantized inputs, relative to their squares
+        """
+        if self.root is not None:
+            by_row = self.root[start : start + len(w)]
+            error, w = error * by_row, w * by_row
+        by_inputs = noise * output_error(w, self.diagonal) if noise else 0.0
+        return torch.tensor(
+            [output_error(error, self.moment) + by_inputs, output_error(w, self.moment)], dtype=torch.float64
+        )
+
+    def total(self, sums: torch.Tensor) -> tuple[float, float]:
+        """(cost, what it is relative to: that of an error as large as the weight)."""
+        return float(sums[0]), float(sums[1])
+
+
+@dataclass(frozen=True, slots=True)
+class ByWindows:
+    """By the gradients of one weight over windows.
+
+    inputs   what quantized inputs cost, whose errors do not depend on each other
+    rows     root of r, float32 [N, 1]
+    columns  S, float32 [K]
+    whole    E[(sum of d W)^2]
+    """
+
+    inputs: ByTokens
+    rows: torch.Tensor
+    columns: torch.Tensor
+    whole: float
+
+    @classmethod
+    def of(cls, gradients: WeightGradients, inputs: ByTokens, *, diagonal: torch.Tensor) -> "ByWindows":
+        """A column without inputs costs nothing.
+
+        diagonal  of H, float32 [K]; where inputs are rotated its means over what is rotated together, as the columns of
+                  the gradients are, too
+        """
+        share = gradients.columns / gradients.columns.sum().clamp_min(torch.finfo(torch.float32).tiny)
+        columns = torch.where(diagonal > 0, share / diagonal, 0.0).sqrt()
+        return cls(inputs, gradients.rows.sqrt().unsqueeze(1), columns, float(gradients.whole))
+
+    def sums(self, error: torch.Tensor, w: torch.Tensor, start: int, noise: float) -> torch.Tensor:
+        """float64 [6], as of `ByTokens`."""
+        by_inputs = self.inputs.sums(torch.zeros_like(w), w, start, noise)[0] if noise else 0.0
+        by_row = self.rows[start : start + len(w)]
+        error, w = error * by_row * self.columns, w * by_row * self.columns
+        squares = [output_error(part, self.inputs.moment) for part in (error, w, error + w)]
+        along = [float((part * w).sum(0, dtype=torch.float64) @ self.inputs.diagonal.double()) for part in (error, w)]
+        return torch.tensor([*squares, *along, by_inputs], dtype=torch.float64)
+
+    def total(self, sums: torch.Tensor) -> tuple[float, float]:
+        """As of `ByTokens`."""
+        of_error, of_weight, of_codes, along, norm, by_inputs = sums.tolist()
+        a = along / norm if norm > 0 else 0.0
+        between = (of_codes - of_error - of_weight) / 2
+        rest = of_error - 2 * a * between + a * a * of_weight
+        return max(0.0, rest) + a * a * self.whole + by_inputs, of_weight
