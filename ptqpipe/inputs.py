@@ -56,16 +56,16 @@ class Moments:
 @dataclass(frozen=True, slots=True)
 class WeightGradients:
     """How much the model minds a change of a weight W [N, K]: squares of d = dLoss/dW of one window of text, with one
-    label a token drawn from the model's own distribution; means over windows, per token. float32.
+    label a token drawn from the model's own distribution; per token. float32.
 
     rows     [N] sums of E[d^2] over the columns
     columns  [K] sums of E[d^2] over the rows
-    whole    [1] E[(sum of d W)^2]: of a change of W in proportion to itself
+    along    [windows] the sum of d W of each, over the root of its tokens: what a change in proportion to W does
     """
 
     rows: torch.Tensor
     columns: torch.Tensor
-    whole: torch.Tensor
+    along: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

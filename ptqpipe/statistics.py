@@ -159,12 +159,12 @@ class Statistics(OpenFolder):
 
     def weight_gradients(self, module: str, shape: tuple[int, int]) -> WeightGradients | None:
         """Of a module's weight of this shape. None where they were not collected, or of another shape."""
-        wanted = {"rows": shape[:1], "columns": shape[1:], "whole": (1,)}
-        names = {of: f"{module}.gradient_{of}" for of in wanted}
-        found = {of: self._reader.entries.get(name) for of, name in names.items()}
-        if any(entry is None or (entry.dtype, entry.shape) != ("F32", wanted[of]) for of, entry in found.items()):
+        names = [f"{module}.gradient_{of}" for of in ("rows", "columns", "along")]
+        found = [self._reader.entries.get(name) for name in names]
+        wanted = [shape[:1], shape[1:], None if found[2] is None else found[2].shape[:1]]
+        if any(e is None or (e.dtype, e.shape) != ("F32", size) for e, size in zip(found, wanted, strict=True)):
             return None
-        return WeightGradients(**{of: self._read(name) for of, name in names.items()})
+        return WeightGradients(*map(self._read, names))
 
     def pairs(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Inputs and gradients of the model's loss at them, both bfloat16 [tokens, K], of some tokens at the input of a

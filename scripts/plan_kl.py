@@ -1,8 +1,9 @@
-"""What `plan` loses when it chooses by output errors, and when it chooses by KL divergence (calibrate --moments kl).
+"""What `plan` loses when it chooses by output errors, and when it chooses by KL divergence (calibrate --moments kl):
+with tokens taken as independent, and by windows.
 
     python scripts/plan_kl.py MODEL --stats STATS --text FILE [--bits 4.75 5.5 6.5] [--results benchmarks/plan_kl.jsonl]
 
-STATS is what `ptqpipe calibrate MODEL --moments diagonal,kl` wrote. For each budget and each of the two, every weight
+STATS is what `ptqpipe calibrate MODEL --moments diagonal,kl` wrote. For each budget and each of the three, every weight
 gets its nearest codes in the format that was chosen, and the mean KL divergence to the float model is measured. Appends
 and prints a line of JSON for each. Needs the hf and plan extras.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 import ptqpipe
 from ptqpipe.calibration.store import OUTPUTS_FILE
@@ -30,6 +32,7 @@ from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed
 from ptqpipe.stages.plan.units import DEFAULT_FORMATS, KEEP
+from ptqpipe.statistics import STATS_FILE
 
 
 @contextmanager
@@ -49,6 +52,18 @@ def quantized(model: Any, source: Source, plan: MixedPlan) -> Iterator[None]:
             place.copy_(w)
 
 
+def without(stats: Path, folder: Path, kinds: tuple[str, ...]) -> Path:
+    """A copy of statistics in ``folder`` that lacks such tensors of the reverse pass."""
+    shutil.copytree(stats, folder)
+    tensors = load_file(folder / OUTPUTS_FILE)
+    kept = {name: t for name, t in tensors.items() if not name.rpartition(".")[2].startswith(kinds)}
+    save_file(kept, folder / OUTPUTS_FILE)
+    content = json.loads((folder / STATS_FILE).read_text(encoding="utf-8"))
+    del content["files"][OUTPUTS_FILE]  # its hash
+    (folder / STATS_FILE).write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
 def main() -> None:
     """Plans, measures and appends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -65,10 +80,10 @@ def main() -> None:
     model = load_model(args.model, activations="none")
     reference = KeptLogits(model, text.tokens, args.window)
     with Source.open(args.model) as source, tempfile.TemporaryDirectory() as folder:
-        one_sided = Path(folder) / "stats"
-        shutil.copytree(args.stats, one_sided, ignore=shutil.ignore_patterns(OUTPUTS_FILE))
+        by_outputs = without(args.stats, Path(folder) / "outputs", ("gradient_", "output_moment"))
+        by_tokens = without(args.stats, Path(folder) / "tokens", ("gradient_",))
         for bits in args.bits:
-            for stats in (one_sided, args.stats):
+            for how, stats in (("output errors", by_outputs), ("KL by tokens", by_tokens), ("KL", args.stats)):
                 plan = plan_mixed(
                     args.model,
                     Budget(bits=bits),
@@ -83,7 +98,7 @@ def main() -> None:
                     "model": args.model.parent.name,
                     "budget_bits": bits,
                     "bits": round(plan.bits(plan.solution), 4),
-                    "costs": plan.how,
+                    "costs": how,
                     "predicted": round(plan.solution.cost, 7),
                     "kl": round(float(found.kl.double().mean()), 7),
                     "tokens": len(text.tokens),

@@ -99,7 +99,8 @@ def main() -> None:
             root = torch.cat([run.diagonal() for run in outputs]).sqrt().unsqueeze(1)
             tokens = ByTokens(moments[full], diagonal, root)
             by_windows = ByWindows.of(of_block.weights[name], tokens, diagonal=diagonal)
-            found = [0.5 * m.total(m.sums(change, w, 0, 0.0))[0] for m in (by_windows, tokens)]
+            totals = [m.total(m.sums(change, w, 0, 0.0)) for m in (by_windows, tokens)]
+            found = [0.5 * total.beside(total.along) for total in totals]
             row = [measured(model, full, change, windows, floats), *found]
             sums += torch.tensor(row, dtype=torch.float64)
             report(args, full, row)

@@ -71,6 +71,18 @@ def merge_added(sums: Mapping[str, Added], *, world: int) -> None:
         of.total = float(_reduced(torch.tensor(of.total, dtype=torch.float64), torch.distributed.ReduceOp.SUM))
 
 
+def merge_windows(values: torch.Tensor, *, world: int) -> torch.Tensor:
+    """Numbers of all windows, on the CPU, from those [windows] of every rank, which has every ``world``-th of them."""
+    if world == 1:
+        return values.cpu()
+    found: list[Any] = [None] * world
+    torch.distributed.all_gather_object(found, values.cpu())
+    merged = values.new_empty(sum(map(len, found)), device="cpu")
+    for rank, of_rank in enumerate(found):
+        merged[rank::world] = of_rank
+    return merged
+
+
 def merge_largest(tensor: torch.Tensor | None, *, world: int) -> torch.Tensor | None:
     """The largest over ranks of a tensor that every rank has."""
     if world == 1 or tensor is None:

@@ -30,7 +30,7 @@ import torch
 
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.data import Samples
-from ptqpipe.calibration.merge import merge_added
+from ptqpipe.calibration.merge import merge_added, merge_windows
 from ptqpipe.calibration.moments import symmetric
 from ptqpipe.calibration.pairs import PAIRS, Pair, PairCollector, most_tokens, nbytes as pair_bytes
 from ptqpipe.calibration.runner import Block, Runner
@@ -40,7 +40,7 @@ from ptqpipe.inputs import OUT_ROWS, WeightGradients
 
 HEAD_TOKENS = 256  # whose logits are in memory at once
 TOKENS = 16_384  # of samples, all of which are run backwards
-SQUARED_ROWS = 128  # of a weight whose gradient is in memory at once
+SQUARED = 1 << 20  # numbers of a weight's gradients, of some windows and rows, that are in memory at once
 SHARE = 8  # of more samples at least one of so many
 
 
@@ -163,7 +163,7 @@ def reverse(
             merge_added(sums, world=world)
             merge_added(squares, world=world)
             means = {name: of.means() for name, of in sums.items() if of.total > 0}
-            of_weights = {name: of.means() for name, of in squares.items() if of.total == sums[""].total}
+            of_weights = {name: of.means(world) for name, of in squares.items() if of.total == sums[""].total}
             last = means.pop("")
             yield block.name, Gradients(means, last, of_weights, {} if collector is None else collector.pairs())
         entering.pop(index).close()
@@ -302,38 +302,40 @@ class _GradientSums:
 
 
 class _SquareSums:
-    """Of the gradients of one weight over windows: rows, columns and the whole, as `WeightGradients` has them."""
+    """Of the gradients of one weight over windows, as `WeightGradients` has them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         from transformers.pytorch_utils import Conv1D
 
         weight = module.get_parameter("weight").detach()
         self._weight = weight.t() if isinstance(module, Conv1D) else weight
-        self.parts: list[torch.Tensor] = []  # float64
+        self.parts: list[torch.Tensor] = []  # float64: rows and columns
+        self.along: list[torch.Tensor] = []  # float64 [windows] of each call
         self.total = 0.0
 
     def add(self, x: torch.Tensor, g: torch.Tensor) -> None:
         """Adds windows: inputs [windows, tokens, K] and gradients at the outputs [windows, tokens, N], of one dtype."""
         w, f64 = self._weight, torch.float64
-        rows, columns, whole = self.parts or [
-            torch.zeros(size, dtype=f64, device=w.device) for size in (w.shape[0], w.shape[1], 1)
-        ]
-        for of_inputs, of_outputs in zip(x, g, strict=True):
-            along = torch.zeros_like(whole)
-            for start in range(0, len(w), SQUARED_ROWS):
-                run = slice(start, start + SQUARED_ROWS)
-                d = (of_outputs[:, run].t() @ of_inputs).float()
-                along += (d * w[run]).sum(dtype=f64)
+        rows, columns = self.parts or [torch.zeros(size, dtype=f64, device=w.device) for size in w.shape]
+        run = max(1, min(w.shape[0], SQUARED // w.shape[1]))
+        count = max(1, SQUARED // (run * w.shape[1]))
+        for some_x, some_g in zip(torch.split(x, count), torch.split(g, count), strict=True):
+            along = torch.zeros(len(some_x), dtype=f64, device=w.device)
+            for start in range(0, w.shape[0], run):
+                here = slice(start, start + run)
+                d = torch.bmm(some_g[:, :, here].transpose(1, 2), some_x).float()
+                along += (d * w[here]).sum((1, 2), dtype=f64)
                 d.square_()
-                rows[run] += d.sum(1)
-                columns += d.sum(0)
-            whole += along.square()
-        self.parts = [rows, columns, whole]
+                rows[here] += d.sum((0, 2))
+                columns += d.sum((0, 1))
+            self.along.append(along / x.shape[1] ** 0.5)
+        self.parts = [rows, columns]
         self.total += x.shape[0] * x.shape[1]
 
-    def means(self) -> WeightGradients:
-        """Per token."""
-        return WeightGradients(*[(part / self.total).float().cpu() for part in self.parts])
+    def means(self, world: int) -> WeightGradients:
+        """Per token; of this process's sums, which are those of all, and of the windows of all processes."""
+        rows, columns = ((part / self.total).float().cpu() for part in self.parts)
+        return WeightGradients(rows, columns, merge_windows(torch.cat(self.along).float(), world=world))
 
 
 def _through(

@@ -71,7 +71,7 @@ def test_they_are_what_the_reverse_pass_gives(model: Path, text: Path, stats: Pa
                 wanted = gradients.weights[name]
                 stored = opened.weight_gradients(f"{block}.{name}", (len(wanted.rows), len(wanted.columns)))
                 assert stored is not None
-                for of in ("rows", "columns", "whole"):
+                for of in ("rows", "columns", "along"):
                     assert torch.equal(getattr(stored, of), getattr(wanted, of))
         assert opened.weight_gradients(DOWN, (64, 129)) is None
         assert opened.weight_gradients("lm_head", (96, 64)) is None
@@ -147,19 +147,31 @@ def test_kill_9_inside_the_reverse_pass_and_resume_give_the_bytes_of_an_undistur
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
-def test_plan_costs_are_kl_to_second_order(model: Path, stats: Path) -> None:
-    """By hand, of nearest codes: what follows the weight in one sum, the rest in squares."""
+def test_plan_costs_are_kl_to_second_order(model: Path, stats: Path, tmp_path: Path) -> None:
+    """By hand, of nearest codes: what follows the weight in one sum with the others of their largest errors, the rest
+    in squares."""
     plan = plan_mixed(model, Budget(bits=6), sensitivity=stats, machine=ONE)
     assert plan.how == "KL divergence to second order of nearest codes, second moment of x"
-    w = load_file(model / "model.safetensors")[f"{DOWN}.weight"].float()
-    error = (ptqpipe.quantize(w, "nvfp4").dequantize() - w).double()
-    with Statistics.open(stats) as opened:
-        d = opened.weight_gradients(DOWN, (w.shape[0], w.shape[1]))
-    assert d is not None
-    squares = d.rows.double().unsqueeze(1) * d.columns.double() / d.columns.double().sum()
-    along = float((squares * error * w).sum() / (squares * w * w).sum())
-    assert along < 0  # codes are smaller than the weights on average
-    expected = 0.5 * (float((squares * (error - along * w).square()).sum()) + along**2 * float(d.whole))
+    alone, follows = {}, {}
+    ptqpipe.convert(model, format="nvfp4", out=tmp_path / "nearest", workers=1)
+    with Statistics.open(stats) as opened, ptqpipe.load_tensors(tmp_path / "nearest") as nearest:
+        for name, w in load_file(model / "model.safetensors").items():
+            module = name.removesuffix(".weight")
+            d = opened.weight_gradients(module, (w.shape[0], w.shape[-1]))
+            if d is None:
+                continue
+            codes, w = nearest[name], w.double()
+            assert isinstance(codes, ptqpipe.QTensor)
+            error = codes.dequantize().double() - w
+            squares = d.rows.double().unsqueeze(1) * d.columns.double() / d.columns.double().sum()
+            a = float((squares * error * w).sum() / (squares * w * w).sum())
+            assert a < 0  # codes are smaller than the weights on average
+            alone[module] = float((squares * (error - a * w).square()).sum())
+            follows[module] = a * d.along.double()
+    assert len(alone) == 14
+    joint = torch.stack([*follows.values()]).sum(0)
+    assert float(follows[DOWN].square().mean()) != pytest.approx(float((follows[DOWN] * joint).mean()), rel=0.1)
+    expected = 0.5 * (alone[DOWN] + float((follows[DOWN] * joint).mean()))
     assert plan.costs[DOWN, "nvfp4"] == pytest.approx(expected, rel=1e-4)
 
 
@@ -167,7 +179,7 @@ def test_of_a_weight_without_its_gradients_costs_are_by_tokens(model: Path, stat
     """As experts have them, and statistics of older versions."""
     folder = copy_of(stats, tmp_path / "stats", without=f"{DOWN}.gradient_")
     costs = [plan_mixed(model, Budget(bits=6), sensitivity=path, machine=ONE).costs for path in (stats, folder)]
-    assert {key[0] for key in costs[0] if costs[0][key] != costs[1][key]} == {DOWN}
+    assert costs[0].keys() == costs[1].keys()
     w = load_file(model / "model.safetensors")[f"{DOWN}.weight"].float()
     error = (ptqpipe.quantize(w, "nvfp4").dequantize() - w).double()
     with Statistics.open(folder) as opened:
@@ -175,6 +187,15 @@ def test_of_a_weight_without_its_gradients_costs_are_by_tokens(model: Path, stat
     assert g is not None
     expected = 0.5 * float(g.double() @ error.square() @ h.double())
     assert costs[1][DOWN, "nvfp4"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_gradients_over_different_windows_are_one_clear_line(model: Path, stats: Path, tmp_path: Path) -> None:
+    folder = copy_of(stats, tmp_path / "stats")
+    tensors = load_file(folder / "outputs.safetensors")
+    tensors[f"{DOWN}.gradient_along"] = tensors[f"{DOWN}.gradient_along"][1:].clone()
+    save_file(tensors, folder / "outputs.safetensors")
+    with pytest.raises(CheckpointError, match="have gradients of weights over different windows; calibrate again"):
+        plan_mixed(model, Budget(bits=6), sensitivity=folder, machine=ONE)
 
 
 def copy_of(stats: Path, folder: Path, *, without: str = "", damaged: str = "", value: float = 0.0) -> Path:
@@ -195,14 +216,14 @@ def copy_of(stats: Path, folder: Path, *, without: str = "", damaged: str = "", 
     return folder
 
 
-@pytest.mark.parametrize("value", [-1.0, float("nan")])
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "what", "value"),
     [
-        ("output_moment", "the output moment"),
-        ("gradient_rows", "the gradients"),
-        ("gradient_columns", "the gradients"),
-        ("gradient_whole", "the gradients"),
+        ("output_moment", "the output moment", -1.0),
+        ("output_moment", "the output moment", float("nan")),
+        ("gradient_rows", "the gradients", -1.0),
+        ("gradient_columns", "the gradients", float("inf")),
+        ("gradient_along", "the gradients", float("nan")),
     ],
 )
 def test_damaged_ones_are_one_clear_line(

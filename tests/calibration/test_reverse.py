@@ -101,19 +101,19 @@ def test_squares_of_the_gradients_of_a_weight_are_those_of_autograd(kind: str, m
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     block = next(name for name in found if found[name].weights)
     weight = model.get_submodule(f"{block}.{module}").weight
-    squares, along = torch.zeros(weight.shape, dtype=torch.float64), []
+    squares, along = torch.zeros(weight.shape, dtype=torch.float64), list[torch.Tensor]()
     for number, window in enumerate(windows):
         logits = model(window[None]).logits[0]
         drawn = torch.Generator().manual_seed(7 * 1_000_003 + number)
         labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=drawn).squeeze(1)
         (d,) = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), weight)
         squares = squares + d.double().square() / windows.numel()
-        along.append(float((d * weight.detach()).double().sum()))
+        along.append((d * weight.detach()).double().sum() / window.numel() ** 0.5)
     squares = squares.t() if kind == "gpt2" else squares
     of = found[block].weights[module]
     torch.testing.assert_close(of.rows.double(), squares.sum(1), rtol=1e-3, atol=1e-9)
     torch.testing.assert_close(of.columns.double(), squares.sum(0), rtol=1e-3, atol=1e-9)
-    assert float(of.whole) == pytest.approx(sum(a * a for a in along) / windows.numel(), rel=1e-3)
+    torch.testing.assert_close(of.along.double(), torch.stack(along), rtol=1e-3, atol=1e-5)
 
 
 def test_a_module_that_is_not_given_every_token_at_once_has_no_squares(

@@ -184,10 +184,10 @@ def test_costs_by_windows_know_that_tokens_add_up(tokens: int, known: str) -> No
     x, g = x + 0.7, g - 0.1 * (x @ w.t())
     d = torch.einsum("stn,stk->snk", g, x)
     squares, h = d.square().mean(0) / tokens, torch.einsum("stk,stl->kl", x, x) / (windows * tokens)
-    whole = (d * w).sum((1, 2)).square().mean() / tokens
+    along = (d * w).sum((1, 2)) / tokens**0.5
     moment = h if known == "full" else h.diagonal().clone()
     by_tokens = ByTokens(moment, h.diagonal(), g.square().mean((0, 1)).sqrt().unsqueeze(1))
-    gradients = WeightGradients(squares.sum(1), squares.sum(0), whole.reshape(1))
+    gradients = WeightGradients(squares.sum(1), squares.sum(0), along)
     by_windows = ByWindows.of(gradients, by_tokens, diagonal=h.diagonal())
     found = torch.zeros(3, dtype=torch.float64)
     for _ in range(100):
@@ -195,6 +195,7 @@ def test_costs_by_windows_know_that_tokens_add_up(tokens: int, known: str) -> No
         halves = [(error[run], w[run], run.start, 0.0) for run in (slice(0, 10), slice(10, rows))]
         of = [sum(m.sums(*half) for half in halves) for m in (by_windows, by_tokens)]
         exact = (d * error).sum((1, 2)).square().mean() / tokens
-        found += torch.tensor([exact, by_windows.total(of[0])[0], by_tokens.total(of[1])[0]], dtype=torch.float64)
+        costs = [total.beside(total.along) for total in (by_windows.total(of[0]), by_tokens.total(of[1]))]
+        found += torch.tensor([exact, *costs], dtype=torch.float64)
     assert float(found[1] / found[0]) == pytest.approx(1, abs=0.1)
     assert (float(found[2] / found[0]) > 0.8) == (tokens == 1)

@@ -40,7 +40,7 @@ from ptqpipe.rotation import rotated
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation, Scheme
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.plan.metric import ByTokens, ByWindows
+from ptqpipe.stages.plan.metric import ByTokens, ByWindows, Total, joint
 from ptqpipe.stages.plan.units import Group, quantize_as
 from ptqpipe.statistics import BLOCK, Statistics
 from ptqpipe.tensor_names import role_of
@@ -57,14 +57,13 @@ MOMENTS = ("full_moment", "block_moment", "second_moment")
 
 @dataclass(frozen=True, slots=True)
 class _Error:
-    """One weight at one scheme: its error and what it is relative to."""
+    """One weight at one scheme."""
 
     group: str
     scheme: str
     role: str
     weight: str
-    error: float
-    signal: float
+    total: Total
 
 
 def choose_moment(stats: Statistics, groups: Iterable[Group]) -> str:
@@ -129,7 +128,11 @@ def estimate(
         for (_, unit), found in zip(jobs, pool.map(work, jobs), strict=True):
             errors += found
             advance(1, unit.id)
-    return _sum(errors, relative=stats is not None, both=both)
+    try:
+        return _sum(errors, relative=stats is not None, both=both)
+    except ValueError:
+        where = "the statistics" if stats is None else stats.path
+        raise CheckpointError(f"{where} have gradients of weights over different windows; calibrate again") from None
 
 
 def _bytes(group: Group, unit: Unit, stats: Statistics | None, moment: str) -> int:
@@ -171,8 +174,8 @@ def _unit_errors(
         if option.scheme is None:
             continue
         noise = INPUTS * input_noise(option.scheme.activation) / share
-        for member, error, signal in _scheme_errors(weights, metrics, unit, option.scheme, noise):
-            found.append(_Error(group.id, option.name, role_of(member), member, error, signal))
+        for weight, total in _scheme_errors(weights, metrics, unit, option.scheme, noise):
+            found.append(_Error(group.id, option.name, role_of(weight), weight, total))
     return found
 
 
@@ -234,8 +237,8 @@ def _gradients(stats: Statistics, member: Member) -> WeightGradients | None:
     found = stats.weight_gradients(member.module, member.shape)
     if found is None:
         return None
-    values = torch.cat((found.rows, found.columns, found.whole))
-    if not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
+    squares = torch.cat((found.rows, found.columns))
+    if not bool(torch.isfinite(torch.cat((squares, found.along))).all()) or bool((squares < 0).any()):
         raise CheckpointError(
             f"the gradients of '{member.module}' in {stats.path} are not finite or negative; calibrate again"
         )
@@ -248,8 +251,8 @@ def _scheme_errors(
     unit: Unit,
     scheme: Scheme,
     noise: float,
-) -> list[tuple[str, float, float]]:
-    """(weight, error, signal) of each member; ``noise`` is the relative squared error of its inputs."""
+) -> list[tuple[str, Total]]:
+    """Of each weight what its error costs; ``noise`` is the relative squared error of its inputs."""
     sums: dict[tuple[int, int], torch.Tensor] = {}
 
     def take(member: int, row: int, q: QTensor) -> None:  # rows that come again replace what they gave before
@@ -262,10 +265,10 @@ def _scheme_errors(
     found = []
     for index, (member, metric, error) in enumerate(zip(unit.members, metrics, result.errors, strict=True)):
         if metric is None:
-            pair = (error.squared_error + noise * error.energy, error.energy)
+            total = Total(error.squared_error + noise * error.energy, error.energy)
         else:
-            pair = metric.total(torch.stack([sums[key] for key in sorted(sums) if key[0] == index]).sum(0))
-        found.append((member.weight, *pair))
+            total = metric.total(torch.stack([sums[key] for key in sorted(sums) if key[0] == index]).sum(0))
+        found.append((member.weight, total))
     return found
 
 
@@ -284,14 +287,17 @@ def input_noise(activation: Activation) -> float:
 
 
 def _sum(errors: Sequence[_Error], *, relative: bool, both: bool) -> dict[tuple[str, str], float]:
-    """Costs of groups from errors of weights: half of them where ``both`` sides are known; else ``relative`` to each
-    weight's own signal, or to its role's mean."""
+    """Costs of groups from errors of weights: half of them where ``both`` sides are known, beside errors of all other
+    weights; else ``relative`` to each weight's own signal, or to its role's mean."""
     signals: dict[str, dict[str, float]] = defaultdict(dict)
+    of_weights: dict[str, list[Total]] = defaultdict(list)
     for e in errors:
-        signals[e.role][e.weight] = e.signal
+        signals[e.role][e.weight] = e.total.whole
+        of_weights[e.weight].append(e.total)
     mean = {role: sum(of.values()) / len(of) for role, of in signals.items()}
+    others = joint(of_weights.values())
     parts: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for e in errors:
-        scale = 2.0 if both else e.signal if relative else mean[e.role]
-        parts[(e.group, e.scheme)][e.role].append(max(0.0, e.error) / scale if scale > 0 else 0.0)
+        scale = 2.0 if both else e.total.whole if relative else mean[e.role]
+        parts[(e.group, e.scheme)][e.role].append(max(0.0, e.total.beside(others)) / scale if scale > 0 else 0.0)
     return {key: sum(sum(v) / len(v) for v in roles.values()) for key, roles in parts.items()}

@@ -4,24 +4,47 @@ Both classes see a weight in runs of rows: the `sums` of all runs add up, and `t
 
 `ByTokens`   E|E x|^2 of the inputs x; with E[g^2] of the gradients at the outputs tr(diag(E[g^2]) E H E^T), twice the
              KL divergence to second order with tokens and outputs taken as independent
-`ByWindows`  twice the KL divergence by d = dLoss/dW of a window: E[(sum of d E)^2], per token
+`ByWindows`  twice the KL divergence by d = dLoss/dW of windows: E[(sum of d E)^2], per token
 
 Nearest codes do two things to a weight. Most of their error has signs that follow nothing, so that squares of d alone
 count, of which sums over columns, r, and over rows, c, are known. But codes also are smaller on average than what they
 stand for: E = a W + F with a = -|E|^2 / |W|^2 or so, and a change in proportion to W, small as it is, has one sign
 everywhere. So
 
-    2 KL = tr(diag(r) F S H S F^T) + a^2 E[(sum of d W)^2],    S^2 = c / (sum of c) / diag(H)
+    2 KL = tr(diag(r) F S H S F^T) + a^2 E[s^2],    s = sum of d W,    S^2 = c / (sum of c) / diag(H)
 
-with as much of H = E[x x^T] as is known: S makes its diagonal that of c.
+with as much of H = E[x x^T] as is known: S makes its diagonal that of c. The first part adds up over weights. The
+second does not, since of two weights that are too small one may make up for the other, as where a norm follows: of all
+weights it is E[(sum of a s)^2], and a E[s (sum of a s)] is the share of one of them (Shapley's).
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ptqpipe.algorithms import output_error
 from ptqpipe.inputs import WeightGradients
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """What an error costs.
+
+    cost   of the error; by windows without what follows the weight
+    whole  of an error that is as large as the weight
+    along  a s, float32 [windows]; None by tokens, where it is not known
+    """
+
+    cost: float
+    whole: float
+    along: torch.Tensor | None = None
+
+    def beside(self, others: torch.Tensor | None) -> float:
+        """The cost beside the errors of other weights, whose `joint` sum is given; this error is in it."""
+        if self.along is None or others is None:
+            return self.cost
+        return self.cost + float((self.along.double() * others.double()).mean())
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +73,9 @@ class ByTokens:
             [output_error(error, self.moment) + by_inputs, output_error(w, self.moment)], dtype=torch.float64
         )
 
-    def total(self, sums: torch.Tensor) -> tuple[float, float]:
-        """(cost, what it is relative to: that of an error as large as the weight)."""
-        return float(sums[0]), float(sums[1])
+    def total(self, sums: torch.Tensor) -> "Total":
+        """From the sums of all rows."""
+        return Total(float(sums[0]), float(sums[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +85,13 @@ class ByWindows:
     inputs   what quantized inputs cost, whose errors do not depend on each other
     rows     root of r, float32 [N, 1]
     columns  S, float32 [K]
-    whole    E[(sum of d W)^2]
+    along    s, float32 [windows], over the root of the tokens of one
     """
 
     inputs: ByTokens
     rows: torch.Tensor
     columns: torch.Tensor
-    whole: float
+    along: torch.Tensor
 
     @classmethod
     def of(cls, gradients: WeightGradients, inputs: ByTokens, *, diagonal: torch.Tensor) -> "ByWindows":
@@ -79,7 +102,7 @@ class ByWindows:
         """
         share = gradients.columns / gradients.columns.sum().clamp_min(torch.finfo(torch.float32).tiny)
         columns = torch.where(diagonal > 0, share / diagonal, 0.0).sqrt()
-        return cls(inputs, gradients.rows.sqrt().unsqueeze(1), columns, float(gradients.whole))
+        return cls(inputs, gradients.rows.sqrt().unsqueeze(1), columns, gradients.along)
 
     def sums(self, error: torch.Tensor, w: torch.Tensor, start: int, noise: float) -> torch.Tensor:
         """float64 [6], as of `ByTokens`."""
@@ -90,10 +113,23 @@ class ByWindows:
         along = [float((part * w).sum(0, dtype=torch.float64) @ self.inputs.diagonal.double()) for part in (error, w)]
         return torch.tensor([*squares, *along, by_inputs], dtype=torch.float64)
 
-    def total(self, sums: torch.Tensor) -> tuple[float, float]:
-        """As of `ByTokens`."""
+    def total(self, sums: torch.Tensor) -> Total:
+        """From the sums of all rows."""
         of_error, of_weight, of_codes, along, norm, by_inputs = sums.tolist()
         a = along / norm if norm > 0 else 0.0
         between = (of_codes - of_error - of_weight) / 2
         rest = of_error - 2 * a * between + a * a * of_weight
-        return max(0.0, rest) + a * a * self.whole + by_inputs, of_weight
+        return Total(max(0.0, rest) + by_inputs, of_weight, a * self.along)
+
+
+def joint(options: Iterable[Sequence[Total]]) -> torch.Tensor | None:
+    """float32 [windows]: the sum over weights of a s, of that of each weight's options whose squares are the largest; None
+    where it is known of no weight.
+
+    ValueError where they are not of the same windows.
+    """
+    known = [[total.along for total in of_weight if total.along is not None] for of_weight in options]
+    largest = [max(of_weight, key=lambda along: float(along.square().sum())) for of_weight in known if of_weight]
+    if len({len(along) for along in largest}) > 1:
+        raise ValueError("windows differ")
+    return torch.stack(largest).sum(0) if largest else None
