@@ -24,10 +24,13 @@ from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError
 from ptqpipe.machine import Machine
+from ptqpipe.rotation import rotated_weight
 from ptqpipe.source import Source
 from ptqpipe.stages.calibrate import run as stage
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
+from ptqpipe.stages.plan import cost
 from ptqpipe.stages.plan.run import Budget, plan_mixed
+from ptqpipe.stages.plan.units import find_groups, schemes_of
 from ptqpipe.statistics import Statistics
 from tests import tiny
 from tests.calibration.models import make_windows, write_windows
@@ -173,6 +176,22 @@ def test_plan_costs_are_kl_to_second_order(model: Path, stats: Path, tmp_path: P
     assert float(follows[DOWN].square().mean()) != pytest.approx(float((follows[DOWN] * joint).mean()), rel=0.1)
     expected = 0.5 * (alone[DOWN] + float((follows[DOWN] * joint).mean()))
     assert plan.costs[DOWN, "nvfp4"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_costs_of_rotated_weights_are_by_gradients_that_are_spread_over_each_block(model: Path, stats: Path) -> None:
+    """Where inputs are known by column, as here. What follows the weight is the same rotated."""
+    w = rotated_weight(load_file(model / "model.safetensors")[f"{DOWN}.weight"].float(), 32)
+    error = (ptqpipe.quantize(w, "nvfp4").dequantize() - w).double()
+    with Source.open(model) as source, Statistics.open(stats) as opened:
+        groups = [group for group in find_groups(source, schemes_of(("nvfp4", "fp8_dynamic"))) if group.id == DOWN]
+        costs = cost.estimate(source, groups, stats=opened, machine=ONE, rotations={"down_proj": 32})
+        d = opened.weight_gradients(DOWN, (w.shape[0], w.shape[1]))
+    assert d is not None
+    columns = d.columns.double().reshape(-1, 32).mean(1).repeat_interleave(32)
+    squares = d.rows.double().unsqueeze(1) * columns / columns.sum()
+    a = float((squares * error * w).sum() / (squares * w * w).sum())
+    expected = float((squares * (error - a * w).square()).sum() + (a * d.along.double()).square().mean()) / 2
+    assert costs[DOWN, "nvfp4"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_of_a_weight_without_its_gradients_costs_are_by_tokens(model: Path, stats: Path, tmp_path: Path) -> None:

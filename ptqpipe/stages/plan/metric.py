@@ -123,8 +123,8 @@ class ByWindows:
 
 
 def joint(options: Iterable[Sequence[Total]]) -> torch.Tensor | None:
-    """float32 [windows]: the sum over weights of a s, of that of each weight's options whose squares are the largest; None
-    where it is known of no weight.
+    """float32 [windows]: the sum over weights of a s, of each weight that of its options whose squares are the largest;
+    None where it is known of no weight.
 
     ValueError where they are not of the same windows.
     """
