@@ -20,7 +20,8 @@ import ptqpipe
 from ptqpipe.calibration.activations import InMemory
 from ptqpipe.calibration.collect import Collector
 from ptqpipe.calibration.data import load_samples
-from ptqpipe.calibration.reverse import Gradients, reverse
+from ptqpipe.calibration.gradients import Gradients
+from ptqpipe.calibration.reverse import reverse
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.runtime.loading import load_model

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.calibration.experts import is_stacked, observe
+from ptqpipe.calibration.experts import gate_and_up, is_stacked, observe
 from ptqpipe.calibration.moments import LARGEST, RunningMoments
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import not_finite
@@ -198,6 +198,13 @@ def _expert_slots(path: str, module: Any, origins: Mapping[str, tuple[str, ...]]
             names = _expert_names(found, expert, family)
             if names:
                 yield Slot(f"{path}[{expert}].{side}", names, columns)
+
+
+def rows_of_names(module: Any, slot: Slot, outputs: int) -> dict[str, slice]:
+    """Checkpoint module of an expert of ``module`` -> which of the ``outputs`` of its product are that module's."""
+    apart = [name for name in slot.names if not name.endswith("]")]
+    parts = gate_and_up(module, outputs) if len(apart) == 2 else [slice(0, outputs)] * len(apart)
+    return dict.fromkeys(slot.names, slice(0, outputs)) | dict(zip(apart, parts, strict=True))
 
 
 def _expert_names(origins: Sequence[str], expert: int, family: Family) -> tuple[str, ...]:

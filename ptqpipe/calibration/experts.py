@@ -18,6 +18,10 @@ from ptqpipe.runtime.experts import in_runs, is_known, is_turned
 #: returns is what the product gets; None leaves the input as it is.
 Observer = Callable[[int, str, torch.Tensor], torch.Tensor | None]
 
+#: (expert, "up" or "down", rows [tokens, K], what the product made of them [tokens, N]).
+OutputObserver = Callable[[int, str, torch.Tensor, torch.Tensor], None]
+
+LEAST_TOKENS = 16  # an expert with fewer has no statistics of its own
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 
 
@@ -35,25 +39,37 @@ def check_known(module: torch.nn.Module, name: str) -> None:
         )
 
 
-def observe(module: Any, observer: Observer | None) -> None:
-    """Replaces how ``module`` runs, with an observer of every expert's inputs or without."""
-    module.forward = partial(_runs_forward if in_runs(module) else _tokens_forward, module, observer)
+def observe(module: Any, observer: Observer | None, outputs: OutputObserver | None = None) -> None:
+    """Replaces how ``module`` runs, with observers of every expert's inputs and outputs or without."""
+    expert = partial(_expert, module, observer, outputs)
+    module.forward = partial(_runs_forward if in_runs(module) else _tokens_forward, module, expert)
 
 
-def _runs_forward(module: Any, observer: Observer | None, hidden_states: torch.Tensor) -> torch.Tensor:
+def gate_and_up(module: Any, outputs: int) -> tuple[slice, slice]:
+    """Which of so many outputs of an expert's first product are the gate's, and which are not."""
+    if getattr(module, "is_concatenated", True):
+        return slice(0, outputs // 2), slice(outputs // 2, outputs)
+    return slice(0, outputs, 2), slice(1, outputs, 2)
+
+
+_Run = Callable[[int, torch.Tensor], torch.Tensor]
+"""(expert, rows [tokens, hidden]) -> the same."""
+
+
+def _runs_forward(module: Any, run: _Run, hidden_states: torch.Tensor) -> torch.Tensor:
     """[E * tokens, hidden] of the same: a run of rows for every expert. A row of zeros stays one."""
     out = torch.zeros_like(hidden_states)
     rows = len(hidden_states) // module.num_experts
     for expert in range(module.num_experts):
         own = expert * rows + hidden_states[expert * rows : (expert + 1) * rows].any(dim=-1).nonzero().squeeze(-1)
         if own.numel():
-            out = out.index_put((own,), _expert(module, expert, hidden_states[own], observer).to(out.dtype))
+            out = out.index_put((own,), run(expert, hidden_states[own]).to(out.dtype))
     return out
 
 
 def _tokens_forward(
     module: Any,
-    observer: Observer | None,
+    run: _Run,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -65,15 +81,18 @@ def _tokens_forward(
     for expert in range(module.num_experts):
         token, place = torch.where(top_k_index == expert)
         if token.numel():
-            x = hidden_states[token]
-            parts = parts.index_put((token, place), _expert(module, expert, x, observer).to(parts.dtype))
+            parts = parts.index_put((token, place), run(expert, hidden_states[token]).to(parts.dtype))
     return (parts * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
 
-def _expert(module: Any, expert: int, x: torch.Tensor, observer: Observer | None) -> torch.Tensor:
+def _expert(
+    module: Any, observer: Observer | None, outputs: OutputObserver | None, expert: int, x: torch.Tensor
+) -> torch.Tensor:
     gated = getattr(module, "has_gate", True)
     x = _seen(observer, expert, "up", x)
     inner = _product(module, "gate_up_proj" if gated else "up_proj", expert, x)
+    if outputs is not None:
+        outputs(expert, "up", x, inner)
     if in_runs(module):
         gate, up = inner.chunk(2, dim=-1)
         inner = up * module.act_fn(gate)
@@ -81,6 +100,8 @@ def _expert(module: Any, expert: int, x: torch.Tensor, observer: Observer | None
         inner = module._apply_gate(inner) if gated else module.act_fn(inner)
     inner = _seen(observer, expert, "down", inner)
     out = _product(module, "down_proj", expert, inner)
+    if outputs is not None:
+        outputs(expert, "down", inner, out)
     if getattr(module, "has_post_expert_norm", False):
         out = module.post_expert_norm(out)
     return out

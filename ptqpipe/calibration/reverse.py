@@ -21,62 +21,22 @@ It must not know formats, files or what the moments are for.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.data import Samples
-from ptqpipe.calibration.merge import merge_added, merge_windows
-from ptqpipe.calibration.moments import symmetric
-from ptqpipe.calibration.pairs import PAIRS, Pair, PairCollector, most_tokens, nbytes as pair_bytes
+from ptqpipe.calibration.gradients import BlockSums, Gradients, nbytes, watched
+from ptqpipe.calibration.pairs import PAIRS, PairCollector, most_tokens, nbytes as pair_bytes
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
-from ptqpipe.inputs import OUT_ROWS, WeightGradients
 
 HEAD_TOKENS = 256  # whose logits are in memory at once
 TOKENS = 16_384  # of samples, all of which are run backwards
-SQUARED = 1 << 20  # numbers of a weight's gradients, of some windows and rows, that are in memory at once
 SHARE = 8  # of more samples at least one of so many
-
-
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    """What the gradients at the outputs of a block's linear layers say; float32 on the CPU.
-
-    outputs  module of the block -> E[g g^T] of every run of OUT_ROWS of its outputs, [b, b] each: what lies between
-             two runs counts as zero
-    last     E[g g^T] by runs likewise, at the output of the block itself
-    weights  module of the block -> of its weight, where asked for; none of a module that is not given every token once
-    pairs    input of linear layers, by its name in statistics -> inputs and gradients at it, where they are kept
-    """
-
-    outputs: Mapping[str, Sequence[torch.Tensor]]
-    last: Sequence[torch.Tensor]
-    weights: Mapping[str, WeightGradients] = field(default_factory=dict)
-    pairs: Mapping[str, Pair] = field(default_factory=dict)
-
-
-def rows_of(outputs: Sequence[torch.Tensor], places: torch.Tensor) -> list[torch.Tensor]:
-    """``outputs`` of `Gradients` for a matrix whose rows are the outputs ``places`` int64 [n] of the module."""
-    found = []
-    for run in torch.split(places, OUT_ROWS):
-        made = torch.zeros(len(run), len(run))
-        for number, known in enumerate(outputs):
-            here = (run // OUT_ROWS == number).nonzero().squeeze(1)
-            inside = run[here] - number * OUT_ROWS
-            made[here.unsqueeze(1), here] = known[inside.unsqueeze(1), inside]
-        found.append(made)
-    return found
-
-
-def nbytes(outputs: Sequence[int]) -> int:
-    """What the sums over a block take whose linear layers have these numbers of outputs, at their peak."""
-    return sum(16 * m * min(m, OUT_ROWS) for m in outputs)
 
 
 def least_step(blocks: int) -> int:
@@ -126,7 +86,8 @@ def reverse(
              blocks run forward twice; the result is the same
     of_ranks  (rank, world) of this process among those that share the windows: window i of the runner is number
               rank + i * world of all; every process gets the gradients of all windows
-    weights  whether to square the gradients of weights, too: as much work again as a block takes forward
+    weights  whether to square the gradients of weights and at outputs of stacked experts, too: as much work again as a
+             block takes forward
     pairs    of how many tokens to keep pairs, too; of this process's windows alone
 
     NumericsError for hidden states or gradients that are not finite.
@@ -159,13 +120,9 @@ def reverse(
         with runner.loaded(index) as block:
             known = (block.name, block.module, block.origins)
             collector = PairCollector(*known, tokens=runner.tokens, most=pairs) if pairs else None
-            sums, squares = _through(block, modules(block), entering[index], gradients, collector, weights=weights)
-            merge_added(sums, world=world)
-            merge_added(squares, world=world)
-            means = {name: of.means() for name, of in sums.items() if of.total > 0}
-            of_weights = {name: of.means(world) for name, of in squares.items() if of.total == sums[""].total}
-            last = means.pop("")
-            yield block.name, Gradients(means, last, of_weights, {} if collector is None else collector.pairs())
+            sums = BlockSums.of(block, modules(block), weights=weights)
+            _through(block, sums, entering[index], gradients, collector)
+            yield block.name, sums.merged(block, world, {} if collector is None else collector.pairs())
         entering.pop(index).close()
 
 
@@ -186,7 +143,7 @@ def reverse_model(
     that exists. Each process takes its share of the samples, of which `thinned` says how many are enough.
 
     memory_bytes  what weights of a block, hidden states and sums may take together
-    weights       whether to square the gradients of weights
+    weights       whether to square the gradients of weights and at outputs of stacked experts
     pairs         whether to keep them, of `most_tokens`
     """
     share = slice(of_ranks[0], None, of_ranks[1])
@@ -281,121 +238,20 @@ def _from_head(runner: Runner, batch: int, seeds: Sequence[int]) -> torch.Tensor
     return found
 
 
-class _GradientSums:
-    """Of the gradients at one linear layer, or at the block's output."""
-
-    def __init__(self) -> None:
-        self.parts: list[torch.Tensor] = []  # float64, of every run of OUT_ROWS
-        self.total = 0.0
-
-    def add(self, g: torch.Tensor, energy: torch.Tensor) -> None:
-        """Adds gradients [tokens, m] and what each token counts [tokens]."""
-        weighted = g * energy.unsqueeze(1)
-        pairs = zip(torch.split(g, OUT_ROWS, dim=1), torch.split(weighted, OUT_ROWS, dim=1), strict=True)
-        outer = [symmetric(run, other).double() for run, other in pairs]
-        self.parts = [a.add_(b) for a, b in zip(self.parts, outer, strict=True)] if self.parts else outer
-        self.total += float(energy.double().sum())
-
-    def means(self) -> list[torch.Tensor]:
-        """By runs, symmetric."""
-        return [((h + h.t()) / (2 * self.total)).float().cpu() for h in self.parts]
-
-
-class _SquareSums:
-    """Of the gradients of one weight over windows, as `WeightGradients` has them."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        from transformers.pytorch_utils import Conv1D
-
-        weight = module.get_parameter("weight").detach()
-        self._weight = weight.t() if isinstance(module, Conv1D) else weight
-        self.parts: list[torch.Tensor] = []  # float64: rows and columns
-        self.along: list[torch.Tensor] = []  # float64 [windows] of each call
-        self.total = 0.0
-
-    def add(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """Adds windows: inputs [windows, tokens, K] and gradients at the outputs [windows, tokens, N], of one dtype."""
-        w, f64 = self._weight, torch.float64
-        rows, columns = self.parts or [torch.zeros(size, dtype=f64, device=w.device) for size in w.shape]
-        run = max(1, min(w.shape[0], SQUARED // w.shape[1]))
-        count = max(1, SQUARED // (run * w.shape[1]))
-        for some_x, some_g in zip(torch.split(x, count), torch.split(g, count), strict=True):
-            along = torch.zeros(len(some_x), dtype=f64, device=w.device)
-            for start in range(0, w.shape[0], run):
-                here = slice(start, start + run)
-                d = torch.bmm(some_g[:, :, here].transpose(1, 2), some_x).float()
-                along += (d * w[here]).sum((1, 2), dtype=f64)
-                d.square_()
-                rows[here] += d.sum((0, 2))
-                columns += d.sum((0, 1))
-            self.along.append(along / x.shape[1] ** 0.5)
-        self.parts = [rows, columns]
-        self.total += x.shape[0] * x.shape[1]
-
-    def means(self, world: int) -> WeightGradients:
-        """Per token; of this process's sums, which are those of all, and of the windows of all processes."""
-        rows, columns = ((part / self.total).float().cpu() for part in self.parts)
-        return WeightGradients(rows, columns, merge_windows(torch.cat(self.along).float(), world=world))
-
-
 def _through(
-    block: Block,
-    modules: Sequence[str],
-    entering: Activations,
-    leaving: Activations,
-    pairs: PairCollector | None,
-    *,
-    weights: bool,
-) -> tuple[dict[str, _GradientSums], dict[str, _SquareSums]]:
-    """Sums of the gradients in a block: at its modules and, by the name "", at its output; and of the ``weights`` of
-    its modules. ``leaving`` then has the gradients at its input, and ``pairs`` what it collects."""
-    sums = {name: _GradientSums() for name in ("", *modules)}
-    squares = {name: _SquareSums(block.module.get_submodule(name)) for name in modules if weights}
+    block: Block, sums: BlockSums, entering: Activations, leaving: Activations, pairs: PairCollector | None
+) -> None:
+    """Runs a block forward and backward, batch by batch, for its sums and ``pairs``; ``leaving`` has the gradients at
+    its output, and then those at its input."""
     for batch in range(block.batches):
         x = entering.get(batch).to(block.device).requires_grad_(True)
         gradient = leaving.get(batch).to(block.device)
         rows = gradient.flatten(0, -2).float()
-        sums[""].add(rows, torch.ones(len(rows), device=block.device))
+        sums.outputs[""].add(rows, torch.ones(len(rows), device=block.device))
         kept = contextlib.nullcontext() if pairs is None else pairs.batch(len(rows))
-        with torch.enable_grad(), _watched(block.module, x.shape[:-1], sums, squares), kept:
+        with torch.enable_grad(), watched(block, x.shape[:-1], sums), kept:
             out = block.forward(x, batch)
             (found,) = torch.autograd.grad(out, x, gradient)
         if not bool(torch.isfinite(found).all()):
             raise NumericsError(f"the gradients in '{block.name}' are not finite; check the model's weights")
         leaving.put(batch, found)
-    return sums, squares
-
-
-@contextlib.contextmanager
-def _watched(
-    module: torch.nn.Module,
-    windows: tuple[int, ...],
-    sums: Mapping[str, _GradientSums],
-    squares: Mapping[str, _SquareSums],
-) -> Iterator[None]:
-    """While it is open, gradients at the outputs of submodules go into their sums, and those of the weights of modules
-    that are given all tokens [windows, tokens] into their squares."""
-
-    def hook_of(name: str) -> Any:
-        def hook(_module: torch.nn.Module, args: tuple[torch.Tensor, ...], out: Any) -> None:
-            if not (isinstance(out, torch.Tensor) and out.requires_grad):
-                return
-            x = args[0].detach()
-            energy = x.flatten(0, -2).float().square().mean(1)
-            whole = name in squares and len(energy) == math.prod(windows)
-
-            def see(g: torch.Tensor) -> None:
-                sums[name].add(g.flatten(0, -2).float(), energy)
-                if whole:
-                    squares[name].add(*(part.reshape(*windows, -1) for part in (x, g.to(x.dtype))))
-
-            out.register_hook(see)
-
-        return hook
-
-    handles = [module.get_submodule(name).register_forward_hook(hook_of(name)) for name in sums if name]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.collect import Collector, Slot
+from ptqpipe.calibration.experts import LEAST_TOKENS
+from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.moments import RunningMoments, stand_in
-from ptqpipe.calibration.reverse import Gradients
 from ptqpipe.checkpoint import write_tensors
 from ptqpipe.inputs import InputStatistics, Moments
 
 OUTPUTS = "outputs"
 OUTPUTS_FILE = f"{OUTPUTS}.safetensors"
-LEAST_EXPERT_TOKENS = 16  # an expert with fewer has no statistics of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ def write_outputs(
     folder: Path, found: Iterable[tuple[str, Gradients]], origins: Mapping[str, Sequence[str]]
 ) -> dict[str, BlockRecord]:
     """Writes ``outputs.safetensors``: of each linear module that is one tensor of the checkpoint the mean squares of
-    the gradients at its outputs and of its weight; and of each block with pairs ``<block>.pairs.safetensors``. Their
-    parts of stats.json, by the files' names without the ending.
+    the gradients at its outputs and of its weight, of each stacked expert those at its outputs; and of each block with
+    pairs ``<block>.pairs.safetensors``. Their parts of stats.json, by the files' names without the ending.
 
     found    (name of a block, its gradients)
     origins  parameter of the model -> checkpoint tensors that make it
@@ -94,6 +94,7 @@ def write_outputs(
                 tensors[f"{module}.output_moment"] = torch.cat([run.diagonal() for run in runs])
                 if name in gradients.weights:
                     tensors |= {f"{module}.gradient_{of}": t for of, t in asdict(gradients.weights[name]).items()}
+        tensors |= {f"{module}.output_moment": found for module, found in gradients.experts.items()}
         if gradients.pairs:
             pairs = {f"{key}.pair_inputs": x for key, (x, _) in gradients.pairs.items()}
             pairs |= {f"{key}.pair_gradients": h for key, (_, h) in gradients.pairs.items()}
@@ -126,7 +127,7 @@ def _gathered(
         leader = collector.leaders.get(slot.id)
         moments = collector.moments.get(leader) if leader is not None else None
         tokens = moments.tokens if moments is not None else 0
-        if slot.group is not None and slot.group in stand_ins and tokens < LEAST_EXPERT_TOKENS:
+        if slot.group is not None and slot.group in stand_ins and tokens < LEAST_TOKENS:
             entry = _entry(slot.group, tokens, stand_ins[slot.group][1], name, measured=False)
         elif moments is None or leader is None or not tokens:
             unused += slot.names
@@ -135,7 +136,7 @@ def _gathered(
             key = collector.slots[leader].names[0]
             entry = _entry(key, tokens, moments.quantiles(), name, measured=True)
             held_out = collector.held_out.get(leader)
-            if held_out is not None and held_out.tokens >= (LEAST_EXPERT_TOKENS if slot.group is not None else 1):
+            if held_out is not None and held_out.tokens >= (LEAST_TOKENS if slot.group is not None else 1):
                 entry["held_tokens"] = held_out.tokens
             if leader == slot.id:
                 _put(tensors, key, moments, block=block)
@@ -215,9 +216,9 @@ def _stand_ins(collector: Collector) -> dict[str, tuple[RunningMoments, dict[flo
     for group, slots in groups.items():
         moments = [collector.moments.get(collector.leaders.get(slot.id, slot.id)) for slot in slots]
         counts = [0 if m is None else m.tokens for m in moments]
-        if min(counts) >= LEAST_EXPERT_TOKENS:
+        if min(counts) >= LEAST_TOKENS:
             continue
-        least = min(LEAST_EXPERT_TOKENS, max(counts))
+        least = min(LEAST_TOKENS, max(counts))
         measured = [m for m in moments if m is not None and m.tokens and m.tokens >= least]
         if measured:
             found[group] = stand_in(measured)

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from ptqpipe.calibration.data import Samples
-from ptqpipe.calibration.reverse import Gradients, linear_modules, reverse_model, thinned
+from ptqpipe.calibration.gradients import Gradients
+from ptqpipe.calibration.reverse import linear_modules, reverse_model, thinned
 from ptqpipe.calibration.runner import in_batches
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import CheckpointReader, output_errors, write_tensors

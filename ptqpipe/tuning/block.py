@@ -21,8 +21,8 @@ from ptqpipe.algorithms import LoadedWeight, Task, asymmetric, gptq, joined, two
 from ptqpipe.algorithms.metric import Metric
 from ptqpipe.calibration.assembly import Assembly, assemble
 from ptqpipe.calibration.collect import Collector
+from ptqpipe.calibration.gradients import Gradients, rows_of
 from ptqpipe.calibration.paired import Known, Paired, paired_inputs, paired_moments, quantized_inputs
-from ptqpipe.calibration.reverse import Gradients, rows_of
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.store import BlockInputs
 from ptqpipe.errors import NumericsError

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from ptqpipe.calibration import reverse as reverse_pass
 from ptqpipe.calibration.activations import InMemory
 from ptqpipe.calibration.data import Samples
-from ptqpipe.calibration.reverse import Gradients, enough, least_step, reverse, rows_of, streams, thinned
+from ptqpipe.calibration.gradients import Gradients, rows_of
+from ptqpipe.calibration.reverse import enough, least_step, reverse, streams, thinned
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
@@ -133,6 +134,81 @@ def test_a_module_that_is_not_given_every_token_at_once_has_no_squares(
     for gradients in found.values():
         assert set(gradients.outputs) == {"mlp.up_proj", "mlp.down_proj"}
         assert set(gradients.weights) == {"mlp.up_proj"}
+
+
+def of_experts(path: Path, windows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of the last decoder layer."""
+    with opened(path, windows) as runner:
+        return dict(next(reverse(runner, seed=0, store=InMemory, modules=lambda _: [], weights=True))[1].experts)
+
+
+def test_one_expert_that_is_given_every_token_has_the_gradients_of_a_dense_layer(tmp_path: Path) -> None:
+    import transformers
+
+    shape = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    shape |= {"num_key_value_heads": 2, "intermediate_size": 48, "rope_theta": 10_000.0}
+    torch.manual_seed(0)
+    dense = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
+    config = transformers.Qwen3MoeConfig(**shape, num_experts=1, num_experts_per_tok=1, moe_intermediate_size=48)
+    moe = transformers.Qwen3MoeForCausalLM(config)
+    found = moe.load_state_dict(dense.state_dict(), strict=False)
+    assert found.unexpected_keys
+    with torch.no_grad():
+        for here, there in zip(moe.model.layers, dense.model.layers, strict=True):
+            here.mlp.experts.gate_up_proj[0] = torch.cat([there.mlp.gate_proj.weight, there.mlp.up_proj.weight])
+            here.mlp.experts.down_proj[0] = there.mlp.down_proj.weight
+    dense.save_pretrained(tmp_path / "dense")
+    moe.save_pretrained(tmp_path / "moe")
+    windows = make_windows(samples=3)
+    names = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    with opened(tmp_path / "dense", windows) as runner:
+        wanted = gradients_of(runner, names)["model.layers.1"].outputs
+    experts = of_experts(tmp_path / "moe", windows)
+    assert set(experts) == {f"model.layers.1.mlp.experts.0.{name.removeprefix('mlp.')}" for name in names}
+    for name in names:
+        (whole,) = wanted[name]
+        of_expert = experts[f"model.layers.1.mlp.experts.0.{name.removeprefix('mlp.')}"]
+        torch.testing.assert_close(of_expert, whole.diagonal(), rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stack", "gate", "up"),
+    [
+        ("mixtral", "", "block_sparse_moe.experts.1.w1", "block_sparse_moe.experts.1.w3"),
+        ("llama4", "feed_forward.experts.gate_up_proj", "feed_forward.experts.1.gate_proj", ""),
+        ("gpt_oss", "mlp.experts.gate_up_proj", "mlp.experts.1.gate_proj", ""),  # by turns, with biases
+    ],
+)
+def test_gate_and_up_of_an_expert_are_told_apart(kind: str, stack: str, gate: str, up: str, tmp_path: Path) -> None:
+    """A gate that is zero lets no gradient through to the other half."""
+    path, layer = make_model(tmp_path / kind, kind), "model.layers.1"
+    up = up or gate.replace("gate", "up")
+    tensors = load_file(path / "model.safetensors")
+    if not stack:
+        tensors[f"{layer}.{gate}.weight"].zero_()
+    else:
+        width = tensors[f"{layer}.{stack}"].shape[-1]
+        places = slice(0, width, 2) if kind == "gpt_oss" else slice(0, width // 2)
+        tensors[f"{layer}.{stack}"][1][:, places] = 0
+        if kind == "gpt_oss":
+            tensors[f"{layer}.{stack}_bias"][1][places] = 0
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    found = of_experts(path, make_windows(samples=8))
+    assert float(found[f"{layer}.{gate}"].min()) > 0
+    assert not found[f"{layer}.{up}"].any()
+    assert float(found[f"{layer}.{up.replace('.1.', '.2.')}"].min()) > 0
+    if stack:
+        assert int((found[f"{layer}.{stack}[1]"] > 0).sum()) == len(found[f"{layer}.{gate}"])
+
+
+def test_an_expert_that_was_given_few_tokens_has_the_mean_of_all_by_its_share(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "qwen3_moe", "qwen3_moe")
+    few, many = (of_experts(path, make_windows(samples=n, seqlen=6)) for n in (1, 100))
+    of = [few[f"model.layers.1.mlp.experts.{e}.up_proj"] for e in range(4)]
+    for each in of:
+        torch.testing.assert_close(each / each.sum(), of[0] / of[0].sum())
+    apart = [many[f"model.layers.1.mlp.experts.{e}.up_proj"] for e in range(4)]
+    assert float((apart[0] / apart[0].sum() - apart[1] / apart[1].sum()).abs().max()) > 1e-3
 
 
 def test_labels_follow_from_the_seed(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from ptqpipe.calibration.data import Samples
-from ptqpipe.calibration.reverse import Gradients, linear_modules, reverse_model, thinned
+from ptqpipe.calibration.gradients import Gradients
+from ptqpipe.calibration.reverse import linear_modules, reverse_model, thinned
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import BlockRecord, write_outputs
 from ptqpipe.checkpoint import BlockFolder

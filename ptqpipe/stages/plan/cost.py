@@ -13,7 +13,7 @@ format, times E||W x||^2 of inputs that do not depend on each other. It counts I
 into several weights and all of their rows, and more where codes come by error feedback, which leaves GPTQ_SHARE of the
 weights' part and all of the inputs'.
 
-    both sides   cost = sum_r mean_m of the KL divergence that the error causes, to second order
+    both sides   cost = sum_r sum_m of the KL divergence that the error causes, to second order
 
 Weights whose inputs will be rotated are compared rotated, with the moments of rotated inputs.
 
@@ -36,6 +36,7 @@ from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine, MemoryPool, count
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.quantities import option_size, option_size_above
+from ptqpipe.rewriting.moments import module_of
 from ptqpipe.rotation import rotated
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation, Scheme
@@ -68,7 +69,7 @@ class _Error:
 
 def choose_moment(stats: Statistics, groups: Iterable[Group]) -> str:
     """The richest moment that every weight has. UsageError where one has no statistics at all."""
-    modules = [member.module for group in groups for member in group.members]
+    modules = [module_of(member) for group in groups for member in group.members]
     for moment in MOMENTS:
         if all(stats.has(module, moment) for module in modules):
             return moment
@@ -78,7 +79,7 @@ def choose_moment(stats: Statistics, groups: Iterable[Group]) -> str:
 
 def knows_outputs(stats: Statistics, groups: Iterable[Group]) -> bool:
     """Whether it is known of every weight how much the model minds an error at each of its outputs."""
-    return all(stats.output_moment(m.module, m.shape[0]) is not None for group in groups for m in group.members)
+    return all(stats.output_moment(module_of(m), m.shape[0]) is not None for group in groups for m in group.members)
 
 
 def estimate(
@@ -143,7 +144,7 @@ def _bytes(group: Group, unit: Unit, stats: Statistics | None, moment: str) -> i
     weights = (unit.elements * 4 if _cached(unit) else 0) + max(whole, default=0)
     if stats is None:
         return weights
-    columns = {stats.key(member.module): member.shape[1] for member in unit.members}
+    columns = {stats.key(module_of(member)): member.shape[1] for member in unit.members}
     width = {"full_moment": 0, "block_moment": BLOCK, "second_moment": 1}[moment]
     return weights + sum(4 * k * (width or k) for k in columns.values())
 
@@ -187,9 +188,9 @@ def _metrics(
     moments: dict[tuple[str, int], torch.Tensor] = {}
     found: list[ByTokens | ByWindows] = []
     for member, block in zip(unit.members, blocks, strict=True):
-        key = (stats.key(member.module), block)
+        key = (stats.key(module_of(member)), block)
         if key not in moments:
-            moments[key] = _rotated(_input(stats, member.module, moment), block)
+            moments[key] = _rotated(_input(stats, module_of(member), moment), block)
         h = moments[key]
         if not both:
             found.append(ByTokens(h, _diagonal(h)))
@@ -224,23 +225,23 @@ def _input(stats: Statistics, module: str, moment: str) -> torch.Tensor:
 
 def _root(stats: Statistics, member: Member) -> torch.Tensor:
     """float32 [N, 1]: the root of what an error at each output of a weight costs."""
-    found = stats.output_moment(member.module, member.shape[0])
+    found = stats.output_moment(module_of(member), member.shape[0])
     if found is None or not bool(torch.isfinite(found).all()) or bool((found < 0).any()):
         raise CheckpointError(
-            f"the output moment of '{member.module}' in {stats.path} is not finite or negative; calibrate again"
+            f"the output moment of '{module_of(member)}' in {stats.path} is not finite or negative; calibrate again"
         )
     return found.sqrt().unsqueeze(1)
 
 
 def _gradients(stats: Statistics, member: Member) -> WeightGradients | None:
     """Of a weight; None where the statistics have none of it."""
-    found = stats.weight_gradients(member.module, member.shape)
+    found = stats.weight_gradients(module_of(member), member.shape)
     if found is None:
         return None
     squares = torch.cat((found.rows, found.columns))
     if not bool(torch.isfinite(torch.cat((squares, found.along))).all()) or bool((squares < 0).any()):
         raise CheckpointError(
-            f"the gradients of '{member.module}' in {stats.path} are not finite or negative; calibrate again"
+            f"the gradients of '{module_of(member)}' in {stats.path} are not finite or negative; calibrate again"
         )
     return found
 
@@ -300,4 +301,4 @@ def _sum(errors: Sequence[_Error], *, relative: bool, both: bool) -> dict[tuple[
     for e in errors:
         scale = 2.0 if both else e.total.whole if relative else mean[e.role]
         parts[(e.group, e.scheme)][e.role].append(max(0.0, e.total.beside(others)) / scale if scale > 0 else 0.0)
-    return {key: sum(sum(v) / len(v) for v in roles.values()) for key, roles in parts.items()}
+    return {key: sum(sum(v) / (1 if both else len(v)) for v in roles.values()) for key, roles in parts.items()}

@@ -27,9 +27,9 @@ from ptqpipe._version import __version__
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.collect import sums_of_layers
 from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
+from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.likeness import Likeness, left_out, likeness_of, lines_of
 from ptqpipe.calibration.paired import Known, kept_batches
-from ptqpipe.calibration.reverse import Gradients
 from ptqpipe.calibration.rounding import Learned, Settings, learn, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Block, MtpBlock, Runner
 from ptqpipe.calibration.skeleton import Skeleton

@@ -1,0 +1,241 @@
+"""Sums of the gradients in one decoder layer while it runs backwards: at the outputs of its linear layers and of
+stacked experts, at its own output, and of weights by windows of text.
+
+It must not know how the model is run; ``reverse.py`` does.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ptqpipe.calibration.collect import find_slots, rows_of_names
+from ptqpipe.calibration.experts import LEAST_TOKENS, OutputObserver, observe
+from ptqpipe.calibration.merge import merge_added, merge_windows
+from ptqpipe.calibration.moments import symmetric
+from ptqpipe.calibration.pairs import Pair
+from ptqpipe.calibration.runner import Block
+from ptqpipe.inputs import OUT_ROWS, WeightGradients
+
+SQUARED = 1 << 20  # numbers of a weight's gradients, of some windows and rows, that are in memory at once
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What the gradients at the outputs of a block's linear layers say; float32 on the CPU.
+
+    outputs  module of the block -> E[g g^T] of every run of OUT_ROWS of its outputs, [b, b] each: what lies between
+             two runs counts as zero
+    last     E[g g^T] by runs likewise, at the output of the block itself
+    weights  module of the block -> of its weight, where asked for; none of a module that is not given every token once
+    experts  with them, checkpoint module of a stacked expert -> float32 [N] E[g^2] of its outputs, means over all
+             tokens, of which it is given some
+    pairs    input of linear layers, by its name in statistics -> inputs and gradients at it, where they are kept
+    """
+
+    outputs: Mapping[str, Sequence[torch.Tensor]]
+    last: Sequence[torch.Tensor]
+    weights: Mapping[str, WeightGradients] = field(default_factory=dict)
+    experts: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    pairs: Mapping[str, Pair] = field(default_factory=dict)
+
+
+def rows_of(outputs: Sequence[torch.Tensor], places: torch.Tensor) -> list[torch.Tensor]:
+    """``outputs`` of `Gradients` for a matrix whose rows are the outputs ``places`` int64 [n] of the module."""
+    found = []
+    for run in torch.split(places, OUT_ROWS):
+        made = torch.zeros(len(run), len(run))
+        for number, known in enumerate(outputs):
+            here = (run // OUT_ROWS == number).nonzero().squeeze(1)
+            inside = run[here] - number * OUT_ROWS
+            made[here.unsqueeze(1), here] = known[inside.unsqueeze(1), inside]
+        found.append(made)
+    return found
+
+
+def nbytes(outputs: Sequence[int]) -> int:
+    """What the sums over a block take whose linear layers have these numbers of outputs, at their peak."""
+    return sum(16 * m * min(m, OUT_ROWS) for m in outputs)
+
+
+class OutputSums:
+    """Of the gradients at one linear layer, or at the block's output."""
+
+    def __init__(self) -> None:
+        self.parts: list[torch.Tensor] = []  # float64, of every run of OUT_ROWS
+        self.total = 0.0
+
+    def add(self, g: torch.Tensor, energy: torch.Tensor) -> None:
+        """Adds gradients [tokens, m] and what each token counts [tokens]."""
+        weighted = g * energy.unsqueeze(1)
+        pairs = zip(torch.split(g, OUT_ROWS, dim=1), torch.split(weighted, OUT_ROWS, dim=1), strict=True)
+        outer = [symmetric(run, other).double() for run, other in pairs]
+        self.parts = [a.add_(b) for a, b in zip(self.parts, outer, strict=True)] if self.parts else outer
+        self.total += float(energy.double().sum())
+
+    def means(self) -> list[torch.Tensor]:
+        """By runs, symmetric."""
+        return [((h + h.t()) / (2 * self.total)).float().cpu() for h in self.parts]
+
+
+class WeightSums:
+    """Of the gradients of one weight over windows, as `WeightGradients` has them."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        from transformers.pytorch_utils import Conv1D
+
+        weight = module.get_parameter("weight").detach()
+        self._weight = weight.t() if isinstance(module, Conv1D) else weight
+        self.shape = (self._weight.shape[0], self._weight.shape[1])
+        self.parts: list[torch.Tensor] = []  # float64: rows and columns
+        self.along: list[torch.Tensor] = []  # float64 [windows] of each call
+        self.total = 0.0
+
+    def add(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        """Adds windows: inputs [windows, tokens, K] and gradients at the outputs [windows, tokens, N], of one dtype."""
+        w, f64 = self._weight, torch.float64
+        rows, columns = self.parts or [torch.zeros(size, dtype=f64, device=w.device) for size in w.shape]
+        run = max(1, min(w.shape[0], SQUARED // w.shape[1]))
+        count = max(1, SQUARED // (run * w.shape[1]))
+        for some_x, some_g in zip(torch.split(x, count), torch.split(g, count), strict=True):
+            along = torch.zeros(len(some_x), dtype=f64, device=w.device)
+            for start in range(0, w.shape[0], run):
+                here = slice(start, start + run)
+                d = torch.bmm(some_g[:, :, here].transpose(1, 2), some_x).float()
+                along += (d * w[here]).sum((1, 2), dtype=f64)
+                d.square_()
+                rows[here] += d.sum((0, 2))
+                columns += d.sum((0, 1))
+            self.along.append(along / x.shape[1] ** 0.5)
+        self.parts = [rows, columns]
+        self.total += x.shape[0] * x.shape[1]
+
+    def means(self, world: int) -> WeightGradients:
+        """Per token; of this process's sums, which are those of all, and of the windows of all processes."""
+        rows, columns = ((part / self.total).float().cpu() for part in self.parts)
+        return WeightGradients(rows, columns, merge_windows(torch.cat(self.along).float(), world=world))
+
+
+class ExpertSums:
+    """Of the gradients at the outputs of one product of a stacked expert: squares, and how many tokens it was given."""
+
+    def __init__(self) -> None:
+        self.parts: list[torch.Tensor] = []  # float64 [N] and [1]
+        self.total = 0.0
+
+    def add(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        """Adds inputs [tokens, K] and gradients at the outputs [tokens, N], weighted as in `OutputSums`."""
+        energy = x.float().square().mean(1)
+        squares = energy @ g.float().square()
+        added = [squares.double(), torch.tensor([float(len(x))], dtype=torch.float64, device=x.device)]
+        self.parts = [a.add_(b) for a, b in zip(self.parts, added, strict=True)] if self.parts else added
+        self.total += float(energy.double().sum())
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSums:
+    """Over one block.
+
+    outputs  by module; by "" those at the block's output
+    weights  by module, where they are asked for
+    experts  by slot of stacked experts, likewise
+    """
+
+    outputs: dict[str, OutputSums]
+    weights: dict[str, WeightSums]
+    experts: dict[str, ExpertSums]
+
+    @classmethod
+    def of(cls, block: Block, modules: Sequence[str], *, weights: bool) -> "BlockSums":
+        """Nothing yet."""
+        squares = {name: WeightSums(block.module.get_submodule(name)) for name in modules if weights}
+        slots = find_slots(block.name, block.module, block.origins) if weights else ()
+        experts = {slot.id: ExpertSums() for slot in slots if _stack_of(slot.id)}
+        return cls({name: OutputSums() for name in ("", *modules)}, squares, experts)
+
+    def merged(self, block: Block, world: int, pairs: Mapping[str, Pair]) -> Gradients:
+        """Of all processes; every one of them calls it."""
+        for sums in (self.outputs, self.weights, self.experts):
+            merge_added(sums, world=world)
+        tokens = self.outputs[""].total
+        means = {name: of.means() for name, of in self.outputs.items() if of.total > 0}
+        weights = {name: of.means(world) for name, of in self.weights.items() if of.total == tokens}
+        return Gradients(means, means.pop(""), weights, self._of_experts(block, tokens), pairs)
+
+    def _of_experts(self, block: Block, tokens: float) -> dict[str, torch.Tensor]:
+        """As `Gradients` has them. An expert that was given few tokens has the mean of its group."""
+        found: dict[str, torch.Tensor] = {}
+        slots = {slot.id: slot for slot in find_slots(block.name, block.module, block.origins)}
+        groups: dict[str | None, list[ExpertSums]] = {}
+        for name, sums in self.experts.items():
+            groups.setdefault(slots[name].group, []).extend([sums] if sums.parts else [])
+        for name, sums in self.experts.items():
+            given = float(sums.parts[1]) if sums.parts else 0.0
+            of = [sums] if given >= LEAST_TOKENS else groups[slots[name].group]
+            energy = sum(each.total for each in of)
+            if not energy > 0:
+                continue
+            moment = torch.stack([each.parts[0] for each in of]).sum(0) / energy * max(given, 1.0) / tokens
+            module = block.module.get_submodule(_stack_of(name).removeprefix(f"{block.name}."))
+            for checkpoint, rows in rows_of_names(module, slots[name], len(moment)).items():
+                found[checkpoint] = moment[rows].float().cpu()
+        return found
+
+
+def _stack_of(slot: str) -> str:
+    """The module of stacked experts that a slot is of; empty for another one."""
+    return slot.partition("[")[0] if "[" in slot else ""
+
+
+@contextlib.contextmanager
+def watched(block: Block, windows: tuple[int, ...], sums: BlockSums) -> Iterator[None]:
+    """While it is open, gradients at the outputs of submodules and of stacked experts go into their sums, and those of
+    the weights of modules that are given all tokens [windows, tokens] into their squares."""
+
+    def hook_of(name: str, weight: tuple[int, int] | None) -> Any:
+        def hook(_module: torch.nn.Module, args: tuple[torch.Tensor, ...], out: Any) -> None:
+            if not (isinstance(out, torch.Tensor) and out.requires_grad):
+                return
+            x = args[0].detach()
+            energy = x.flatten(0, -2).float().square().mean(1)
+            whole = len(energy) == math.prod(windows) and (out.shape[-1], x.shape[-1]) == weight
+
+            def see(g: torch.Tensor) -> None:
+                sums.outputs[name].add(g.flatten(0, -2).float(), energy)
+                if whole:
+                    sums.weights[name].add(*(part.reshape(*windows, -1) for part in (x, g.to(x.dtype))))
+
+            out.register_hook(see)
+
+        return hook
+
+    def outputs_of(stack: str) -> OutputObserver:
+        def see(expert: int, side: str, x: torch.Tensor, out: torch.Tensor) -> None:
+            found, given = sums.experts.get(f"{stack}[{expert}].{side}"), x.detach()
+            if found is not None and out.requires_grad:
+                out.register_hook(lambda g: found.add(given, g))
+
+        return see
+
+    module = block.module
+    handles = []
+    for name in sums.outputs:
+        if name:
+            of_weight = sums.weights.get(name)
+            hook = hook_of(name, None if of_weight is None else of_weight.shape)
+            handles.append(module.get_submodule(name).register_forward_hook(hook))
+    stacks = {
+        stack: module.get_submodule(stack.removeprefix(f"{block.name}.")) for stack in map(_stack_of, sums.experts)
+    }
+    for stack, experts in stacks.items():
+        observe(experts, None, outputs_of(stack))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for experts in stacks.values():
+            observe(experts, None)
