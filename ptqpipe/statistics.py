@@ -161,7 +161,8 @@ class Statistics(OpenFolder):
         """Of a module's weight of this shape. None where they were not collected, or of another shape."""
         names = [f"{module}.gradient_{of}" for of in ("rows", "columns", "along")]
         found = [self._reader.entries.get(name) for name in names]
-        wanted = [shape[:1], shape[1:], None if found[2] is None else found[2].shape[:1]]
+        windows = 0 if found[2] is None else math.prod(found[2].shape)
+        wanted = [shape[:1], shape[1:], (max(1, windows),)]
         if any(e is None or (e.dtype, e.shape) != ("F32", size) for e, size in zip(found, wanted, strict=True)):
             return None
         return WeightGradients(*map(self._read, names))

@@ -92,7 +92,8 @@ def main() -> None:
     print("| layer | measured x 1000 | by windows | by tokens |\n|---|---|---|---|")
     sums = torch.zeros(3, dtype=torch.float64)
     for block, of_block in gradients.items():
-        for name, outputs in of_block.outputs.items():
+        for name in of_block.weights:
+            outputs = of_block.outputs[name]
             full = f"{block}.{name}"
             w = model.get_submodule(full).weight.detach()
             change = args.scale * (ptqpipe.quantize(w, args.format).dequantize() - w)
@@ -101,7 +102,7 @@ def main() -> None:
             tokens = ByTokens(moments[full], diagonal, root)
             by_windows = ByWindows.of(of_block.weights[name], tokens, diagonal=diagonal)
             totals = [m.total(m.sums(change, w, 0, 0.0)) for m in (by_windows, tokens)]
-            found = [0.5 * total.beside(total.along) for total in totals]
+            found = [0.5 * total.beside(total.follows) for total in totals]
             row = [measured(model, full, change, windows, floats), *found]
             sums += torch.tensor(row, dtype=torch.float64)
             report(args, full, row)

@@ -18,6 +18,7 @@ from ptqpipe.calibration.merge import merge_added, merge_windows
 from ptqpipe.calibration.moments import symmetric
 from ptqpipe.calibration.pairs import Pair
 from ptqpipe.calibration.runner import Block
+from ptqpipe.errors import NumericsError
 from ptqpipe.inputs import OUT_ROWS, WeightGradients
 
 SQUARED = 1 << 20  # numbers of a weight's gradients, of some windows and rows, that are in memory at once
@@ -84,19 +85,15 @@ class OutputSums:
 class WeightSums:
     """Of the gradients of one weight over windows, as `WeightGradients` has them."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        from transformers.pytorch_utils import Conv1D
-
-        weight = module.get_parameter("weight").detach()
-        self._weight = weight.t() if isinstance(module, Conv1D) else weight
-        self.shape = (self._weight.shape[0], self._weight.shape[1])
+    def __init__(self) -> None:
         self.parts: list[torch.Tensor] = []  # float64: rows and columns
         self.along: list[torch.Tensor] = []  # float64 [windows] of each call
         self.total = 0.0
 
-    def add(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """Adds windows: inputs [windows, tokens, K] and gradients at the outputs [windows, tokens, N], of one dtype."""
-        w, f64 = self._weight, torch.float64
+    def add(self, w: torch.Tensor, x: torch.Tensor, g: torch.Tensor) -> None:
+        """Adds windows of a weight [N, K]: inputs [windows, tokens, K] and gradients at the outputs, of the same dtype,
+        [windows, tokens, N]."""
+        f64 = torch.float64
         rows, columns = self.parts or [torch.zeros(size, dtype=f64, device=w.device) for size in w.shape]
         run = max(1, min(w.shape[0], SQUARED // w.shape[1]))
         count = max(1, SQUARED // (run * w.shape[1]))
@@ -114,9 +111,15 @@ class WeightSums:
         self.total += x.shape[0] * x.shape[1]
 
     def means(self, world: int) -> WeightGradients:
-        """Per token; of this process's sums, which are those of all, and of the windows of all processes."""
+        """Per token, of the sums of all processes; and of the windows of all of them. NumericsError where they are not
+        finite."""
         rows, columns = ((part / self.total).float().cpu() for part in self.parts)
-        return WeightGradients(rows, columns, merge_windows(torch.cat(self.along).float(), world=world))
+        along = merge_windows(torch.cat(self.along).float(), world=world)
+        if not bool(torch.isfinite(torch.cat((rows, columns, along))).all()):
+            raise NumericsError(
+                "the squares of a weight's gradients are too large for float32; check the model's weights"
+            )
+        return WeightGradients(rows, columns, along)
 
 
 class ExpertSums:
@@ -151,7 +154,7 @@ class BlockSums:
     @classmethod
     def of(cls, block: Block, modules: Sequence[str], *, weights: bool) -> "BlockSums":
         """Nothing yet."""
-        squares = {name: WeightSums(block.module.get_submodule(name)) for name in modules if weights}
+        squares = {name: WeightSums() for name in modules if weights}
         slots = find_slots(block.name, block.module, block.origins) if weights else ()
         experts = {slot.id: ExpertSums() for slot in slots if _stack_of(slot.id)}
         return cls({name: OutputSums() for name in ("", *modules)}, squares, experts)
@@ -185,6 +188,14 @@ class BlockSums:
         return found
 
 
+def _matrix(linear: torch.nn.Module) -> torch.Tensor:
+    """The weight of a module as [N, K]."""
+    from transformers.pytorch_utils import Conv1D
+
+    weight = linear.get_parameter("weight").detach()
+    return weight.t() if isinstance(linear, Conv1D) else weight
+
+
 def _stack_of(slot: str) -> str:
     """The module of stacked experts that a slot is of; empty for another one."""
     return slot.partition("[")[0] if "[" in slot else ""
@@ -195,18 +206,20 @@ def watched(block: Block, windows: tuple[int, ...], sums: BlockSums) -> Iterator
     """While it is open, gradients at the outputs of submodules and of stacked experts go into their sums, and those of
     the weights of modules that are given all tokens [windows, tokens] into their squares."""
 
-    def hook_of(name: str, weight: tuple[int, int] | None) -> Any:
-        def hook(_module: torch.nn.Module, args: tuple[torch.Tensor, ...], out: Any) -> None:
+    def hook_of(name: str) -> Any:
+        squares = sums.weights.get(name)
+
+        def hook(linear: torch.nn.Module, args: tuple[torch.Tensor, ...], out: Any) -> None:
             if not (isinstance(out, torch.Tensor) and out.requires_grad):
                 return
-            x = args[0].detach()
-            energy = x.flatten(0, -2).float().square().mean(1)
-            whole = len(energy) == math.prod(windows) and (out.shape[-1], x.shape[-1]) == weight
+            x, w = args[0].detach(), _matrix(linear)
+            energy, version = x.flatten(0, -2).float().square().mean(1), x._version
+            whole = x.shape[:-1] in (windows, (math.prod(windows),)) and (out.shape[-1], x.shape[-1]) == w.shape
 
             def see(g: torch.Tensor) -> None:
                 sums.outputs[name].add(g.flatten(0, -2).float(), energy)
-                if whole:
-                    sums.weights[name].add(*(part.reshape(*windows, -1) for part in (x, g.to(x.dtype))))
+                if squares is not None and whole and x._version == version:  # not changed since
+                    squares.add(w, *(part.reshape(*windows, -1) for part in (x, g.to(x.dtype))))
 
             out.register_hook(see)
 
@@ -221,12 +234,7 @@ def watched(block: Block, windows: tuple[int, ...], sums: BlockSums) -> Iterator
         return see
 
     module = block.module
-    handles = []
-    for name in sums.outputs:
-        if name:
-            of_weight = sums.weights.get(name)
-            hook = hook_of(name, None if of_weight is None else of_weight.shape)
-            handles.append(module.get_submodule(name).register_forward_hook(hook))
+    handles = [module.get_submodule(name).register_forward_hook(hook_of(name)) for name in sums.outputs if name]
     stacks = {
         stack: module.get_submodule(stack.removeprefix(f"{block.name}.")) for stack in map(_stack_of, sums.experts)
     }

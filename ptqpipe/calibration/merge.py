@@ -72,7 +72,8 @@ def merge_added(sums: Mapping[str, Added], *, world: int) -> None:
 
 
 def merge_windows(values: torch.Tensor, *, world: int) -> torch.Tensor:
-    """Numbers of all windows, on the CPU, from those [windows] of every rank, which has every ``world``-th of them."""
+    """Puts the numbers [windows] of all ranks in the order of the windows, on the CPU: rank r has windows r, r + world,
+    and so on."""
     if world == 1:
         return values.cpu()
     found: list[Any] = [None] * world

@@ -1,4 +1,4 @@
-"""calibrate --moments kl: what the gradients at outputs say, and `plan` by it."""
+"""calibrate --moments kl: what gradients at outputs and of weights say, and `plan` by it."""
 
 import json
 import os
@@ -30,6 +30,7 @@ from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.calibrate import run as stage
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.plan import cost
+from ptqpipe.stages.plan.metric import ByWindows
 from ptqpipe.stages.plan.run import Budget, plan_mixed
 from ptqpipe.stages.plan.units import find_groups, schemes_of
 from ptqpipe.statistics import Statistics
@@ -77,8 +78,10 @@ def test_they_are_what_the_reverse_pass_gives(model: Path, text: Path, stats: Pa
                 assert stored is not None
                 for of in ("rows", "columns", "along"):
                     assert torch.equal(getattr(stored, of), getattr(wanted, of))
-        assert opened.weight_gradients(DOWN, (64, 129)) is None
-        assert opened.weight_gradients("lm_head", (96, 64)) is None
+        n, k = load_file(model / "model.safetensors")[f"{DOWN}.weight"].shape
+        assert opened.weight_gradients(DOWN, (n, k)) is not None
+        assert opened.weight_gradients(DOWN, (n, k + 1)) is None
+        assert opened.weight_gradients("lm_head", (96, k)) is None
         assert opened.output_moment(DOWN, 129) is None
         assert opened.output_moment("lm_head", 96) is None
         assert all(opened.output_moment(m, opened_rows(model, m)) is not None for m in opened.modules if "layers" in m)
@@ -173,7 +176,7 @@ def test_plan_costs_are_kl_to_second_order(model: Path, stats: Path, tmp_path: P
             alone[module] = float((squares * (error - a * w).square()).sum())
             follows[module] = a * d.along.double()
     assert len(alone) == 14
-    joint = torch.stack([*follows.values()]).sum(0)
+    joint = torch.stack([*follows.values()]).sum(0) * ROWS / (ROWS + 14)
     assert float(follows[DOWN].square().mean()) != pytest.approx(float((follows[DOWN] * joint).mean()), rel=0.1)
     expected = 0.5 * (alone[DOWN] + float((follows[DOWN] * joint).mean()))
     assert plan.costs[DOWN, "nvfp4"] == pytest.approx(expected, rel=1e-4)
@@ -211,7 +214,8 @@ def test_costs_of_rotated_weights_are_by_gradients_that_are_spread_over_each_blo
     columns = d.columns.double().reshape(-1, 32).mean(1).repeat_interleave(32)
     squares = d.rows.double().unsqueeze(1) * columns / columns.sum()
     a = float((squares * error * w).sum() / (squares * w * w).sum())
-    expected = float((squares * (error - a * w).square()).sum() + (a * d.along.double()).square().mean()) / 2
+    alone = (a * d.along.double()).square().mean() * ROWS / (ROWS + 1)
+    expected = float((squares * (error - a * w).square()).sum() + alone) / 2
     assert costs[DOWN, "nvfp4"] == pytest.approx(expected, rel=1e-4)
 
 
@@ -236,6 +240,34 @@ def test_gradients_over_different_windows_are_one_clear_line(model: Path, stats:
     save_file(tensors, folder / "outputs.safetensors")
     with pytest.raises(CheckpointError, match="have gradients of weights over different windows; calibrate again"):
         plan_mixed(model, Budget(bits=6), sensitivity=folder, machine=ONE)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (4, 25)])
+def test_windows_in_another_shape_are_as_if_they_were_not_there(
+    shape: tuple[int, ...], model: Path, stats: Path, tmp_path: Path
+) -> None:
+    folder = copy_of(stats, tmp_path / "stats")
+    tensors = load_file(folder / "outputs.safetensors")
+    tensors[f"{DOWN}.gradient_along"] = torch.ones(shape)
+    save_file(tensors, folder / "outputs.safetensors")
+    with Statistics.open(folder) as opened:
+        n, k = load_file(model / "model.safetensors")[f"{DOWN}.weight"].shape
+        assert opened.weight_gradients(DOWN, (n, k)) is None
+        assert opened.weight_gradients(DOWN.replace("1", "0"), (n, k)) is not None
+    assert plan_mixed(model, Budget(bits=6), sensitivity=folder, machine=ONE).solution.cost > 0
+
+
+def test_numbers_that_give_no_finite_cost_are_one_clear_line(
+    model: Path, stats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = ByWindows.sums
+
+    def overflows(self: ByWindows, error: torch.Tensor, *more: Any) -> torch.Tensor:
+        return real(self, error, *more) * (float("inf") if error.shape == (64, 128) else 1.0)
+
+    monkeypatch.setattr(ByWindows, "sums", overflows)
+    with pytest.raises(CheckpointError, match=r"k_proj' is too large or too small for a cost; calibrate again"):
+        plan_mixed(model, Budget(bits=6), sensitivity=stats, machine=ONE)
 
 
 def copy_of(stats: Path, folder: Path, *, without: str = "", damaged: str = "", value: float = 0.0) -> Path:

@@ -136,6 +136,24 @@ def test_a_module_that_is_not_given_every_token_at_once_has_no_squares(
         assert set(gradients.weights) == {"mlp.up_proj"}
 
 
+def test_inputs_that_a_layer_changes_after_their_use_give_no_squares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def changing(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        h = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        out: torch.Tensor = self.down_proj(h)
+        h.zero_()
+        return out
+
+    monkeypatch.setattr(LlamaMLP, "forward", changing)
+    with opened(make_model(tmp_path / "llama", "llama"), make_windows(samples=3)) as runner:
+        names = ["mlp.up_proj", "mlp.down_proj"]
+        found = dict(reverse(runner, seed=0, store=InMemory, modules=lambda _: names, weights=True))
+    assert all(set(gradients.weights) == {"mlp.up_proj"} for gradients in found.values())
+
+
 def of_experts(path: Path, windows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Of the last decoder layer."""
     with opened(path, windows) as runner:

@@ -195,7 +195,7 @@ def test_costs_by_windows_know_that_tokens_add_up(tokens: int, known: str) -> No
         halves = [(error[run], w[run], run.start, 0.0) for run in (slice(0, 10), slice(10, rows))]
         of = [sum(m.sums(*half) for half in halves) for m in (by_windows, by_tokens)]
         exact = (d * error).sum((1, 2)).square().mean() / tokens
-        costs = [total.beside(total.along) for total in (by_windows.total(of[0]), by_tokens.total(of[1]))]
+        costs = [total.beside(total.follows) for total in (by_windows.total(of[0]), by_tokens.total(of[1]))]
         found += torch.tensor([exact, *costs], dtype=torch.float64)
     assert float(found[1] / found[0]) == pytest.approx(1, abs=0.1)
     assert (float(found[2] / found[0]) > 0.8) == (tokens == 1)

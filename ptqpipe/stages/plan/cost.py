@@ -129,11 +129,7 @@ def estimate(
         for (_, unit), found in zip(jobs, pool.map(work, jobs), strict=True):
             errors += found
             advance(1, unit.id)
-    try:
-        return _sum(errors, relative=stats is not None, both=both)
-    except ValueError:
-        where = "the statistics" if stats is None else stats.path
-        raise CheckpointError(f"{where} have gradients of weights over different windows; calibrate again") from None
+    return _sum(errors, relative=stats is not None, both=both)
 
 
 def _bytes(group: Group, unit: Unit, stats: Statistics | None, moment: str) -> int:
@@ -269,6 +265,11 @@ def _scheme_errors(
             total = Total(error.squared_error + noise * error.energy, error.energy)
         else:
             total = metric.total(torch.stack([sums[key] for key in sorted(sums) if key[0] == index]).sum(0))
+            if not total.is_finite():
+                raise CheckpointError(
+                    f"what the statistics say of '{module_of(member)}' is too large or too small for a cost; calibrate "
+                    "again"
+                )
         found.append((member.weight, total))
     return found
 

@@ -18,12 +18,14 @@ second does not, since of two weights that are too small one may make up for the
 weights it is E[(sum of a s)^2], and a E[s (sum of a s)] is the share of one of them (Shapley's).
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ptqpipe.algorithms import output_error
+from ptqpipe.errors import CheckpointError
 from ptqpipe.inputs import WeightGradients
 
 
@@ -31,20 +33,24 @@ from ptqpipe.inputs import WeightGradients
 class Total:
     """What an error costs.
 
-    cost   of the error; by windows without what follows the weight
-    whole  of an error that is as large as the weight
-    along  a s, float32 [windows]; None by tokens, where it is not known
+    cost     of the error; by windows without the part that follows the weight
+    whole    of an error that is as large as the weight
+    follows  a s, float32 [windows]; None by tokens, where it is not known
     """
 
     cost: float
     whole: float
-    along: torch.Tensor | None = None
+    follows: torch.Tensor | None = None
 
     def beside(self, others: torch.Tensor | None) -> float:
-        """The cost beside the errors of other weights, whose `joint` sum is given; this error is in it."""
-        if self.along is None or others is None:
+        """The cost beside the largest errors of all weights, this one among them, whose `joint` sum is given."""
+        if self.follows is None or others is None:
             return self.cost
-        return self.cost + float((self.along.double() * others.double()).mean())
+        return self.cost + float((self.follows.double() * others.double()).mean())
+
+    def is_finite(self) -> bool:
+        """Whether all of it is."""
+        return math.isfinite(self.cost) and (self.follows is None or bool(self.follows.isfinite().all()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +71,19 @@ class ByTokens:
 
         noise  the squared error of quantized inputs, relative to their squares
         """
-        if self.root is not None:
-            by_row = self.root[start : start + len(w)]
-            error, w = error * by_row, w * by_row
-        by_inputs = noise * output_error(w, self.diagonal) if noise else 0.0
-        return torch.tensor(
-            [output_error(error, self.moment) + by_inputs, output_error(w, self.moment)], dtype=torch.float64
-        )
+        by_inputs = self.by_inputs(w, start, noise)
+        error, w = self._weighted(error, start), self._weighted(w, start)
+        of_error, of_weight = (output_error(part, self.moment) for part in (error, w))
+        return torch.tensor([of_error + by_inputs, of_weight], dtype=torch.float64)
 
-    def total(self, sums: torch.Tensor) -> "Total":
+    def by_inputs(self, w: torch.Tensor, start: int, noise: float) -> float:
+        """What errors of the inputs cost in the rows of `sums`: they do not depend on each other."""
+        return noise * output_error(self._weighted(w, start), self.diagonal) if noise else 0.0
+
+    def _weighted(self, rows: torch.Tensor, start: int) -> torch.Tensor:
+        return rows if self.root is None else rows * self.root[start : start + len(rows)]
+
+    def total(self, sums: torch.Tensor) -> Total:
         """From the sums of all rows."""
         return Total(float(sums[0]), float(sums[1]))
 
@@ -82,15 +92,15 @@ class ByTokens:
 class ByWindows:
     """By the gradients of one weight over windows.
 
-    inputs   what quantized inputs cost, whose errors do not depend on each other
-    rows     root of r, float32 [N, 1]
-    columns  S, float32 [K]
-    along    s, float32 [windows], over the root of the tokens of one
+    inputs  what quantized inputs cost
+    root    of r, float32 [N, 1]
+    scale   S, float32 [K]
+    along   s, float32 [windows], over the root of the tokens of one
     """
 
     inputs: ByTokens
-    rows: torch.Tensor
-    columns: torch.Tensor
+    root: torch.Tensor
+    scale: torch.Tensor
     along: torch.Tensor
 
     @classmethod
@@ -100,23 +110,26 @@ class ByWindows:
         diagonal  of H, float32 [K]; where inputs are rotated its means over what is rotated together, as the columns of
                   the gradients are, too
         """
-        share = gradients.columns / gradients.columns.sum().clamp_min(torch.finfo(torch.float32).tiny)
-        columns = torch.where(diagonal > 0, share / diagonal, 0.0).sqrt()
-        return cls(inputs, gradients.rows.sqrt().unsqueeze(1), columns, gradients.along)
+        columns = gradients.columns.double()
+        share = columns / columns.sum().clamp_min(torch.finfo(torch.float32).tiny)
+        scale = torch.where(diagonal > 0, share / diagonal, 0.0).sqrt().float()
+        return cls(inputs, gradients.rows.sqrt().unsqueeze(1), scale, gradients.along)
 
     def sums(self, error: torch.Tensor, w: torch.Tensor, start: int, noise: float) -> torch.Tensor:
         """float64 [6], as of `ByTokens`."""
-        by_inputs = self.inputs.sums(torch.zeros_like(w), w, start, noise)[0] if noise else 0.0
-        by_row = self.rows[start : start + len(w)]
-        error, w = error * by_row * self.columns, w * by_row * self.columns
+        by_inputs = self.inputs.by_inputs(w, start, noise)
+        by_row = self.root[start : start + len(w)]
+        error, w = error * by_row * self.scale, w * by_row * self.scale
         squares = [output_error(part, self.inputs.moment) for part in (error, w, error + w)]
-        along = [float((part * w).sum(0, dtype=torch.float64) @ self.inputs.diagonal.double()) for part in (error, w)]
-        return torch.tensor([*squares, *along, by_inputs], dtype=torch.float64)
+        products = [
+            float((part * w).sum(0, dtype=torch.float64) @ self.inputs.diagonal.double()) for part in (error, w)
+        ]
+        return torch.tensor([*squares, *products, by_inputs], dtype=torch.float64)
 
     def total(self, sums: torch.Tensor) -> Total:
         """From the sums of all rows."""
-        of_error, of_weight, of_codes, along, norm, by_inputs = sums.tolist()
-        a = along / norm if norm > 0 else 0.0
+        of_error, of_weight, of_codes, product, norm, by_inputs = sums.tolist()
+        a = product / norm if norm > 0 else 0.0
         between = (of_codes - of_error - of_weight) / 2
         rest = of_error - 2 * a * between + a * a * of_weight
         return Total(max(0.0, rest) + by_inputs, of_weight, a * self.along)
@@ -124,12 +137,16 @@ class ByWindows:
 
 def joint(options: Iterable[Sequence[Total]]) -> torch.Tensor | None:
     """float32 [windows]: the sum over weights of a s, of each weight that of its options whose squares are the largest;
-    None where it is known of no weight.
+    None where it is known of no weight. The fewer windows for each weight, the more it is made smaller: the share of a
+    weight in the square of the sum is mostly noise where there are fewer windows than weights.
 
-    ValueError where they are not of the same windows.
+    CheckpointError where they are not of the same windows.
     """
-    known = [[total.along for total in of_weight if total.along is not None] for of_weight in options]
-    largest = [max(of_weight, key=lambda along: float(along.square().sum())) for of_weight in known if of_weight]
-    if len({len(along) for along in largest}) > 1:
-        raise ValueError("windows differ")
-    return torch.stack(largest).sum(0) if largest else None
+    known = [[total.follows for total in of_weight if total.follows is not None] for of_weight in options]
+    largest = [max(of_weight, key=lambda follows: float(follows.square().sum())) for of_weight in known if of_weight]
+    if len({len(follows) for follows in largest}) > 1:
+        raise CheckpointError("the statistics have gradients of weights over different windows; calibrate again")
+    if not largest:
+        return None
+    windows = len(largest[0])
+    return torch.stack(largest).sum(0) * (windows / (windows + len(largest)))
