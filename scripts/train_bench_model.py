@@ -1,4 +1,5 @@
-"""Trains a small Llama on text files, so that a method can be measured on a model that it was not made for.
+"""Trains a small Llama, or mixture of experts, on text files, so that a method can be measured on a model that it was
+not made for.
 
     python scripts/train_bench_model.py OUT --data FILE|DIR ... --tokenizer MODEL [--hidden 192 --layers 4 ...]
 
@@ -8,6 +9,9 @@ which the same call continues; OUT/training.jsonl has a line for each of these: 
 training text and of its last twentieth, which is not trained on. Batches follow from ``--seed`` and the number of the
 step alone; a call that goes on with other ``--steps`` changes the learning rate of what is left. With ``--minutes`` a
 call ends that long after it began, whatever it has reached of the steps: the learning rate falls by the clock then.
+
+With ``--experts`` a trained Llama, the folder ``--start``, becomes a Mixtral with so many copies of each of its MLPs,
+two for each token (sparse upcycling, Komatsuzaki et al. 2022, arXiv 2212.05055), which then learn to differ.
 """
 
 import argparse
@@ -20,12 +24,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 SUFFIXES = {".txt", ".md", ".rst", ".raw"}
 HELD_OUT = 20  # one of so many tokens, at the end of the text
 HELD_ROWS = 64  # that the loss is measured on
 WARM_UP, WEIGHT_DECAY = 0.02, 0.1  # of the steps; of AdamW
+COPY_NOISE = 0.02  # of an expert, as a share of the standard deviation of the MLP that it is a copy of
 
 
 def read_tokens(paths: list[Path], tokenizer: Any) -> torch.Tensor:
@@ -52,12 +57,15 @@ def batch_of(tokens: torch.Tensor, step: int, args: argparse.Namespace) -> torch
     return rows.pin_memory() if torch.cuda.is_available() else rows  # a copy that the host does not wait for
 
 
-def held_out_loss(model: LlamaForCausalLM, tokens: torch.Tensor, args: argparse.Namespace) -> float:
+def held_out_loss(model: Any, tokens: torch.Tensor, args: argparse.Namespace) -> float:
     """Mean loss of evenly spaced rows, nats a token."""
     starts = torch.linspace(0, len(tokens) - args.length, HELD_ROWS).long()
     rows = rows_of(tokens, starts, args.length).to(model.device)
     with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
-        losses = [float(model(part, labels=part, use_cache=False).loss) for part in rows.split(16)]
+        losses = [
+            float(model.loss_function(model(part, use_cache=False).logits, part, model.config.vocab_size))
+            for part in rows.split(16)
+        ]
     return sum(losses) / len(losses)
 
 
@@ -84,6 +92,27 @@ def build(args: argparse.Namespace, vocabulary: int) -> LlamaForCausalLM:
         eos_token_id=None,
     )
     return LlamaForCausalLM(config)
+
+
+def upcycled(args: argparse.Namespace) -> MixtralForCausalLM:
+    """A Mixtral that computes about what the Llama does that it is made of."""
+    torch.manual_seed(args.seed)
+    llama = LlamaForCausalLM.from_pretrained(args.start, dtype=torch.float32)
+    shared = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    shared += ["num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
+    known = {name: getattr(llama.config, name) for name in shared}
+    rope = {"rope_parameters": llama.config.rope_parameters, "sliding_window": None}
+    experts = {"num_local_experts": args.experts, "num_experts_per_tok": 2, "output_router_logits": True}
+    model = MixtralForCausalLM(MixtralConfig(**known, **rope, **experts, bos_token_id=None, eos_token_id=None))
+    _, unknown = model.load_state_dict(llama.state_dict(), strict=False)
+    assert all(".mlp." in name for name in unknown), unknown
+    with torch.no_grad():
+        for dense, sparse in zip(llama.model.layers, model.model.layers, strict=True):
+            first = torch.cat((dense.mlp.gate_proj.weight, dense.mlp.up_proj.weight))
+            for stack, w in ((sparse.mlp.experts.gate_up_proj, first), (sparse.mlp.experts.down_proj, None)):
+                w = dense.mlp.down_proj.weight if w is None else w
+                stack.copy_(w + COPY_NOISE * w.std() * torch.randn_like(stack))
+    return model
 
 
 def train(args: argparse.Namespace, save: Callable[[int, float], None], model: Any, tokens: torch.Tensor) -> None:
@@ -132,11 +161,15 @@ def parsed() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value, help="[%(default)s]")
     parser.add_argument("--lr", type=float, default=2e-3, help="[%(default)s]")
     parser.add_argument("--minutes", type=float, default=0, help="end after so long, saving apart [all steps]")
+    parser.add_argument("--experts", type=int, default=0, help="copies of each MLP of --start [a Llama from nothing]")
+    parser.add_argument("--start", type=Path, help="folder of the Llama that --experts begins with")
     parser.add_argument("--tie", action="store_true", help="the head is the embedding")
     parser.add_argument(
         "--compile", action="store_true", help="compile the decoder layers, which takes a minute or less"
     )
     args = parser.parse_args()
+    if bool(args.experts) != bool(args.start):
+        parser.error("--experts and --start go together: a mixture of experts begins with a trained Llama")
     args.begun = time.monotonic()
     return args
 
@@ -152,7 +185,8 @@ def main() -> None:
     tokens, held_out = every[:cut], every[cut:]
     if len(held_out) <= args.length:
         raise SystemExit(f"{len(every)} tokens are too few; expected {HELD_OUT * (args.length + 1)} or more")
-    model: Any = build(args, len(tokenizer)).to("cuda" if torch.cuda.is_available() else "cpu")
+    made = upcycled(args) if args.experts else build(args, len(tokenizer))
+    model: Any = made.to("cuda" if torch.cuda.is_available() else "cpu")
     if args.compile:
         for layer in model.model.layers:  # one by one: all of them run the first one's code
             layer.compile()

@@ -9,7 +9,7 @@ weights of the source, put together so, are the loaded parameter to the bit. It 
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 
 import torch
@@ -40,6 +40,29 @@ class Assembly:
     def keys(self) -> tuple[str, ...]:
         """Every member of it."""
         return tuple(key for stack in self.stacks for key in stack)
+
+    @property
+    def module(self) -> str:
+        """Whose parameter it is, by its name in the block."""
+        return self.parameter.rpartition(".")[0]
+
+    def part(self, key: str) -> "Assembly":
+        """Of a stacked parameter the part ``[1, ...]`` that is one expert's, that with the member ``key``; of another
+        parameter the whole."""
+        if not self.stacked:
+            return self
+        expert = next(stack.index(key) for stack in self.stacks if key in stack)
+        return replace(self, stacks=tuple((stack[expert],) for stack in self.stacks))
+
+    def rows_of(self, key: str, sizes: Mapping[str, int]) -> torch.Tensor:
+        """int64: where the rows of the member ``key`` are in a parameter of one matrix.
+
+        sizes  how many rows each member has
+        """
+        numbers = {k: torch.full((sizes[k], 1), -1.0) for k in self.keys}
+        numbers[key] = torch.arange(sizes[key]).float().unsqueeze(1)
+        found = self.build(numbers).flatten()  # of the member, by row of the parameter
+        return torch.argsort(found, stable=True)[int((found < 0).sum()) :]
 
     def build(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The parameter, differentiable in ``weights``."""

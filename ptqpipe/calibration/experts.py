@@ -5,14 +5,14 @@ with the same arithmetic for whichever of its layouts (gate and up in one tensor
 4's, which declare nothing, get a run of rows each, one per token, zeros for the tokens of other experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from ptqpipe.errors import CheckpointError
-from ptqpipe.runtime.experts import in_runs, is_known, is_turned
+from ptqpipe.runtime.experts import first_stack, in_runs, is_known, is_turned
 
 #: (expert, "up" or "down", rows [tokens, K]): the inputs of the first and of the second product of an expert. What it
 #: returns is what the product gets; None leaves the input as it is.
@@ -23,6 +23,17 @@ OutputObserver = Callable[[int, str, torch.Tensor, torch.Tensor], None]
 
 LEAST_TOKENS = 16  # an expert with fewer has no statistics of its own
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+def is_product(place: str) -> bool:
+    """Whether a place in a block is a product of a stacked expert, ``<module>[<expert>].up`` or ``.down``, and no
+    module."""
+    return "[" in place
+
+
+def stack_of(place: str) -> str:
+    """The module of a place in a block: of a product of a stacked expert the stack, else the place itself."""
+    return place.partition("[")[0]
 
 
 def is_stacked(module: torch.nn.Module) -> bool:
@@ -50,6 +61,23 @@ def gate_and_up(module: Any, outputs: int) -> tuple[slice, slice]:
     if getattr(module, "is_concatenated", True):
         return slice(0, outputs // 2), slice(outputs // 2, outputs)
     return slice(0, outputs, 2), slice(1, outputs, 2)
+
+
+def second_input(module: Any, expert: int, x: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
+    """What the second product of an expert is given for inputs ``x`` [n, K]; with ``first`` as its first matrix, in the
+    orientation of the module's, instead of the module's own."""
+    return _activated(module, _product(module, first_stack(module), expert, x, first))
+
+
+def routing(module: Any, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the arguments of ``module`` say of its tokens: the rows of its first argument that are given to experts,
+    int64 [n]; the experts of each, int64 [n, k]; and what each of these counts for in the output, [n, k]."""
+    hidden = arguments[0]
+    if not in_runs(module):
+        return torch.arange(len(hidden), device=hidden.device), arguments[1], arguments[2]
+    own = hidden.any(dim=-1).nonzero().squeeze(-1)
+    experts = (own // (len(hidden) // module.num_experts)).unsqueeze(1)
+    return own, experts, torch.ones_like(experts, dtype=hidden.dtype)
 
 
 _Run = Callable[[int, torch.Tensor], torch.Tensor]
@@ -88,17 +116,11 @@ def _tokens_forward(
 def _expert(
     module: Any, observer: Observer | None, outputs: OutputObserver | None, expert: int, x: torch.Tensor
 ) -> torch.Tensor:
-    gated = getattr(module, "has_gate", True)
     x = _seen(observer, expert, "up", x)
-    inner = _product(module, "gate_up_proj" if gated else "up_proj", expert, x)
+    first = _product(module, first_stack(module), expert, x)
     if outputs is not None:
-        outputs(expert, "up", x, inner)
-    if in_runs(module):
-        gate, up = inner.chunk(2, dim=-1)
-        inner = up * module.act_fn(gate)
-    else:
-        inner = module._apply_gate(inner) if gated else module.act_fn(inner)
-    inner = _seen(observer, expert, "down", inner)
+        outputs(expert, "up", x, first)
+    inner = _seen(observer, expert, "down", _activated(module, first))
     out = _product(module, "down_proj", expert, inner)
     if outputs is not None:
         outputs(expert, "down", inner, out)
@@ -112,7 +134,17 @@ def _seen(observer: Observer | None, expert: int, side: str, x: torch.Tensor) ->
     return x if changed is None else changed
 
 
-def _product(module: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-    w = getattr(module, name)[expert]
+def _activated(module: Any, first: torch.Tensor) -> torch.Tensor:
+    """What the activation makes of an expert's first product."""
+    if in_runs(module):
+        gate, up = first.chunk(2, dim=-1)
+        found: torch.Tensor = up * module.act_fn(gate)
+    else:
+        found = module._apply_gate(first) if getattr(module, "has_gate", True) else module.act_fn(first)
+    return found
+
+
+def _product(module: Any, name: str, expert: int, x: torch.Tensor, w: torch.Tensor | None = None) -> torch.Tensor:
+    w = getattr(module, name)[expert] if w is None else w
     out: torch.Tensor = x @ (w if is_turned(module) else w.t())
     return out + getattr(module, f"{name}_bias")[expert] if getattr(module, "has_bias", False) else out

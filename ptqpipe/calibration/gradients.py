@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.collect import find_slots, rows_of_names
-from ptqpipe.calibration.experts import LEAST_TOKENS, OutputObserver, observe
+from ptqpipe.calibration.experts import LEAST_TOKENS, OutputObserver, is_product, observe, stack_of
 from ptqpipe.calibration.merge import merge_added, merge_windows
 from ptqpipe.calibration.moments import symmetric
 from ptqpipe.calibration.pairs import Pair
@@ -21,6 +21,7 @@ from ptqpipe.calibration.runner import Block
 from ptqpipe.errors import NumericsError
 from ptqpipe.inputs import OUT_ROWS, WeightGradients
 
+EXPERT_ROWS = 256  # runs of outputs of a stacked expert: it is given few tokens, which say little of more
 SQUARED = 1 << 20  # numbers of a weight's gradients, of some windows and rows, that are in memory at once
 
 
@@ -28,8 +29,9 @@ SQUARED = 1 << 20  # numbers of a weight's gradients, of some windows and rows, 
 class Gradients:
     """What the gradients at the outputs of a block's linear layers say; float32 on the CPU.
 
-    outputs  module of the block -> E[g g^T] of every run of OUT_ROWS of its outputs, [b, b] each: what lies between
-             two runs counts as zero
+    outputs  module of the block, or product of a stacked expert (``<module>[<expert>].up`` and ``.down``) -> E[g g^T]
+             of every run of OUT_ROWS of its outputs, of an expert's of EXPERT_ROWS, [b, b] each: what lies between two
+             runs counts as zero
     last     E[g g^T] by runs likewise, at the output of the block itself
     weights  module of the block -> of its weight, where asked for; none of a module that is not given every token once
     experts  with them, checkpoint module of a stacked expert -> float32 [N] E[g^2] of its outputs, means over all
@@ -46,33 +48,36 @@ class Gradients:
 
 def rows_of(outputs: Sequence[torch.Tensor], places: torch.Tensor) -> list[torch.Tensor]:
     """``outputs`` of `Gradients` for a matrix whose rows are the outputs ``places`` int64 [n] of the module."""
-    found = []
-    for run in torch.split(places, OUT_ROWS):
+    found, size = [], len(outputs[0])
+    for run in torch.split(places, size):
         made = torch.zeros(len(run), len(run))
         for number, known in enumerate(outputs):
-            here = (run // OUT_ROWS == number).nonzero().squeeze(1)
-            inside = run[here] - number * OUT_ROWS
+            here = (run // size == number).nonzero().squeeze(1)
+            inside = run[here] - number * size
             made[here.unsqueeze(1), here] = known[inside.unsqueeze(1), inside]
         found.append(made)
     return found
 
 
-def nbytes(outputs: Sequence[int]) -> int:
-    """What the sums over a block take whose linear layers have these numbers of outputs, at their peak."""
-    return sum(16 * m * min(m, OUT_ROWS) for m in outputs)
+def nbytes(outputs: Sequence[int], experts: Sequence[int] = ()) -> int:
+    """What the sums over a block take whose linear layers have these numbers of outputs, and whose products of stacked
+    experts those, at their peak."""
+    sizes = [(m, OUT_ROWS) for m in outputs] + [(m, EXPERT_ROWS) for m in experts]
+    return sum(16 * m * min(m, run) for m, run in sizes)
 
 
 class OutputSums:
-    """Of the gradients at one linear layer, or at the block's output."""
+    """Of the gradients at one linear layer, at one product of a stacked expert, or at the block's output."""
 
-    def __init__(self) -> None:
-        self.parts: list[torch.Tensor] = []  # float64, of every run of OUT_ROWS
+    def __init__(self, run: int = OUT_ROWS) -> None:
+        self.run = run
+        self.parts: list[torch.Tensor] = []  # float64, of every run of outputs
         self.total = 0.0
 
     def add(self, g: torch.Tensor, energy: torch.Tensor) -> None:
         """Adds gradients [tokens, m] and what each token counts [tokens]."""
         weighted = g * energy.unsqueeze(1)
-        pairs = zip(torch.split(g, OUT_ROWS, dim=1), torch.split(weighted, OUT_ROWS, dim=1), strict=True)
+        pairs = zip(torch.split(g, self.run, dim=1), torch.split(weighted, self.run, dim=1), strict=True)
         outer = [symmetric(run, other).double() for run, other in pairs]
         self.parts = [a.add_(b) for a, b in zip(self.parts, outer, strict=True)] if self.parts else outer
         self.total += float(energy.double().sum())
@@ -142,7 +147,7 @@ class ExpertSums:
 class BlockSums:
     """Over one block.
 
-    outputs  by module; by "" those at the block's output
+    outputs  by module, or by product of a stacked expert; by "" those at the block's output
     weights  by module, where they are asked for
     experts  by slot of stacked experts, likewise
     """
@@ -156,8 +161,9 @@ class BlockSums:
         """Nothing yet."""
         squares = {name: WeightSums() for name in modules if weights}
         slots = find_slots(block.name, block.module, block.origins) if weights else ()
-        experts = {slot.id: ExpertSums() for slot in slots if _stack_of(slot.id)}
-        return cls({name: OutputSums() for name in ("", *modules)}, squares, experts)
+        experts = {slot.id: ExpertSums() for slot in slots if is_product(slot.id)}
+        outputs = {name: OutputSums(EXPERT_ROWS if is_product(name) else OUT_ROWS) for name in ("", *modules)}
+        return cls(outputs, squares, experts)
 
     def merged(self, block: Block, world: int, pairs: Mapping[str, Pair]) -> Gradients:
         """Of all processes; every one of them calls it."""
@@ -182,7 +188,7 @@ class BlockSums:
             if not energy > 0:
                 continue
             moment = torch.stack([each.parts[0] for each in of]).sum(0) / energy * max(given, 1.0) / tokens
-            module = block.module.get_submodule(_stack_of(name).removeprefix(f"{block.name}."))
+            module = block.module.get_submodule(stack_of(name).removeprefix(f"{block.name}."))
             for checkpoint, rows in rows_of_names(module, slots[name], len(moment)).items():
                 found[checkpoint] = moment[rows].float().cpu()
         return found
@@ -194,11 +200,6 @@ def _matrix(linear: torch.nn.Module) -> torch.Tensor:
 
     weight = linear.get_parameter("weight").detach()
     return weight.t() if isinstance(linear, Conv1D) else weight
-
-
-def _stack_of(slot: str) -> str:
-    """The module of stacked experts that a slot is of; empty for another one."""
-    return slot.partition("[")[0] if "[" in slot else ""
 
 
 @contextlib.contextmanager
@@ -227,17 +228,21 @@ def watched(block: Block, windows: tuple[int, ...], sums: BlockSums) -> Iterator
 
     def outputs_of(stack: str) -> OutputObserver:
         def see(expert: int, side: str, x: torch.Tensor, out: torch.Tensor) -> None:
-            found, given = sums.experts.get(f"{stack}[{expert}].{side}"), x.detach()
-            if found is not None and out.requires_grad:
-                out.register_hook(lambda g: found.add(given, g))
+            product, given = f"{stack}[{expert}].{side}", x.detach()
+            squares, outer = sums.experts.get(f"{block.name}.{product}"), sums.outputs.get(product)
+            if squares is not None and out.requires_grad:
+                out.register_hook(lambda g: squares.add(given, g))
+            if outer is not None and out.requires_grad:
+                energy = given.float().square().mean(1)
+                out.register_hook(lambda g: outer.add(g.float(), energy))
 
         return see
 
     module = block.module
-    handles = [module.get_submodule(name).register_forward_hook(hook_of(name)) for name in sums.outputs if name]
-    stacks = {
-        stack: module.get_submodule(stack.removeprefix(f"{block.name}.")) for stack in map(_stack_of, sums.experts)
-    }
+    linear = [name for name in sums.outputs if name and not is_product(name)]
+    handles = [module.get_submodule(name).register_forward_hook(hook_of(name)) for name in linear]
+    products = [*(name.removeprefix(f"{block.name}.") for name in sums.experts), *filter(is_product, sums.outputs)]
+    stacks = {stack: module.get_submodule(stack) for stack in map(stack_of, products)}
     for stack, experts in stacks.items():
         observe(experts, None, outputs_of(stack))
     try:

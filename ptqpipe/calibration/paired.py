@@ -9,12 +9,12 @@ import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ptqpipe.calibration.capture import StopForward
-from ptqpipe.calibration.experts import Observer, observe
+from ptqpipe.calibration.experts import Observer, is_stacked, observe, stack_of
 from ptqpipe.calibration.moments import symmetric
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
@@ -31,6 +31,7 @@ class Quantizer(Protocol):
     def quantized(self, x: torch.Tensor, /) -> torch.Tensor: ...
 
 
+_Q = TypeVar("_Q", bound=Quantizer)
 _EXPERT = re.compile(r"(.*)\[(\d+)\]\.(up|down)")
 
 
@@ -46,6 +47,26 @@ class Paired:
 
     moment: torch.Tensor
     cross: torch.Tensor
+
+
+class PairedSums:
+    """Of what `Paired` is the mean of, over batches: float64."""
+
+    def __init__(self) -> None:
+        self._sums: list[torch.Tensor] = []
+
+    def add(self, x: torch.Tensor, seen: torch.Tensor) -> None:
+        """Adds inputs [tokens, K] in the float model and in the quantized one, float32."""
+        products = (symmetric(seen, seen), x.t() @ seen)
+        known = zip(self._sums, products, strict=True) if self._sums else ()
+        self._sums = [total.add_(product) for total, product in known] or [p.double() for p in products]
+
+    def mean(self, tokens: int, name: str) -> Paired:
+        """Over so many. NumericsError for inputs, those of ``name``, that are not finite."""
+        found = Paired(*((each / tokens).float() for each in self._sums))
+        if not bool(torch.isfinite(found.moment).all()) or not bool(torch.isfinite(found.cross).all()):
+            raise NumericsError(f"the input of '{name}' is not finite; check the model's weights")
+        return found
 
 
 class Known:
@@ -101,6 +122,11 @@ class Known:
         found = {name: _unchanged(self._outputs.get((batch, name))) for name in self.settled}
         return {name: x for name, x in found.items() if x is not None}
 
+    def left(self, batch: int, quantizers: Mapping[str, _Q]) -> dict[str, _Q]:
+        """Those of ``quantizers``, by place in the block, whose module runs again: its output is not known."""
+        ready = self.outputs(batch)
+        return {place: q for place, q in quantizers.items() if stack_of(place) not in ready}
+
     @contextlib.contextmanager
     def reusing(self, block: Block, batch: int) -> Iterator[None]:
         """While it is open, the quantized block runs over a batch: modules with a known output compute nothing, and
@@ -115,15 +141,19 @@ class Known:
         known = self.outputs(batch)
         new = [name for name in self.settled if name not in known and batch in self.batches]
         handles = [block.module.get_submodule(name).register_forward_hook(hook_of(name)) for name in new]
-        for name, out in known.items():
-            block.module.get_submodule(name).forward = lambda *_args, out=out, **_kwargs: out
+        modules = {name: block.module.get_submodule(name) for name in known}
+        own = {name: vars(module).get("forward") for name, module in modules.items()}  # of stacked experts, observed
+        for name, module in modules.items():
+            vars(module)["forward"] = lambda *_args, out=known[name], **_kwargs: out
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            for name in known:
-                del block.module.get_submodule(name).forward
+            for name, module in modules.items():
+                del module.forward
+                if own[name] is not None:
+                    vars(module)["forward"] = own[name]
 
 
 def _unchanged(kept: tuple[torch.Tensor, int] | None) -> torch.Tensor | None:
@@ -134,7 +164,11 @@ def _unchanged(kept: tuple[torch.Tensor, int] | None) -> torch.Tensor | None:
 def kept_streams(skeleton: Skeleton) -> int:
     """How many sets of hidden states what `Known` keeps is at most: of each module its input, then its output."""
     hidden: int = skeleton.model.config.get_text_config().hidden_size
-    widths = (sum(max(p.shape) for p in module.parameters() if p.dim() == 2) for _, module in skeleton.blocks)
+    widths = (
+        sum(max(p.shape) for p in module.parameters() if p.dim() == 2)
+        + sum(hidden for child in module.modules() if is_stacked(child))
+        for _, module in skeleton.blocks
+    )
     return -(-max(widths) // hidden)
 
 
@@ -172,20 +206,15 @@ def paired_moments(
 
     NumericsError for inputs that are not finite.
     """
-    sums: dict[tuple[str, int], torch.Tensor] = {}  # float64
+    sums: dict[str, PairedSums] = {}
     leaders: dict[str, str] = {}
     tokens = 0
     for batch in batches:
         rows = paired_inputs(block, modules, leaders, batch, given, parameters, quantizers, known)
         for name, (x, seen) in rows.items():
-            for key, product in (((name, 0), symmetric(seen, seen)), ((name, 1), x.t() @ seen)):
-                sums[key] = sums[key].add_(product) if key in sums else product.double()
+            sums.setdefault(name, PairedSums()).add(x, seen)
         tokens += len(rows[modules[0]][0])
-    names = list(dict.fromkeys(leaders.values()))
-    means = {name: Paired(*((sums[name, place] / tokens).float() for place in (0, 1))) for name in names}
-    for name, pair in means.items():
-        if not bool(torch.isfinite(pair.moment).all()) or not bool(torch.isfinite(pair.cross).all()):
-            raise NumericsError(f"the input of '{block.name}.{name}' is not finite; check the model's weights")
+    means = {name: of.mean(tokens, f"{block.name}.{name}") for name, of in sums.items()}
     return {name: means[leaders[name]] for name in modules}
 
 
@@ -210,9 +239,8 @@ def paired_inputs(
     if not leaders:
         leaders |= _leaders(modules, exact, quantizers)
         names = list(dict.fromkeys(leaders.values()))
-    left = {name: q for name, q in quantizers.items() if name not in known.outputs(batch)}
     with known.reusing(block, batch):
-        found = _inputs(block, names, left, given(batch), batch, parameters)
+        found = _inputs(block, names, known.left(batch, quantizers), given(batch), batch, parameters)
     both = {}
     for name in names:
         x, seen = (rows[name].reshape(-1, rows[name].shape[-1]).float() for rows in (exact, found))
@@ -229,18 +257,33 @@ def _inputs(
     parameters: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """Module -> its (quantized) input in one run, which ends when all are seen."""
-    seen: dict[str, torch.Tensor] = {}
+    return {name: args[0] for name, args in arguments(block, modules, quantizers, hidden, batch, parameters).items()}
+
+
+def arguments(
+    block: Block,
+    modules: Sequence[str],
+    quantizers: Mapping[str, Quantizer],
+    hidden: torch.Tensor,
+    batch: int,
+    parameters: Mapping[str, torch.Tensor],
+) -> dict[str, tuple[Any, ...]]:
+    """Module -> all that it is given in one run, which ends when all are seen."""
+    seen: dict[str, tuple[Any, ...]] = {}
 
     def hook_of(name: str) -> Any:
-        def hook(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            seen[name] = args[0]
+        def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen[name] = (*args, *kwargs.values())
             if len(seen) == len(modules):
                 raise StopForward
 
         return hook
 
     with torch.no_grad(), quantized_inputs(block.module, quantizers):
-        handles = [block.module.get_submodule(name).register_forward_pre_hook(hook_of(name)) for name in modules]
+        handles = [
+            block.module.get_submodule(name).register_forward_pre_hook(hook_of(name), with_kwargs=True)
+            for name in modules
+        ]
         try:
             with contextlib.suppress(StopForward):
                 block.forward(hidden, batch, parameters=parameters)

@@ -28,11 +28,13 @@ import torch
 
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.data import Samples
+from ptqpipe.calibration.experts import is_stacked
 from ptqpipe.calibration.gradients import BlockSums, Gradients, nbytes, watched
 from ptqpipe.calibration.pairs import PAIRS, PairCollector, most_tokens, nbytes as pair_bytes
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
+from ptqpipe.runtime.experts import first_stack
 
 HEAD_TOKENS = 256  # whose logits are in memory at once
 TOKENS = 16_384  # of samples, all of which are run backwards
@@ -81,7 +83,7 @@ def reverse(
 
     seed     of the labels, which depend on a window's number and not on what runs beside it
     store    opens a place for the hidden states that enter a block; the caller closes those that are left at the end
-    modules  linear layers of a block (names in the block) that are wanted
+    modules  linear layers of a block (names in the block), and `expert_products`, that are wanted
     step     1: every block runs forward once. More: hidden states of every ``step``-th block are stored, and most
              blocks run forward twice; the result is the same
     of_ranks  (rank, world) of this process among those that share the windows: window i of the runner is number
@@ -151,7 +153,7 @@ def reverse_model(
     count, tokens = len(skeleton.blocks), windows.numel() + held_out.numel()
     kept = most_tokens(skeleton.blocks, skeleton.origins) if pairs else 0
     memory_bytes -= max(
-        nbytes(_widths(module)) + pair_bytes(name, module, skeleton.origins, kept) for name, module in skeleton.blocks
+        nbytes(*_widths(module)) + pair_bytes(name, module, skeleton.origins, kept) for name, module in skeleton.blocks
     )
     step = 1 if skeleton.has_room(tokens, memory_bytes, streams(count, 1)) else least_step(count)
     runner = Runner.open(
@@ -195,9 +197,23 @@ def linear_modules(block: Block, wanted: set[str] | None = None) -> list[str]:
     return found
 
 
-def _widths(module: torch.nn.Module) -> list[int]:
-    """At most how many outputs each linear layer of a block has."""
-    return [max(p.shape) for name, p in module.named_parameters() if name.endswith(".weight") and p.dim() == 2]
+def expert_products(block: Block, wanted: set[str]) -> list[str]:
+    """Products of the block's stacked experts, ``<module>[<expert>].up`` and ``.down``, whose stacks are made of
+    ``wanted`` checkpoint tensors."""
+    found = []
+    for name, module in block.module.named_modules():
+        for leaf, side in ((first_stack(module), "up"), ("down_proj", "down")) if is_stacked(module) else ():
+            origins = block.origins.get(f"{block.name}.{name}.{leaf}", ())
+            if origins and wanted.issuperset(origins):
+                found += [f"{name}[{expert}].{side}" for expert in range(len(module.get_parameter(leaf)))]
+    return found
+
+
+def _widths(module: torch.nn.Module) -> tuple[list[int], list[int]]:
+    """At most how many outputs each linear layer of a block has, and each product of a stacked expert."""
+    parameters = list(module.named_parameters())
+    linear = [max(p.shape) for name, p in parameters if name.endswith(".weight") and p.dim() == 2]
+    return linear, [max(p.shape[1:]) for _, p in parameters if p.dim() == 3 for _ in range(len(p))]
 
 
 def _after(block: Block, entering: Activations) -> Callable[[int], torch.Tensor]:

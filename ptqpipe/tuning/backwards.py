@@ -7,21 +7,20 @@ before that does the pass again.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.gradients import Gradients
-from ptqpipe.calibration.reverse import linear_modules, reverse_model, thinned
+from ptqpipe.calibration.reverse import expert_products, linear_modules, reverse_model, thinned
 from ptqpipe.calibration.runner import in_batches
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import CheckpointReader, output_errors, write_tensors
 from ptqpipe.machine import BASE_BYTES, Machine, counting_bar
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.runtime.compiled import pass_dtype
-from ptqpipe.tuning.block import divided
+from ptqpipe.tuning.in_order import divided
 
 _BLOCK = "."  # where a module's name would be: the block's own output
 
@@ -56,7 +55,7 @@ def observe(
             device=machine.device,
             memory_bytes=machine.memory_bytes - BASE_BYTES,
             spill=spill,
-            modules=partial(linear_modules, wanted=wanted),
+            modules=lambda block: [*linear_modules(block, wanted), *expert_products(block, wanted)],
         )
         with counting_bar(len(names), "layers", shown=machine.progress, title="backwards") as advance:
             for name, gradients in found:

@@ -32,7 +32,8 @@ from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import Rounding, relative_change, sha256_of
 from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.tuning import codes as codes_of
-from ptqpipe.tuning.block import BlockWork, divided
+from ptqpipe.tuning.block import BlockWork
+from ptqpipe.tuning.in_order import divided
 from ptqpipe.tuning.kept import Trained, TrainedTensor, find_kept, unit_name, with_gain
 from ptqpipe.tuning.options import FOUR_BIT_RATE, GLOBAL, TuneOptions
 

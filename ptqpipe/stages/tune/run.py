@@ -1,9 +1,8 @@
 """tune: learned codes for the weights of a model, one decoder layer at a time, into a folder (`rounding.py`).
 
 The plan is convert's: tune changes the weights that a conversion with the same recipe quantizes. "layerwise" takes the
-scales and codes that it would write with statistics, "gptq" the nearest codes as a start, but those of "layerwise" for
-stacked experts. Moments are collected of the layer at hand and dropped with it, so they never lie on disk; a folder of
-statistics that has full ones is read instead.
+scales and codes that it would write with statistics, "gptq" the nearest codes as a start. Moments are collected of the
+layer at hand and dropped with it, so they never lie on disk; a folder of statistics that has full ones is read instead.
 
 Two streams of hidden states go through the model: those of the float layers are the targets; those of the layers with
 learned codes, activations quantized as the scheme says, are the inputs that each layer will get. For "layerwise" the
@@ -48,7 +47,8 @@ from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.tune.text import described
 from ptqpipe.statistics import Statistics
 from ptqpipe.tuning import backwards, codes as codes_of, end_to_end
-from ptqpipe.tuning.block import BlockWork, divided, follow, observe
+from ptqpipe.tuning.block import BlockWork, observe
+from ptqpipe.tuning.in_order import divided, follow
 from ptqpipe.tuning.options import TuneOptions, check
 
 LARGE = 1 << 20  # numbers in a weight
@@ -204,7 +204,7 @@ def _run(
                 work = BlockWork.of(block, prepared, runner)
                 behind = isinstance(block, MtpBlock)  # the model's output, so that no gradient comes from there
                 of_outputs = None if found or behind else gradients(block.name)
-                known = Known(work.modules.values(), keeps)
+                known = Known(work.watched, keeps)
                 _tune_block(
                     work, runner, folder, options, streams, of_outputs, known, collects=collects, on_part=on_part
                 )
@@ -271,12 +271,16 @@ class _Streams:
 
     @classmethod
     def like(cls, runner: Runner, spill: Path, opened: contextlib.ExitStack) -> "_Streams":
-        """On disk, in the folder ``spill``, where the runner's own are; ``opened`` closes them."""
-        disk = isinstance(runner.activations, OnDisk)
-        both = [OnDisk(spill) if disk else InMemory() for _ in range(2)]
+        """`_open_stream` of each; ``opened`` closes them."""
+        both = [_open_stream(runner, spill) for _ in range(2)]
         for stream in both:
             opened.callback(stream.close)
         return cls(*both)
+
+
+def _open_stream(runner: Runner, spill: Path) -> Activations:
+    """Empty; on disk, in the folder ``spill``, where the runner's own hidden states are."""
+    return OnDisk(spill) if isinstance(runner.activations, OnDisk) else InMemory()
 
 
 def _layerwise(work: BlockWork, runner: Runner, folder: BlockFolder, *, collects: bool) -> None:
@@ -321,7 +325,8 @@ def _tune_block(
             run(lambda batch: None)
         start = work.start(inputs, followed=options.follows)
         del inputs  # the moments
-        codes, record = _find(work, options, start, streams, gradients, known, on_part=on_part)
+        store = partial(_open_stream, runner, folder.paths.partial)
+        codes, record = _find(work, options, start, streams, gradients, known, store, on_part=on_part)
         record |= codes_of.write(codes_of.place(folder, options.method), block.name, codes)
         folder.commit(block.name, record)
     weights = {key: decoded(q) for key, q in codes.items()}
@@ -339,6 +344,7 @@ def _find(
     streams: _Streams,
     gradients: Gradients | None,
     known: Known,
+    store: Callable[[], Activations],
     *,
     on_part: Callable[[float, str], None],
 ) -> tuple[dict[str, QTensor], dict[str, Any]]:
@@ -361,6 +367,7 @@ def _find(
             inputs=partial(_at, block=work.block, stream=given),
             targets=partial(_at, block=work.block, stream=wanted),
             known=known,
+            store=store,
             gradients=gradients,
             on_unit=lambda part, name: on_part(share * part, name),
         )

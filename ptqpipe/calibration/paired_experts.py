@@ -1,0 +1,137 @@
+"""What stacked experts are given in two runs of a block: in the float model, and in the one that is quantized so far.
+
+An expert's tokens are those that the quantized model sends to it. Each of them counts as much as the expert's output
+does in that of the layer. It must not know formats, files or what the inputs are for.
+"""
+
+import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ptqpipe.calibration.activations import Activations
+from ptqpipe.calibration.experts import routing
+from ptqpipe.calibration.paired import Known, Paired, PairedSums, Quantizer, arguments
+from ptqpipe.calibration.runner import BATCH_TOKENS, Block
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertInputs:
+    """Inputs of one product of an expert, a row for each of its tokens.
+
+    exact    float32 [n, K] in the float model
+    seen     float32 [n, K] in the quantized one
+    weights  float32 [n], of which the mean square is 1: what each row counts for
+    """
+
+    exact: torch.Tensor
+    seen: torch.Tensor
+    weights: torch.Tensor
+
+    def weighted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both, times the weights."""
+        return self.exact * self.weights.unsqueeze(1), self.seen * self.weights.unsqueeze(1)
+
+    def part(self, rows: slice) -> "ExpertInputs":
+        """Some of the rows."""
+        return ExpertInputs(self.exact[rows], self.seen[rows], self.weights[rows])
+
+    def moments(self, name: str) -> Paired:
+        """Means over the weighted rows. NumericsError for inputs, those of ``name``, that are not finite."""
+        sums = PairedSums()
+        for start in range(0, len(self.weights), BATCH_TOKENS):
+            sums.add(*self.part(slice(start, start + BATCH_TOKENS)).weighted())
+        return sums.mean(len(self.weights), name)
+
+
+@dataclass(frozen=True, slots=True)
+class StackInputs:
+    """What the module ``stack`` of a block is given, by batch.
+
+    exact, seen  hidden states [n, K] of the float model and of the quantized one, before experts quantize them
+    experts      int64 [n, k]: where the quantized model sends each token
+    weights      [n, k]: what each of these experts counts for there
+    """
+
+    block: Block
+    stack: str
+    exact: Activations
+    seen: Activations
+    experts: dict[int, torch.Tensor]
+    weights: dict[int, torch.Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        block: Block,
+        stack: str,
+        *,
+        batches: Sequence[int],
+        given: Callable[[int], torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+        quantizers: Mapping[str, Quantizer],
+        known: Known,
+        store: Callable[[], Activations],
+    ) -> "StackInputs":
+        """Runs both models up to the stack. The arguments are those of `paired_moments`; ``store`` opens a place for
+        hidden states of all batches, and `close` closes it."""
+        made = cls(block, stack, store(), store(), {}, {})
+        module = block.module.get_submodule(stack)
+        for batch in batches:
+            exact = known.inputs(batch, [stack]) or {
+                stack: arguments(block, [stack], {}, block.inputs(batch), batch, {})[stack][0]
+            }
+            left = known.left(batch, quantizers)
+            with known.reusing(block, batch):
+                found = arguments(block, [stack], left, given(batch), batch, parameters)[stack]
+            places, experts, weights = routing(module, found)
+            x, seen = exact[stack][places], found[0][places]
+            # Where each expert has rows of its own, the float model may have sent a token to another one.
+            both = x.any(dim=-1) if len(places) < len(found[0]) else slice(None)
+            made.exact.put(batch, x[both])
+            made.seen.put(batch, seen[both])
+            made.experts[batch], made.weights[batch] = experts[both].cpu(), weights[both].float().cpu()
+        return made
+
+    def close(self) -> None:
+        """Forgets the hidden states."""
+        self.exact.close()
+        self.seen.close()
+
+    def groups(self, batches: Sequence[int], experts: int) -> Iterator[tuple[int, ...]]:
+        """All of so many experts, in runs that have together no more tokens in these batches than there are: their
+        inputs take no more memory than those of the stack."""
+        sent = torch.zeros(experts, dtype=torch.int64)
+        for batch in batches:
+            sent += torch.bincount(self.experts[batch].flatten(), minlength=experts)[:experts]
+        most = max(sum(len(self.experts[batch]) for batch in batches), int(sent.max()))
+        before = torch.cumsum(sent, 0).tolist()
+        yield from _runs(before, most)
+
+    def inputs(self, experts: Sequence[int], batches: Sequence[int]) -> dict[int, ExpertInputs]:
+        """Of the first product of experts, over these batches in their order; those without tokens are left out."""
+        parts: dict[int, list[tuple[torch.Tensor, ...]]] = {expert: [] for expert in experts}
+        for batch in batches:
+            exact, seen = self.exact.get(batch), self.seen.get(batch)
+            for expert, found in parts.items():
+                token, place = torch.where(self.experts[batch] == expert)
+                found.append((exact[token], seen[token], self.weights[batch][token, place]))
+        made = {}
+        for expert, found in parts.items():
+            exact, seen, weights = (torch.cat(part).float() for part in zip(*found, strict=True))
+            size = float(weights.square().mean().sqrt()) if len(weights) else 0.0
+            if size > 0:
+                device = self.block.device
+                made[expert] = ExpertInputs(exact.to(device), seen.to(device), (weights / size).to(device))
+        return made
+
+
+def _runs(before: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
+    """Numbers of experts, in runs of ``most`` tokens; ``before`` says how many tokens those up to each one have."""
+    start = 0
+    while start < len(before):
+        taken = before[start - 1] if start else 0
+        stop = bisect.bisect_right(before, taken + most)
+        yield tuple(range(start, stop))
+        start = stop

@@ -1,0 +1,132 @@
+"""Codes of one unit by GPTQ, for the inputs that it will get.
+
+The target is what the float layer computed (``algorithms.asymmetric``); the weight is quantized in the metric of the
+input that the quantized layers before it give. Where a few of its rows so quantized lose more on inputs that were held
+out than with the nearest codes, it is quantized without such a target, and where they still do, it keeps the nearest
+codes. Knows units and moments; must not know how inputs were found.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ptqpipe.algorithms import LoadedWeight, Task, asymmetric, gptq, joined, two_sided
+from ptqpipe.algorithms.metric import Metric
+from ptqpipe.calibration.gradients import Gradients, rows_of
+from ptqpipe.calibration.paired import Known, Paired
+from ptqpipe.inputs import Moments
+from ptqpipe.kernels.decoding import decoded
+from ptqpipe.plan import Member, Unit
+from ptqpipe.qtensor import QTensor
+from ptqpipe.tuning.block import BlockWork, by_data
+
+TRIED_ROWS, TRIED_SHARE = 64, 16  # of a weight so many of its rows are tried first, but at most one of so many
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A decoder layer when the codes of some of its weights are to be found.
+
+    seen, judged  numbers of the batches that are learned from, and of those that judge
+    given         hidden states of a batch as the quantized layers before this one return them
+    decoded       key -> float32 [N, K]: every weight by its codes so far
+    parameters    of the layer, made of these, but for those of modules that run later
+    known         of earlier runs
+    gradients     of the float model in this layer, where errors cost what they add to the KL divergence of the model
+    share         fraction of the error of earlier layers that is compensated for: 0 to 1
+    """
+
+    seen: Sequence[int]
+    judged: Sequence[int]
+    given: Callable[[int], torch.Tensor]
+    decoded: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, torch.Tensor]
+    known: Known
+    gradients: Gradients | None
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What is known of a weight when it is its turn.
+
+    inputs   that judge, in the float model and in the quantized one, float32 [tokens, K]
+    outputs  E[g g^T] of its rows, by runs; None where nothing is known of them
+    nearest  float32 [N, K]: the nearest codes, decoded
+    """
+
+    member: Member
+    moments: Paired
+    inputs: tuple[torch.Tensor, torch.Tensor]
+    outputs: Sequence[torch.Tensor] | None
+    nearest: torch.Tensor
+
+
+def chosen(work: BlockWork, unit: Unit, members: Sequence[Given], *, share: float) -> dict[str, QTensor]:
+    """Key -> the codes of one unit; none where it is to keep the nearest ones."""
+    options, fmt = replace(by_data(unit), algorithm="gptq"), unit.scheme.fmt
+    inputs: dict[int, tuple[Moments, Metric]] = {}  # by what is known of an input
+    for m in members:
+        if id(m.moments) not in inputs:
+            moments = Moments(m.moments.moment.diagonal().clone(), full_moment=m.moments.moment)
+            name, device = m.member.weight, work.block.device
+            inputs[id(m.moments)] = moments, gptq.metric_of(moments, fmt, options, device=device, name=name)
+
+    def choose(rows: Sequence[slice], share: float, *, outputs: bool) -> dict[str, QTensor]:
+        weights = [work.weights[m.member.key][run].float() for m, run in zip(members, rows, strict=True)]
+        wanted = list(weights)
+        for of_input, (_, metric) in inputs.items() if share else ():
+            sharing = [i for i, m in enumerate(members) if id(m.moments) == of_input]
+            pair, name = members[sharing[0]].moments, members[sharing[0]].member.weight
+            floats = [weights[i] for i in sharing]
+            full = asymmetric.targets(floats, pair.moment, pair.cross, metric=metric, name=f"the input of '{name}'")
+            for i, w, found in zip(sharing, floats, full, strict=True):
+                wanted[i] = w + share * (found - w)
+        runs: dict[tuple[int, int], QTensor] = {}
+        task = Task(
+            [LoadedWeight(w) for w in wanted],
+            fmt,
+            [m.member.weight for m in members],
+            lambda member, row, q: runs.__setitem__((member, row), q),
+            options,
+            [replace(inputs[id(m.moments)][0], outputs=m.outputs if outputs else None) for m in members],
+            device=work.block.device,
+        )
+        gptq.choose(task, [inputs[id(m.moments)][1] for m in members])
+        return {m.member.key: joined(runs, i) for i, m in enumerate(members)}
+
+    if two_sided.possible(fmt):  # else rows share a scale, and some of them do not stand for all
+        # An odd step: one that divides the size of a head would try the same places of each.
+        rows = [slice(0, None, max(TRIED_SHARE, len(m.nearest) // TRIED_ROWS) | 1) for m in members]
+        nearest = cost(work, members, rows, [m.nearest[run] for m, run in zip(members, rows, strict=True)])
+        for tried in dict.fromkeys((share, 0.0)):
+            codes = choose(rows, tried, outputs=False)
+            if cost(work, members, rows, [decoded(codes[m.member.key]) for m in members]) <= nearest:
+                share = tried
+                break
+        else:
+            return {}
+    return choose([slice(None)] * len(members), share, outputs=True)
+
+
+def cost(work: BlockWork, members: Sequence[Given], rows: Sequence[slice], decoded: Sequence[torch.Tensor]) -> float:
+    """Squared error of the outputs ``rows`` on held-out inputs, with those rows ``decoded``; each output by what the
+    model minds of it, where that is known."""
+    total = 0.0
+    for m, run, values in zip(members, rows, decoded, strict=True):
+        x, seen = m.inputs
+        squares = (x @ work.weights[m.member.key][run].float().t() - seen @ values.t()).square_().sum(0).double()
+        if m.outputs is not None:
+            squares *= torch.cat([g.diagonal() for g in m.outputs])[run].to(squares)
+        total += float(squares.sum())
+    return total
+
+
+def outputs_of(work: BlockWork, key: str, gradients: Gradients | None) -> Sequence[torch.Tensor] | None:
+    """E[g g^T] of the rows of a weight, by runs; None where nothing is known of them."""
+    known = None if gradients is None else gradients.outputs.get(work.places[key])
+    matrix = next(a for a in work.assemblies if key in a.keys).part(key)
+    if known is None or len(matrix.keys) == 1:
+        return known
+    return rows_of(known, matrix.rows_of(key, {k: len(work.weights[k]) for k in matrix.keys}))

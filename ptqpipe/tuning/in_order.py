@@ -1,0 +1,174 @@
+"""tune --method gptq: error feedback in the order in which a decoder layer's matrices run.
+
+`follow` takes the linear layers, and the stacks of experts, in the order in which they are called; each compensates
+for the error of earlier ones. For each, both models are run up to it: the float one, and the one that is quantized so
+far, inputs quantized as the scheme says; ``feedback.py`` chooses the codes. None of them is taken where the layer's
+output on held-out samples is not better than with the nearest codes.
+
+Must not know where codes are kept.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ptqpipe.calibration.activations import Activations
+from ptqpipe.calibration.experts import is_product, stack_of
+from ptqpipe.calibration.gradients import Gradients
+from ptqpipe.calibration.paired import Known, paired_inputs, paired_moments
+from ptqpipe.errors import NumericsError
+from ptqpipe.inputs import OUT_ROWS
+from ptqpipe.kernels.decoding import decoded
+from ptqpipe.plan import Unit
+from ptqpipe.qtensor import QTensor
+from ptqpipe.tuning.block import BlockWork
+from ptqpipe.tuning.experts import follow_stack
+from ptqpipe.tuning.feedback import Given, Turn, chosen, outputs_of
+
+
+def follow(
+    work: BlockWork,
+    start: Mapping[str, QTensor],
+    *,
+    share: float,
+    held_out: float,
+    inputs: Callable[[int], torch.Tensor],
+    targets: Callable[[int], torch.Tensor],
+    known: Known,
+    store: Callable[[], Activations],
+    gradients: Gradients | None = None,
+    on_unit: Callable[[float, str], None] = lambda part, name: None,
+) -> tuple[Mapping[str, QTensor], float, float]:
+    """(codes of one block by key, mean errors of its output on the samples that were held out with the start
+    and with what was found). The codes are the start's where those are not better; both errors are the same where no
+    weight gains on the rows that are tried first.
+
+    start            those of `BlockWork.start`
+    share            fraction of the error of earlier layers that each layer compensates for: 0 to 1
+    held_out         share of the batches that only the gate sees
+    inputs, targets  hidden states of a batch, where the block is: what the quantized ones before return, this should
+    known            of the float block's run; of the quantized one's with the codes that are returned, afterwards
+    store            opens a place for hidden states of all batches
+    gradients        of the float model in this block, over the batches that are not held out: then errors cost what
+                     they add to the KL divergence of the model, and the errors that are returned are in nats
+    on_unit          called when a unit is done, with its share of the units and its name
+
+    NumericsError for moments or errors that are not finite.
+    """
+    seen, judged = divided(work.block.batches, held_out)
+    found: dict[str, QTensor] = {}
+    weights = {key: decoded(q) for key, q in start.items()}
+    metric = None if gradients is None else [g.to(work.block.device) for g in gradients.last]
+    before = _loss(work, weights, judged, inputs, targets, metric)
+    steps = _in_order(work, known.order)
+    waiting = {module for step in steps for module in step.modules}
+    part = 1 / max(1, sum(len(step.units) for step in steps))
+    for step in steps:
+        known.settle(set(known.order) - waiting)
+        later = known.order[max(map(known.order.index, step.modules)) + 1 :]
+        parameters = work.parameters(weights, without=later)
+        turn = Turn(seen, judged, inputs, weights, parameters, known, gradients, share)
+        codes = step.codes(work, turn, store, lambda name: on_unit(part, name))
+        waiting -= set(step.modules)
+        found |= codes
+        weights |= {key: decoded(q) for key, q in codes.items()}
+    known.settle(known.order)
+    after = _loss(work, weights, judged, inputs, targets, metric, known) if found else before
+    if not (before < float("inf") and after < float("inf")):
+        raise NumericsError(f"the output error of {work.block.name} is {after}; check the model's weights and the data")
+    if found and not after < before:
+        known.settle(())  # its codes are others
+    return {**start, **found} if after < before else start, before, after
+
+
+def divided(batches: int, held_out: float) -> tuple[list[int], list[int]]:
+    """(numbers of the batches that are learned from, of those that judge): the last ones, as many as the share says; of
+    a single batch both."""
+    every = list(range(batches))
+    judged = every[-max(1, round(batches * held_out)) :] if batches > 1 else every
+    return every[: -len(judged)] or every, judged
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A unit of linear layers, or all those of a stack of experts, and the modules that have them."""
+
+    units: Sequence[Unit]
+    modules: Sequence[str]
+    stacked: bool
+
+    def codes(
+        self, work: BlockWork, turn: Turn, store: Callable[[], Activations], on_unit: Callable[[str], None]
+    ) -> dict[str, QTensor]:
+        """Key -> the codes that were found; none of weights that are to keep theirs."""
+        if self.stacked:
+            return follow_stack(work, self.modules[0], self.units, turn, store, on_unit)
+        on_unit(self.units[0].id)
+        return _linear(work, self.units[0], turn)
+
+
+def _linear(work: BlockWork, unit: Unit, turn: Turn) -> dict[str, QTensor]:
+    """Key -> the codes of a unit of linear layers."""
+    modules = [work.places[m.key] for m in unit.members]
+    each, leaders = list(dict.fromkeys(modules)), dict[str, str]()
+    runs = (turn.given, turn.parameters, work.quantizers)
+    moments = paired_moments(
+        work.block,
+        each,
+        batches=turn.seen,
+        given=turn.given,
+        parameters=turn.parameters,
+        quantizers=work.quantizers,
+        known=turn.known,
+    )
+    rows = paired_inputs(work.block, each, leaders, turn.judged[0], *runs, turn.known)
+    if not all(bool((pair.moment.diagonal() > 0).any()) for pair in moments.values()):
+        return {}  # no activation has reached it: nothing to compensate for
+    members = [
+        Given(m, moments[name], rows[leaders[name]], outputs_of(work, m.key, turn.gradients), turn.decoded[m.key])
+        for m, name in zip(unit.members, modules, strict=True)
+    ]
+    return chosen(work, unit, members, share=turn.share)
+
+
+def _in_order(work: BlockWork, order: Sequence[str]) -> list[_Step]:
+    """What the block runs with, by the first call of one of its modules.
+
+    order  modules as the block calls them
+    """
+    steps, places = list[_Step](), work.places
+    stacks: dict[str, list[Unit]] = {}
+    for unit in work.followed:
+        modules = list(dict.fromkeys(stack_of(places[m.key]) for m in unit.members))
+        if any(name not in order for name in modules):
+            continue
+        if is_product(places[unit.members[0].key]):
+            stacks.setdefault(modules[0], []).append(unit)
+        else:
+            steps.append(_Step([unit], modules, stacked=False))
+    steps += [_Step(units, [stack], stacked=True) for stack, units in stacks.items()]
+    return sorted(steps, key=lambda step: min(order.index(name) for name in step.modules))
+
+
+@torch.no_grad()
+def _loss(
+    work: BlockWork,
+    decoded: Mapping[str, torch.Tensor],
+    batches: Sequence[int],
+    inputs: Callable[[int], torch.Tensor],
+    targets: Callable[[int], torch.Tensor],
+    metric: Sequence[torch.Tensor] | None,
+    known: Known | None = None,
+) -> float:
+    """Mean squared difference of the quantized block's output to the target; with ``metric``, the
+    moments of the gradients there by runs, half of its mean cost in it: nats of KL, to second order."""
+    errors = []
+    for batch in batches:
+        error = work.outputs(inputs(batch), batch, decoded, known).float() - targets(batch).float()
+        if metric is None:
+            errors.append(error.square().mean())
+            continue
+        runs = zip(torch.split(error, OUT_ROWS, dim=-1), metric, strict=True)
+        errors.append(0.5 * torch.stack([((run @ g) * run).sum(-1).mean() for run, g in runs]).sum())
+    return float(torch.stack(errors).mean())
