@@ -139,6 +139,9 @@ class Skeleton:
 
 def _empty_model(config: Any, dtype: torch.dtype, source: Source, *, images: bool) -> Any:
     model_class, config = (image_model_of if images else causal_model_of)(config, source.reader.path)
+    text = config.get_text_config()
+    if getattr(text, "output_router_logits", False):  # for a loss of training, which needs the routers of all layers
+        text.output_router_logits = False
     with quiet(), _empty():
         model = model_class._from_config(config, dtype=dtype)
     return model.eval()

@@ -1,14 +1,32 @@
 """Claims about a model's decoder layers one by one: which models have them."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import CheckpointError
 from ptqpipe.source import Source
+from tests.calibration.models import make_model, make_windows
+
+
+def test_a_model_that_was_trained_with_a_loss_of_its_routers_runs_layer_by_layer(tmp_path: Path) -> None:
+    make_model(tmp_path, "mixtral")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
+    windows = make_windows(samples=2)
+    with Source.open(tmp_path) as source, Runner.open(Skeleton.of(source, dtype=torch.float32), windows) as runner:
+        for block in runner.blocks():
+            block.advance()
+        with runner.head(), torch.no_grad():
+            found = runner.logits(windows, runner.activations.get(0))
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_router_logits=False)
+    with torch.no_grad():
+        torch.testing.assert_close(found, whole(windows).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_layers_that_share_weights_are_refused_with_what_works(tmp_path: Path) -> None:
