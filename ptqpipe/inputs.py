@@ -11,6 +11,7 @@ import torch
 from ptqpipe.rotation import rotated
 
 OUT_ROWS = 1024  # outputs of a layer whose gradients are known together
+EXPERT_ROWS = 256  # outputs of an expert: it is given few tokens, which say little of more
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,8 @@ class Moments:
     full_moment    [K, K] E[x x^T], or None
     held_out       the same moments of samples that no other number here is of, to judge by; or None
     tokens         how many were seen; 0: not counted
-    outputs        E[g g^T] [b, b] of every run of OUT_ROWS outputs, g the gradient of the model's loss at them, or None
-                   where nothing is known of them
+    outputs        E[g g^T] [b, b] of every run of outputs, all but the last as long as the first, g the gradient of the
+                   model's loss at them; or None where nothing is known of them
     """
 
     second_moment: torch.Tensor

@@ -41,7 +41,7 @@ from ptqpipe.algorithms.unit import (
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Format
 from ptqpipe.global_scale import absmax_global, exact_global, pick, sample_rows
-from ptqpipe.inputs import OUT_ROWS, Moments
+from ptqpipe.inputs import Moments
 from ptqpipe.kernels.decoding import decoded
 from ptqpipe.qtensor import QTensor
 from ptqpipe.search import get_search
@@ -286,10 +286,9 @@ class _Errors:
 
 
 def _runs(weight: Weight, moments: Moments, fmt: Format, *, elements: int) -> list[tuple[int, int]]:
-    """Runs of rows [start, stop) of about so many weights: whole runs of OUT_ROWS where the moments of the outputs are
-    known."""
+    """Runs of rows [start, stop) of about so many weights: whole ones of those whose gradients are known together."""
     rows = fmt.block_extent(weight.shape)[0]
-    rows = rows if moments.outputs is None else math.lcm(rows, OUT_ROWS)
+    rows = rows if moments.outputs is None else math.lcm(rows, len(moments.outputs[0]))
     return row_runs(weight.shape, block_rows=rows, elements=elements)
 
 
@@ -321,7 +320,7 @@ def _batches(task: Task, inputs: Sequence[Moments], most: int) -> list[list[tupl
 
 def _between(outputs: Sequence[torch.Tensor] | None, start: int, stop: int) -> Sequence[torch.Tensor] | None:
     """The moments of the outputs of a run of rows."""
-    return None if outputs is None else outputs[start // OUT_ROWS : -(-stop // OUT_ROWS)]
+    return None if outputs is None else outputs[start // len(outputs[0]) : -(-stop // len(outputs[0]))]
 
 
 def _check_width(weight: Weight, moments: Moments, name: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.inputs import OUT_ROWS, Moments
+from ptqpipe.inputs import Moments
 
 DAMPING = 0.01
 DAMPING_STEP = 10.0  # what a damping that is too small is multiplied by
@@ -122,12 +122,12 @@ def descending(moment: torch.Tensor, *, group: int = 1) -> torch.Tensor:
 def expected_error(error: torch.Tensor, moments: Moments, outputs: Sequence[torch.Tensor] | None = None) -> float:
     """tr(E H E^T) of an error [n, K] by the best moment there is: the full one, else the blocks, else the diagonal.
 
-    outputs  moments G of runs of OUT_ROWS rows: then tr(G E H E^T)
+    outputs  moments G of runs of rows: then tr(G E H E^T)
     """
     moment = next((m for m in (moments.full_moment, moments.block_moment) if m is not None), moments.second_moment)
     if outputs is None:
         return output_error(error, moment)
-    runs = zip(outputs, torch.split(error, OUT_ROWS), strict=True)
+    runs = zip(outputs, torch.split(error, [len(g) for g in outputs]), strict=True)
     return sum(_product(run, moment, g.to(error.device) @ run) for g, run in runs)
 
 

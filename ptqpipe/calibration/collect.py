@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.calibration.experts import gate_and_up, is_stacked, observe
+from ptqpipe.calibration.experts import gate_and_up, is_product, is_stacked, observe
 from ptqpipe.calibration.moments import LARGEST, RunningMoments
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import not_finite
@@ -134,17 +134,17 @@ class Collector:
         return lambda expert, side, x: self.see(f"{path}[{expert}].{side}", x)
 
 
-def sums_of_layers(skeleton: Skeleton, *, block: bool, full: bool, held_out: bool) -> list[int]:
+def sums_of_layers(skeleton: Skeleton, *, block: bool, full: bool, held_out: bool, experts: bool = True) -> list[int]:
     """The bytes in float64 that the moments of each decoder layer take while it runs, less where inputs are shared.
-    ``held_out``: those sums, too."""
-    return [
-        (2 if held_out else 1)
-        * sum(
-            RunningMoments.nbytes(slot.columns, block=block, full=full)
-            for slot in find_slots(name, module, skeleton.origins)
-        )
-        for name, module in (*skeleton.blocks, *skeleton.mtp)
-    ]
+    ``held_out``: those sums, too. ``experts``: of all stacked experts together, else of one at a time."""
+    found = []
+    for name, module in (*skeleton.blocks, *skeleton.mtp):
+        linear, stacked = [0], [0]
+        for slot in find_slots(name, module, skeleton.origins):
+            nbytes = RunningMoments.nbytes(slot.columns, block=block, full=full)
+            (stacked if is_product(slot.id) else linear).append(nbytes)
+        found.append((2 if held_out else 1) * (sum(linear) + (sum if experts else max)(stacked)))
+    return found
 
 
 def find_attention(name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]]) -> str | None:

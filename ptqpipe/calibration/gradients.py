@@ -19,9 +19,8 @@ from ptqpipe.calibration.moments import symmetric
 from ptqpipe.calibration.pairs import Pair
 from ptqpipe.calibration.runner import Block
 from ptqpipe.errors import NumericsError
-from ptqpipe.inputs import OUT_ROWS, WeightGradients
+from ptqpipe.inputs import EXPERT_ROWS, OUT_ROWS, WeightGradients
 
-EXPERT_ROWS = 256  # runs of outputs of a stacked expert: it is given few tokens, which say little of more
 SQUARED = 1 << 20  # numbers of a weight's gradients, of some windows and rows, that are in memory at once
 
 

@@ -5,15 +5,18 @@ does in that of the layer. It must not know formats, files or what the inputs ar
 """
 
 import bisect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ptqpipe.calibration.activations import Activations
-from ptqpipe.calibration.experts import routing
+from ptqpipe.calibration.experts import LEAST_TOKENS, routing
 from ptqpipe.calibration.paired import Known, Paired, PairedSums, Quantizer, arguments
 from ptqpipe.calibration.runner import BATCH_TOKENS, Block
+
+STREAMS = 4  # sets of hidden states that there are at once, at most: what enters a stack in both runs, and experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,30 +103,30 @@ class StackInputs:
         self.seen.close()
 
     def groups(self, batches: Sequence[int], experts: int) -> Iterator[tuple[int, ...]]:
-        """All of so many experts, in runs that have together no more tokens in these batches than there are: their
-        inputs take no more memory than those of the stack."""
-        sent = torch.zeros(experts, dtype=torch.int64)
-        for batch in batches:
-            sent += torch.bincount(self.experts[batch].flatten(), minlength=experts)[:experts]
-        most = max(sum(len(self.experts[batch]) for batch in batches), int(sent.max()))
-        before = torch.cumsum(sent, 0).tolist()
-        yield from _runs(before, most)
+        """All of so many experts, in runs whose `inputs` over these batches take no more memory than the stack's own,
+        or are of one expert."""
+        sent = torch.stack([torch.bincount(self.experts[b].flatten(), minlength=experts)[:experts] for b in batches])
+        rows = [n if n >= LEAST_TOKENS else len(self.experts[batches[0]]) for n in sent.sum(0).tolist()]
+        most = max(sum(len(self.experts[batch]) for batch in batches), *rows)
+        yield from _runs(list(itertools.accumulate(rows)), most)
 
     def inputs(self, experts: Sequence[int], batches: Sequence[int]) -> dict[int, ExpertInputs]:
-        """Of the first product of experts, over these batches in their order; those without tokens are left out."""
+        """Of the first product of experts, over these batches in their order. One that is given fewer than LEAST_TOKENS
+        there has all tokens of the first of them instead, whatever experts they are sent to."""
         parts: dict[int, list[tuple[torch.Tensor, ...]]] = {expert: [] for expert in experts}
         for batch in batches:
             exact, seen = self.exact.get(batch), self.seen.get(batch)
             for expert, found in parts.items():
                 token, place = torch.where(self.experts[batch] == expert)
                 found.append((exact[token], seen[token], self.weights[batch][token, place]))
-        made = {}
+        made, device = {}, self.block.device
         for expert, found in parts.items():
-            exact, seen, weights = (torch.cat(part).float() for part in zip(*found, strict=True))
-            size = float(weights.square().mean().sqrt()) if len(weights) else 0.0
-            if size > 0:
-                device = self.block.device
-                made[expert] = ExpertInputs(exact.to(device), seen.to(device), (weights / size).to(device))
+            exact, seen, weights = (torch.cat(part) for part in zip(*found, strict=True))
+            if len(weights) < LEAST_TOKENS or not bool(weights.any()):
+                exact, seen = self.exact.get(batches[0]), self.seen.get(batches[0])
+                weights = torch.ones(len(exact))
+            weights = weights / weights.square().mean().sqrt()
+            made[expert] = ExpertInputs(exact.float().to(device), seen.float().to(device), weights.to(device))
         return made
 
 

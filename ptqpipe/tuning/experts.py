@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ptqpipe.calibration.activations import Activations
-from ptqpipe.calibration.experts import LEAST_TOKENS, second_input
+from ptqpipe.calibration.experts import second_input
 from ptqpipe.calibration.paired_experts import ExpertInputs, StackInputs
 from ptqpipe.calibration.runner import BATCH_TOKENS
 from ptqpipe.kernels.decoding import decoded
@@ -33,8 +33,7 @@ def follow_stack(
     store: Callable[[], Activations],
     on_unit: Callable[[str], None],
 ) -> dict[str, QTensor]:
-    """Key -> the codes of the experts of the module ``stack``; none of weights that are to keep theirs, as those of an
-    expert that is given fewer than LEAST_TOKENS tokens.
+    """Key -> the codes of the experts of the module ``stack``; none of weights that are to keep theirs.
 
     units    of the stack, each in one product of one expert
     store    opens a place for hidden states of all batches
@@ -61,8 +60,7 @@ def follow_stack(
             learned, judging = (entering.inputs(group, batches) for batches in (turn.seen, turn.judged))
             for expert in group:
                 here = [unit for side in ("up", "down") for unit in of_place[f"{stack}[{expert}].{side}"]]
-                if expert in learned and len(learned[expert].weights) >= LEAST_TOKENS:
-                    found |= _follow_expert(work, stack, expert, here, learned.pop(expert), judging.get(expert), turn)
+                found |= _follow_expert(work, stack, expert, here, learned.pop(expert), judging.pop(expert), turn)
                 for unit in here:
                     on_unit(unit.id)
     return found
@@ -75,12 +73,10 @@ def _follow_expert(
     expert: int,
     units: Sequence[Unit],
     learned: ExpertInputs,
-    judging: ExpertInputs | None,
+    judging: ExpertInputs,
     turn: Turn,
 ) -> dict[str, QTensor]:
-    """Key -> the codes of one expert. Inputs that were held out judge, or where they are few those that were not."""
-    if judging is None or len(judging.weights) < LEAST_TOKENS:
-        judging = learned
+    """Key -> the codes of one expert, learned from some inputs and judged by others."""
     found: dict[str, QTensor] = {}
     for side in ("up", "down"):
         place = f"{stack}[{expert}].{side}"

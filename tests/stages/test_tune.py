@@ -38,7 +38,7 @@ from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.convert import run as convert_stage
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.tune import run as tune
-from ptqpipe.tuning import backwards, block
+from ptqpipe.tuning import backwards, feedback, in_order
 from ptqpipe.tuning.block import BlockWork
 from ptqpipe.tuning.options import TuneOptions
 from tests.calibration.models import make_model, make_windows, write_windows
@@ -522,7 +522,7 @@ def test_a_layer_that_gptq_in_order_does_not_improve_keeps_its_nearest_codes(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = itertools.cycle((1.0, 2.0))  # of the layer with its nearest codes, and with what was found
-    monkeypatch.setattr(block, "_loss", lambda *_: next(losses))
+    monkeypatch.setattr(in_order, "_loss", lambda *_: next(losses))
     done = tune.tune(
         DEMO, [str(text)], tmp_path / "codes", recipe=RecipeOptions("nvfp4"), options=of_method("gptq"), machine=ONE
     )
@@ -563,7 +563,7 @@ def test_a_weight_that_loses_on_the_rows_that_are_tried_keeps_its_nearest_codes(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = itertools.cycle((0.0, 1.0, 1.0))  # of the nearest codes, and of those that are tried
-    monkeypatch.setattr(block, "_cost", lambda *_: next(costs))
+    monkeypatch.setattr(feedback, "cost", lambda *_: next(costs))
     recipe = RecipeOptions("nvfp4")
     done = tune.tune(DEMO, [str(text)], tmp_path / "codes", recipe=recipe, options=of_method("gptq"), machine=ONE)
     for entry in done.content["blocks"].values():
@@ -578,7 +578,7 @@ def test_a_weight_that_loses_by_what_it_makes_up_for_is_quantized_without(
     codes = {}
     for share, tried in ((0.5, (0.0, 1.0, 0.0)), (0.0, (0.0, 0.0))):
         costs, folder = itertools.cycle(tried), tmp_path / str(share)
-        monkeypatch.setattr(block, "_cost", lambda *_, costs=costs: next(costs))
+        monkeypatch.setattr(feedback, "cost", lambda *_, costs=costs: next(costs))
         options = replace(of_method("gptq"), share=share)
         done = tune.tune(DEMO, [str(text)], folder, recipe=RecipeOptions("nvfp4"), options=options, machine=ONE)
         assert all(entry["kept"] for entry in done.content["blocks"].values())
@@ -586,16 +586,3 @@ def test_a_weight_that_loses_by_what_it_makes_up_for_is_quantized_without(
     assert codes[0.5].keys() == codes[0.0].keys()
     for name, found in codes[0.5].items():
         assert torch.equal(found.view(torch.uint8), codes[0.0][name].view(torch.uint8)), name
-
-
-def test_stacked_experts_which_no_order_reaches_have_the_codes_of_gptq_by_themselves(tmp_path: Path) -> None:
-    model, windows = make_model(tmp_path / "moe", "qwen3_moe"), make_windows(samples=4)
-    tokens, codes = write_windows(tmp_path / "tokens.jsonl", windows), {}
-    for method in ("gptq", "layerwise"):
-        options = TuneOptions(samples=4, seqlen=windows.shape[1], method=method)
-        tune.tune(model, [str(tokens)], tmp_path / method, recipe=RecipeOptions("fp8"), options=options, machine=ONE)
-        files = (tmp_path / method).glob("*.safetensors")
-        codes[method] = {name: tensor.view(torch.uint8) for file in files for name, tensor in load_file(file).items()}
-    same = {name: torch.equal(found, codes["layerwise"][name]) for name, found in codes["gptq"].items()}
-    assert all(equal for name, equal in same.items() if ".experts." in name)
-    assert not all(equal for name, equal in same.items() if ".q_proj." in name)

@@ -14,12 +14,13 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ptqpipe.calibration.paired_experts import STREAMS
 from ptqpipe.calibration.pairs import LEAST, most_pairs
 from ptqpipe.calibration.reverse import enough, least_step, streams
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT
 from ptqpipe.evaluation.log_probabilities import MOST
 from ptqpipe.evaluation.scores import scoring_bytes
-from ptqpipe.inputs import OUT_ROWS
+from ptqpipe.inputs import EXPERT_ROWS, OUT_ROWS
 from ptqpipe.options import PipelineOptions
 from ptqpipe.origins import Origins
 from ptqpipe.quantities import disk_size, memory_size
@@ -141,17 +142,19 @@ def memory_text(found: dict[str, tuple[int, str]], limit: int) -> str:
 
 def _width(source: Source) -> int:
     """How many numbers a token has in the inputs and outputs of a layer's matrices together: GPTQ in order keeps the
-    one or the other of each where memory has room, and what is freed in between is not all used again."""
+    one or the other of each where memory has room, and what is freed in between is not all used again. Not of experts,
+    of which it keeps what all of a layer are given."""
     widths: dict[int, int] = defaultdict(int)
     for name, member in Origins.of(source).weights.items():
         layer = layer_of(name)
-        if layer is not None:
+        if layer is not None and not _is_expert(name):
             widths[layer] += sum(member.shape)
     return max(widths.values(), default=0)
 
 
 def _largest_layer(source: Source, method: str) -> int:
-    """The largest sum over a layer of what its weights and the moments of their inputs take."""
+    """The largest sum over a layer of what its weights and the moments of their inputs take; GPTQ in order has those
+    of one expert at a time."""
     weights: dict[int, int] = defaultdict(int)
     squares: dict[int, int] = defaultdict(int)
     widest: dict[int, int] = defaultdict(int)
@@ -159,7 +162,7 @@ def _largest_layer(source: Source, method: str) -> int:
         layer, square = layer_of(name), member.shape[1] ** 2
         if layer is not None:
             weights[layer] += member.shape[0] * member.shape[1]
-            squares[layer] += square
+            squares[layer] += 0 if method == "gptq" and _is_expert(name) else square
             widest[layer] = max(widest[layer], square)
     every = _EVERY if method else 0
     most = [_WEIGHT[method] * n + every * squares[i] + _WIDEST[method] * widest[i] for i, n in weights.items()]
@@ -182,15 +185,20 @@ def _states(source: Source, work: PipelineOptions, way: Way) -> tuple[int, ...]:
     count, (few, every) = _layers(source), _tokens(source.reader.config, work)
     if way.method != "gptq":
         return (every,)
-    return streams(count, 1) * few, streams(count, least_step(count)) * few, 3 * every
+    forward = 3 + (STREAMS if any(map(_is_expert, Origins.of(source).weights)) else 0)
+    return streams(count, 1) * few, streams(count, least_step(count)) * few, forward * every
 
 
 def _gradients(source: Source) -> int:
     """What the moments of gradients at the outputs of weights and layers take: half of each symmetric matrix, in
     float32."""
-    widths = [member.shape[0] for member in Origins.of(source).weights.values()]
-    widths += [_config_number(source.reader.config, *_HIDDEN)] * _layers(source)
-    return sum(2 * width * (min(width, OUT_ROWS) + 1) for width in widths)
+    outputs = [(_is_expert(name), member.shape[0]) for name, member in Origins.of(source).weights.items()]
+    outputs += [(False, _config_number(source.reader.config, *_HIDDEN))] * _layers(source)
+    return sum(2 * n * (min(n, EXPERT_ROWS if expert else OUT_ROWS) + 1) for expert, n in outputs)
+
+
+def _is_expert(weight: str) -> bool:
+    return of_all_experts(weight) != weight
 
 
 def _inputs(source: Source) -> list[int]:

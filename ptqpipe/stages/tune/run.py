@@ -26,9 +26,11 @@ from ptqpipe._version import __version__
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.collect import sums_of_layers
 from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
+from ptqpipe.calibration.experts import is_stacked
 from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.likeness import Likeness, left_out, likeness_of, lines_of
 from ptqpipe.calibration.paired import Known, kept_batches
+from ptqpipe.calibration.paired_experts import STREAMS
 from ptqpipe.calibration.rounding import Learned, Settings, learn, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Block, MtpBlock, Runner
 from ptqpipe.calibration.skeleton import Skeleton
@@ -218,8 +220,11 @@ def _open_runner(
     """Of the float model, with hidden states on disk in ``spill`` where memory is short of them; of which batches there
     is room for what `Known` keeps, too: of those that `follow` runs several times."""
     held_out = len(samples.held_out) > 0
-    sums = max(sums_of_layers(skeleton, block=False, full=True, held_out=held_out)) if collects else 0
-    memory, streams = machine.memory_bytes - BASE_BYTES - sums, 1 if options.method == "layerwise" else 3
+    together = not options.follows  # moments of all experts
+    sums = max(sums_of_layers(skeleton, block=False, full=True, held_out=held_out, experts=together)) if collects else 0
+    memory = machine.memory_bytes - BASE_BYTES - sums
+    stacked = options.follows and any(is_stacked(m) for _, block in skeleton.blocks for m in block.modules())
+    streams = (1 if options.method == "layerwise" else 3) + (STREAMS if stacked else 0)
     runner = Runner.open(
         skeleton,
         samples.windows,

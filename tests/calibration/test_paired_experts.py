@@ -1,0 +1,71 @@
+"""Claims about what stacked experts are given in two runs of a block: the rows that two whole models give them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ptqpipe.calibration.activations import InMemory
+from ptqpipe.calibration.experts import LEAST_TOKENS, is_stacked, second_input
+from ptqpipe.calibration.paired import Known
+from ptqpipe.calibration.paired_experts import StackInputs
+from ptqpipe.calibration.runner import Runner
+from ptqpipe.calibration.skeleton import Skeleton
+from ptqpipe.runtime.experts import first_stack
+from ptqpipe.source import Source
+from tests.calibration.models import LAYERS, make_model, make_windows, whole_model_inputs
+
+EXPERTS = 4
+ROUNDING = 2.0**-16  # float32 runs of a block against float64 runs of the model
+
+
+def same_rows(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two matrices have the same rows, which come in another order where a model goes by places."""
+    grams = [(rows.double().t() @ rows.double()) for rows in (found, expected)]
+    return len(found) == len(expected) and bool(
+        (grams[0] - grams[1]).abs().max() < ROUNDING * float(grams[1].abs().max())
+    )
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "llama4", "deepseek_v3"])
+@pytest.mark.parametrize("kept", [False, True], ids=["run again", "kept"])
+def test_rows_of_experts_are_those_of_the_whole_model(kind: str, kept: bool, tmp_path: Path) -> None:
+    folder, windows = make_model(tmp_path, kind), make_windows()
+    expected, _ = whole_model_inputs(folder, windows)
+    name = f"model.layers.{LAYERS - 1}"
+    with (
+        Source.open(folder) as source,
+        Runner.open(Skeleton.of(source, dtype=torch.float32), windows[:7], held_out=windows[7:]) as runner,
+    ):
+        for block in runner.blocks():
+            if block.name != name:
+                continue
+            stack = next(path for path, module in block.module.named_modules() if is_stacked(module))
+            module = block.module.get_submodule(stack)
+            every = range(block.batches)
+            known = Known([stack], every if kept else ())
+            with torch.no_grad():
+                for batch in every:
+                    with known.watching(block, batch):
+                        block.forward(block.inputs(batch), batch)
+                found = StackInputs.of(
+                    block,
+                    stack,
+                    batches=every,
+                    given=block.inputs,
+                    parameters={},
+                    quantizers={},
+                    known=known,
+                    store=InMemory,
+                )
+                groups = list(found.groups(every, EXPERTS))
+                assert [expert for group in groups for expert in group] == list(range(EXPERTS))
+                inputs = {e: rows for group in groups for e, rows in found.inputs(group, every).items()}
+                for expert, rows in inputs.items():
+                    assert len(rows.weights) >= LEAST_TOKENS
+                    assert float(rows.weights.square().mean()) == pytest.approx(1)
+                    first = expected[f"{name}.{stack}.{first_stack(module)}", expert]
+                    assert same_rows(rows.exact, first)
+                    assert same_rows(rows.seen, first)
+                    second = expected[f"{name}.{stack}.down_proj", expert]
+                    assert same_rows(second_input(module, expert, rows.exact), second)
