@@ -87,8 +87,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "tuning":       {
         "_version", "algorithms", "calibration", "checkpoint", "dtypes", "errors", "evaluation", "global_scale",
-        "inputs", "kernels", "machine", "options", "plan", "qtensor", "quantities", "recipe", "rewriting", "rounding",
-        "runtime", "schemes", "source", "statistics",
+        "inputs", "kernels", "machine", "options", "plan", "qtensor", "quantities", "recipe", "rewriting", "rotation",
+        "rounding", "runtime", "schemes", "source", "statistics",
     },
     "verification": {
         "card", "checkpoint", "containers", "dtypes", "errors", "families", "formats", "json_values", "measured",
