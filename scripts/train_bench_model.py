@@ -102,7 +102,7 @@ def upcycled(args: argparse.Namespace) -> MixtralForCausalLM:
     shared += ["num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"]
     known = {name: getattr(llama.config, name) for name in shared}
     rope = {"rope_parameters": llama.config.rope_parameters, "sliding_window": None}
-    experts = {"num_local_experts": args.experts, "num_experts_per_tok": 2, "output_router_logits": True}
+    experts = {"num_local_experts": args.experts, "num_experts_per_tok": 2}
     model = MixtralForCausalLM(MixtralConfig(**known, **rope, **experts, bos_token_id=None, eos_token_id=None))
     _, unknown = model.load_state_dict(llama.state_dict(), strict=False)
     assert all(".mlp." in name for name in unknown), unknown
@@ -127,6 +127,7 @@ def train(args: argparse.Namespace, save: Callable[[int, float], None], model: A
         model.load_state_dict(found["model"])
         optimizer.load_state_dict(found["optimizer"])
         first = found["step"]
+    routers = {"output_router_logits": True} if args.experts else {}  # the loss is to balance experts, too
     for step in range(first, args.steps):
         spent = (time.monotonic() - args.begun) / (60 * args.minutes) if args.minutes else 0.0
         for group in optimizer.param_groups:
@@ -134,7 +135,7 @@ def train(args: argparse.Namespace, save: Callable[[int, float], None], model: A
         rows = batch_of(tokens, step, args).to(model.device, non_blocking=True)
         bfloat16 = cuda or torch.cpu._is_avx512_bf16_supported()
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
-            loss = model(rows, labels=rows, use_cache=False).loss
+            loss = model(rows, labels=rows, use_cache=False, **routers).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

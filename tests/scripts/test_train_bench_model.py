@@ -27,6 +27,7 @@ def options(out: Path, **changed: Any) -> Namespace:
     """Those of a model that trains in a second."""
     shape = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 32, "length": 16, "batch": 4}
     rest = {"tie": False, "seed": 0, "steps": STEPS, "save": 1000, "lr": 1e-2, "minutes": 0.0, "begun": 0.0, "out": out}
+    rest |= {"experts": 0, "start": None}
     return Namespace(**{**shape, **rest, **changed})
 
 
@@ -81,3 +82,22 @@ def test_the_rate_rises_by_steps_and_falls_by_steps_or_by_the_clock(script: Any,
 def test_tokens_are_read_as_they_are(script: Any, tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.array([3, 65535, 0], dtype=np.uint16))
     assert script.read_tokens([tmp_path / "tokens.npy"], None).tolist() == [3, 65535, 0]
+
+
+def test_a_mixture_of_copies_computes_what_the_llama_does_until_they_learn_to_differ(
+    script: Any, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    llama, _ = trained(script, options(tmp_path), tokens)
+    llama.save_pretrained(tmp_path / "llama")
+    (tmp_path / "mixture").mkdir()
+    args = options(tmp_path / "mixture", experts=4, start=tmp_path / "llama", lr=1e-3)
+    mixture = script.upcycled(args)
+    rows = tokens[:64].view(4, 16)
+    with torch.no_grad():
+        before, after = llama(rows).logits, mixture(rows).logits
+    assert float((before - after).abs().max()) < 0.1 * float(before.std())
+    experts = mixture.model.layers[0].mlp.experts.gate_up_proj
+    at_first = float((experts[0] - experts[1]).detach().norm())
+    script.train(args, lambda step, loss: None, mixture, tokens)
+    assert float((experts[0] - experts[1]).detach().norm()) > 2 * at_first
+    assert not mixture.config.output_router_logits
