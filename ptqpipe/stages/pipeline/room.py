@@ -9,7 +9,7 @@ and of GPTQ in a layer of 11.8 M weights with 2816 columns, 2 % below it. Larger
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from ptqpipe.evaluation.scores import scoring_bytes
 from ptqpipe.inputs import EXPERT_ROWS, OUT_ROWS
 from ptqpipe.options import PipelineOptions
 from ptqpipe.origins import Origins
+from ptqpipe.plan import Member
 from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.rows import files_of
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
@@ -145,7 +146,7 @@ def _width(source: Source) -> int:
     one or the other of each where memory has room, and what is freed in between is not all used again. Not of experts,
     of which it keeps what all of a layer are given."""
     widths: dict[int, int] = defaultdict(int)
-    for name, member in Origins.of(source).weights.items():
+    for name, member in _members(source):
         layer = layer_of(name)
         if layer is not None and not _is_expert(name):
             widths[layer] += sum(member.shape)
@@ -158,7 +159,7 @@ def _largest_layer(source: Source, method: str) -> int:
     weights: dict[int, int] = defaultdict(int)
     squares: dict[int, int] = defaultdict(int)
     widest: dict[int, int] = defaultdict(int)
-    for name, member in Origins.of(source).weights.items():
+    for name, member in _members(source):
         layer, square = layer_of(name), member.shape[1] ** 2
         if layer is not None:
             weights[layer] += member.shape[0] * member.shape[1]
@@ -185,16 +186,27 @@ def _states(source: Source, work: PipelineOptions, way: Way) -> tuple[int, ...]:
     count, (few, every) = _layers(source), _tokens(source.reader.config, work)
     if way.method != "gptq":
         return (every,)
-    forward = 3 + (STREAMS if any(map(_is_expert, Origins.of(source).weights)) else 0)
+    forward = 3 + (STREAMS if any(_is_expert(name) for name, _ in _members(source)) else 0)
     return streams(count, 1) * few, streams(count, least_step(count)) * few, forward * every
 
 
 def _gradients(source: Source) -> int:
     """What the moments of gradients at the outputs of weights and layers take: half of each symmetric matrix, in
     float32."""
-    outputs = [(_is_expert(name), member.shape[0]) for name, member in Origins.of(source).weights.items()]
+    outputs = [(_is_expert(name), member.shape[0]) for name, member in _members(source)]
     outputs += [(False, _config_number(source.reader.config, *_HIDDEN))] * _layers(source)
     return sum(2 * n * (min(n, EXPERT_ROWS if expert else OUT_ROWS) + 1) for expert, n in outputs)
+
+
+def _members(source: Source) -> Iterator[tuple[str, Member]]:
+    """Every weight that could be quantized, by a name; the experts of a stack one by one."""
+    origins = Origins.of(source)
+    yield from origins.weights.items()
+    apart = {member.source.tensor for member in origins.weights.values()}
+    for name, stack in origins.stacks.items():
+        for expert, member in stack.items():
+            if member.source.tensor not in apart:
+                yield f"{name}[{expert}]", member
 
 
 def _is_expert(weight: str) -> bool:
@@ -203,7 +215,7 @@ def _is_expert(weight: str) -> bool:
 
 def _inputs(source: Source) -> list[int]:
     """Columns of the input of each linear layer of the decoder, those of a layer's experts once."""
-    known = {of_all_experts(name): member.shape[1] for name, member in Origins.of(source).weights.items()}
+    known = {of_all_experts(name): member.shape[1] for name, member in _members(source)}
     return [columns for name, columns in known.items() if layer_of(name) is not None]
 
 
