@@ -3,6 +3,7 @@
 These are what algorithms, transforms and stages hand to each other; `ptqpipe.statistics` reads them from a folder.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -83,3 +84,24 @@ class InputStatistics(Moments):
     mean: torch.Tensor
     measured: bool = True
     quantiles: Mapping[float, float] = field(default_factory=dict)
+
+
+def lower_half(matrix: torch.Tensor) -> torch.Tensor:
+    """What lies on and below the diagonal of a symmetric [b, b], in one row: as files have it."""
+    rows, columns = torch.tril_indices(*matrix.shape)
+    return matrix[rows, columns]
+
+
+def whole(half: torch.Tensor) -> torch.Tensor:
+    """The symmetric [b, b] of `lower_half`."""
+    size = rows_of_half(len(half))
+    rows, columns = torch.tril_indices(size, size)
+    found = half.new_empty(size, size)
+    found[rows, columns] = found[columns, rows] = half
+    return found
+
+
+def rows_of_half(numbers: int) -> int:
+    """b of a `lower_half` of so many numbers; 0 where there is none."""
+    size = (math.isqrt(8 * numbers + 1) - 1) // 2
+    return size if size * (size + 1) // 2 == numbers else 0

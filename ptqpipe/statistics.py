@@ -7,6 +7,7 @@ A linear's input x is [tokens, K]. Modules that share an input (q, k and v) shar
 means over tokens, so statistics of several processes merge by their counts. This file must not know models or formats.
 """
 
+import itertools
 import math
 import re
 from collections.abc import KeysView, Mapping
@@ -17,7 +18,7 @@ import torch
 
 from ptqpipe.checkpoint import COUNT, NUMBER, OpenFolder, nearest_path, read_versioned
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.inputs import InputStatistics, Moments, WeightGradients
+from ptqpipe.inputs import InputStatistics, Moments, WeightGradients, rows_of_half, whole
 
 STATS_FILE = "stats.json"
 STATS_VERSION = 1
@@ -52,6 +53,8 @@ class KnownInputs(Protocol):
     def of(
         self, module: str, *, block: bool = False, full: bool = False, held_out: bool = False
     ) -> InputStatistics: ...
+
+    def output_moments(self, module: str, outputs: int) -> list[torch.Tensor] | None: ...
 
 
 class Statistics(OpenFolder):
@@ -156,6 +159,22 @@ class Statistics(OpenFolder):
         if found is None or found.dtype != "F32" or found.shape != (outputs,):
             return None
         return self._read(name)
+
+    @property
+    def knows_outputs(self) -> bool:
+        """Whether there are `output_moments` of a module."""
+        return any(name.endswith(".output_moments.0") for name in self._reader.entries)
+
+    def output_moments(self, module: str, outputs: int) -> list[torch.Tensor] | None:
+        """float32 [b, b] E[g g^T] of the same gradients, of every run of so many outputs. None where they were not
+        collected, or of a module of another size."""
+        names = [f"{module}.output_moments.{i}" for i in range(outputs)]
+        found = list(itertools.takewhile(lambda name: name in self._reader.entries, names))
+        headers = [self._reader.entries[name] for name in found]
+        sizes = [rows_of_half(math.prod(header.shape)) for header in headers]
+        if any(header.dtype != "F32" for header in headers) or sum(sizes) != outputs or 0 in sizes:
+            return None
+        return [whole(self._read(name)) for name in found]
 
     def weight_gradients(self, module: str, shape: tuple[int, int]) -> WeightGradients | None:
         """Of a module's weight of this shape. None where they were not collected, or of another shape."""

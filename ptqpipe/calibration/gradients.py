@@ -35,6 +35,7 @@ class Gradients:
     weights  module of the block -> of its weight, where asked for; none of a module that is not given every token once
     experts  with them, checkpoint module of a stacked expert -> float32 [N] E[g^2] of its outputs, means over all
              tokens, of which it is given some
+    products  checkpoint module of a stacked expert -> what ``outputs`` has of it
     pairs    input of linear layers, by its name in statistics -> inputs and gradients at it, where they are kept
     """
 
@@ -42,6 +43,7 @@ class Gradients:
     last: Sequence[torch.Tensor]
     weights: Mapping[str, WeightGradients] = field(default_factory=dict)
     experts: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    products: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
     pairs: Mapping[str, Pair] = field(default_factory=dict)
 
 
@@ -70,20 +72,26 @@ class OutputSums:
 
     def __init__(self, run: int = OUT_ROWS) -> None:
         self.run = run
-        self.parts: list[torch.Tensor] = []  # float64, of every run of outputs
+        self.parts: list[torch.Tensor] = []  # float64, of every run of outputs; and the number of tokens [1]
         self.total = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """How many gradients were added."""
+        return int(self.parts[-1]) if self.parts else 0
 
     def add(self, g: torch.Tensor, energy: torch.Tensor) -> None:
         """Adds gradients [tokens, m] and what each token counts [tokens]."""
         weighted = g * energy.unsqueeze(1)
         pairs = zip(torch.split(g, self.run, dim=1), torch.split(weighted, self.run, dim=1), strict=True)
         outer = [symmetric(run, other).double() for run, other in pairs]
+        outer.append(torch.tensor([float(len(g))], dtype=torch.float64, device=g.device))
         self.parts = [a.add_(b) for a, b in zip(self.parts, outer, strict=True)] if self.parts else outer
         self.total += float(energy.double().sum())
 
     def means(self) -> list[torch.Tensor]:
         """By runs, symmetric."""
-        return [((h + h.t()) / (2 * self.total)).float().cpu() for h in self.parts]
+        return [((h + h.t()) / (2 * self.total)).float().cpu() for h in self.parts[:-1]]
 
 
 class WeightSums:
@@ -169,9 +177,15 @@ class BlockSums:
         for sums in (self.outputs, self.weights, self.experts):
             merge_added(sums, world=world)
         tokens = self.outputs[""].total
-        means = {name: of.means() for name, of in self.outputs.items() if of.total > 0}
+        enough = {name: LEAST_TOKENS if is_product(name) else 1 for name in self.outputs}
+        means = {name: of.means() for name, of in self.outputs.items() if of.tokens >= enough[name] and of.total > 0}
         weights = {name: of.means(world) for name, of in self.weights.items() if of.total == tokens}
-        return Gradients(means, means.pop(""), weights, self._of_experts(block, tokens), pairs)
+        products = {
+            name: found
+            for product in filter(is_product, means)
+            for name, found in _named(block, product, means[product])
+        }
+        return Gradients(means, means.pop(""), weights, self._of_experts(block, tokens), products, pairs)
 
     def _of_experts(self, block: Block, tokens: float) -> dict[str, torch.Tensor]:
         """As `Gradients` has them. An expert that was given few tokens has the mean of its group."""
@@ -191,6 +205,15 @@ class BlockSums:
             for checkpoint, rows in rows_of_names(module, slots[name], len(moment)).items():
                 found[checkpoint] = moment[rows].float().cpu()
         return found
+
+
+def _named(block: Block, product: str, runs: Sequence[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Checkpoint modules of a product of a stacked expert, each with its part of what is known of the outputs."""
+    slots = {slot.id: slot for slot in find_slots(block.name, block.module, block.origins)}
+    slot, module = slots.get(f"{block.name}.{product}"), block.module.get_submodule(stack_of(product))
+    outputs = torch.arange(sum(map(len, runs)))
+    for name, rows in rows_of_names(module, slot, len(outputs)).items() if slot is not None else ():
+        yield name, rows_of(runs, outputs[rows])
 
 
 def _matrix(linear: torch.nn.Module) -> torch.Tensor:

@@ -197,14 +197,14 @@ def linear_modules(block: Block, wanted: set[str] | None = None) -> list[str]:
     return found
 
 
-def expert_products(block: Block, wanted: set[str]) -> list[str]:
+def expert_products(block: Block, wanted: set[str] | None = None) -> list[str]:
     """Products of the block's stacked experts, ``<module>[<expert>].up`` and ``.down``, whose stacks are made of
-    ``wanted`` checkpoint tensors."""
+    checkpoint tensors, all of them ``wanted`` ones."""
     found = []
     for name, module in block.module.named_modules():
         for leaf, side in ((first_stack(module), "up"), ("down_proj", "down")) if is_stacked(module) else ():
             origins = block.origins.get(f"{block.name}.{name}.{leaf}", ())
-            if origins and wanted.issuperset(origins):
+            if origins and (wanted is None or wanted.issuperset(origins)):
                 found += [f"{name}[{expert}].{side}" for expert in range(len(module.get_parameter(leaf)))]
     return found
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.collect import Collector, Slot
-from ptqpipe.calibration.experts import LEAST_TOKENS
+from ptqpipe.calibration.experts import LEAST_TOKENS, is_product
 from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.moments import RunningMoments, stand_in
 from ptqpipe.checkpoint import write_tensors
-from ptqpipe.inputs import InputStatistics, Moments
+from ptqpipe.inputs import InputStatistics, Moments, lower_half
 
 OUTPUTS = "outputs"
 OUTPUTS_FILE = f"{OUTPUTS}.safetensors"
@@ -76,30 +76,49 @@ def write_block(
 
 
 def write_outputs(
-    folder: Path, found: Iterable[tuple[str, Gradients]], origins: Mapping[str, Sequence[str]]
+    folder: Path, found: Iterable[tuple[str, Gradients]], origins: Mapping[str, Sequence[str]], *, full: bool
 ) -> dict[str, BlockRecord]:
     """Writes ``outputs.safetensors``: of each linear module that is one tensor of the checkpoint the mean squares of
-    the gradients at its outputs and of its weight, of each stacked expert those at its outputs; and of each block with
-    pairs ``<block>.pairs.safetensors``. Their parts of stats.json, by the files' names without the ending.
+    the gradients at its outputs and of its weight, of each stacked expert those at its outputs; of each block with
+    ``full`` their products, ``<block>.outputs.safetensors``, and with pairs ``<block>.pairs.safetensors``. Their parts
+    of stats.json, by the files' names without the ending.
 
     found    (name of a block, its gradients)
     origins  parameter of the model -> checkpoint tensors that make it
     """
     tensors, records = {}, {}
     for block, gradients in found:
+        products: dict[str, torch.Tensor] = {}
         for name, runs in gradients.outputs.items():
+            if is_product(name):
+                continue
             made_of = origins[f"{block}.{name}.weight"]
             if len(made_of) == 1:
                 module = made_of[0].removesuffix(".weight")
                 tensors[f"{module}.output_moment"] = torch.cat([run.diagonal() for run in runs])
+                products |= _products(module, runs)
                 if name in gradients.weights:
                     tensors |= {f"{module}.gradient_{of}": t for of, t in asdict(gradients.weights[name]).items()}
         tensors |= {f"{module}.output_moment": found for module, found in gradients.experts.items()}
+        products |= {
+            name: t for module, runs in gradients.products.items() for name, t in _products(module, runs).items()
+        }
+        if full:
+            records[outputs_of(block)] = _record(folder, outputs_of(block), products)
         if gradients.pairs:
             pairs = {f"{key}.pair_inputs": x for key, (x, _) in gradients.pairs.items()}
             pairs |= {f"{key}.pair_gradients": h for key, (_, h) in gradients.pairs.items()}
             records[pairs_of(block)] = _record(folder, pairs_of(block), pairs)
     return {**records, OUTPUTS: _record(folder, OUTPUTS, tensors)}
+
+
+def _products(module: str, runs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{module}.output_moments.{i}": lower_half(run) for i, run in enumerate(runs)}
+
+
+def outputs_of(block: str) -> str:
+    """The name of products of a block's gradients in stats.json's journal, and of their file."""
+    return f"{block}.outputs"
 
 
 def pairs_of(block: str) -> str:
@@ -182,6 +201,10 @@ class BlockInputs:
             full_moment=found[f"{key}.full_moment"] if full else None,
             held_out=held,
         )
+
+    def output_moments(self, module: str, outputs: int) -> list[torch.Tensor] | None:
+        """None: no gradients are known."""
+        return None
 
 
 def _put(tensors: dict[str, torch.Tensor], key: str, moments: RunningMoments, *, block: bool) -> None:

@@ -10,16 +10,17 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ptqpipe.algorithms import CHUNK_ELEMENTS, fp8_scale, memory_bytes, nvfp4_scale, static_amax
+from ptqpipe.algorithms import CHUNK_ELEMENTS, fp8_scale, memory_bytes, nvfp4_scale, static_amax, two_sided
 from ptqpipe.algorithms.columns import has_block_scales
 from ptqpipe.checkpoint import OF_WEIGHTS, name_of
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.inputs import Moments
+from ptqpipe.inputs import OUT_ROWS, Moments
 from ptqpipe.plan import Member, Plan, Unit
 from ptqpipe.recipe import Recipe
 from ptqpipe.rewriting.outputs import corrected_biases
@@ -29,6 +30,7 @@ from ptqpipe.schemes import Activation
 from ptqpipe.source import Source
 from ptqpipe.statistics import KnownInputs, Statistics
 
+OUTPUT_BYTES = 36  # for each number of the moments of gradients, as read and as they are factored
 _SHOWN = 12  # hex digits of a fingerprint in a message
 
 
@@ -178,7 +180,8 @@ def open_statistics(
 
 
 def inputs_of(unit: Unit, statistics: KnownInputs) -> list[Moments]:
-    """The moments of every member's input, in order; members that share an input share the object."""
+    """The moments of every member's input, in order, and of the gradients at its outputs where those are known, and
+    GPTQ has the full moments; members that share an input share its tensors."""
     found: dict[str, Moments] = {}
     needed = _needed(unit)
     for member in unit.members:
@@ -189,7 +192,19 @@ def inputs_of(unit: Unit, statistics: KnownInputs) -> list[Moments]:
             block = not full and statistics.has(module, "block_moment")
             known = statistics.of(module, block=block, full=full, held_out=True)
             found[key] = known.rotated(unit.scheme.rotation)
-    return [found[statistics.key(module_of(m))] for m in unit.members]
+    both = unit.rule.algorithm == "gptq" and two_sided.possible(unit.scheme.fmt)
+    outputs = [_outputs_of(member, statistics) if both else None for member in unit.members]
+    inputs = [found[statistics.key(module_of(m))] for m in unit.members]
+    if any(known is None for known in outputs):  # what one costs would be less than others do
+        return inputs
+    return [replace(moments, outputs=known) for moments, known in zip(inputs, outputs, strict=True)]
+
+
+def _outputs_of(member: Member, statistics: KnownInputs) -> list[torch.Tensor] | None:
+    found = statistics.output_moments(module_of(member), member.shape[0])
+    if found is not None and not all(bool(torch.isfinite(run).all()) for run in found):
+        raise CheckpointError(f"the output moments of '{module_of(member)}' are not finite; calibrate again")
+    return found
 
 
 def _needed(unit: Unit) -> tuple[str, ...]:
@@ -207,6 +222,9 @@ def unit_extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
     if "full_moment" in _needed(unit):
         held_out = statistics is not None and any(statistics.held_out(module_of(m)) for m in unit.members)
         squares = 4 * columns * columns * (2 if held_out else 1) + memory_bytes(columns)
+        rows = max(member.shape[0] for member in unit.members)
+        both = unit.rule.algorithm == "gptq" and statistics is not None and statistics.knows_outputs
+        squares += OUTPUT_BYTES * rows * min(rows, OUT_ROWS) if both else 0
     bits = unit.scheme.fmt.bits_per_weight(unit.members[0].shape)
     codes = int(2 * bits / 8 * max(member.elements for member in unit.members))  # those of rtn wait beside them
     run = CHUNK_ELEMENTS if not unit.scheme.fmt.shares_rows else unit.elements  # one scale for all rows: one run

@@ -17,6 +17,7 @@ from ptqpipe.calibration.reverse import expert_products, linear_modules, reverse
 from ptqpipe.calibration.runner import in_batches
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import CheckpointReader, output_errors, write_tensors
+from ptqpipe.inputs import lower_half, whole
 from ptqpipe.machine import BASE_BYTES, Machine, counting_bar
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.runtime.compiled import pass_dtype
@@ -77,7 +78,7 @@ def _file(folder: Path, block: str) -> Path:
 def _write(folder: Path, block: str, gradients: Gradients) -> None:
     """The lower half of every matrix: all are symmetric."""
     runs = {_BLOCK: gradients.last} | dict(gradients.outputs)
-    tensors = {f"{block}/{name}/{i}": _half(run) for name, found in runs.items() for i, run in enumerate(found)}
+    tensors = {f"{block}/{name}/{i}": lower_half(run) for name, found in runs.items() for i, run in enumerate(found)}
     growing = folder / "growing"
     write_tensors(growing, tensors)
     with output_errors(folder):
@@ -90,22 +91,7 @@ def _read(folder: Path, block: str) -> Gradients:
         for key in reader.entries:
             of, name, place = key.split("/")
             if of == block:
-                runs.setdefault(name, {})[int(place)] = _whole(reader.read(key))
+                runs.setdefault(name, {})[int(place)] = whole(reader.read(key))
     outputs = {name: [found[i] for i in sorted(found)] for name, found in runs.items()}
     last = outputs.pop(_BLOCK)
     return Gradients(outputs, last)
-
-
-def _half(matrix: torch.Tensor) -> torch.Tensor:
-    """What lies on and below the diagonal of [b, b], in one row."""
-    rows, columns = torch.tril_indices(*matrix.shape)
-    return matrix[rows, columns]
-
-
-def _whole(half: torch.Tensor) -> torch.Tensor:
-    """The symmetric [b, b] of `_half`."""
-    size = (math.isqrt(8 * len(half) + 1) - 1) // 2
-    rows, columns = torch.tril_indices(size, size)
-    found = half.new_empty(size, size)
-    found[rows, columns] = found[columns, rows] = half
-    return found

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.gradients import Gradients
-from ptqpipe.calibration.reverse import linear_modules, reverse_model, thinned
+from ptqpipe.calibration.reverse import expert_products, linear_modules, reverse_model, thinned
+from ptqpipe.calibration.runner import Block
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import BlockRecord, write_outputs
 from ptqpipe.checkpoint import BlockFolder
@@ -38,6 +39,12 @@ def collect_outputs(
     the others return nothing."""
     weights = Origins.of(source).weights.items()
     largest = max((math.prod(member.shape) for name, member in weights if layer_of(name) is not None), default=0)
+    every = {"kl", "full"} <= set(moments)
+
+    def modules(block: Block) -> list[str]:
+        linear = linear_modules(block) if "kl" in moments else []
+        return linear + (expert_products(block) if every else [])
+
     skeleton, pairs = Skeleton.of(source, dtype=pass_dtype(largest, machine.device)), "pairs" in moments
     found = reverse_model(
         skeleton,
@@ -46,7 +53,7 @@ def collect_outputs(
         device=machine.device,
         memory_bytes=machine.memory_bytes - BASE_BYTES,
         spill=output.paths.partial,
-        modules=linear_modules if "kl" in moments else lambda _: (),
+        modules=modules,
         of_ranks=(ranks.rank, ranks.world),
         weights="kl" in moments,
         pairs=pairs,
@@ -62,4 +69,4 @@ def collect_outputs(
         if ranks.rank != 0:
             deque(counted(), maxlen=0)
             return {}
-        return write_outputs(output.paths.growing, counted(), skeleton.origins)
+        return write_outputs(output.paths.growing, counted(), skeleton.origins, full=every)

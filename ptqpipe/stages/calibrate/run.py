@@ -28,7 +28,7 @@ from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
 from ptqpipe.calibration.pairs import most_tokens, nbytes as pairs_bytes
 from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.skeleton import Skeleton
-from ptqpipe.calibration.store import OUTPUTS, BlockRecord, digest_of, pairs_of, write_block
+from ptqpipe.calibration.store import OUTPUTS, BlockRecord, digest_of, outputs_of, pairs_of, write_block
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, check_place, name_of, resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.machine import BASE_BYTES, Machine, Ranks, compute_threads, counting_bar, peak_bytes, threads
@@ -259,7 +259,7 @@ def _content(
 ) -> dict[str, Any]:
     """stats.json. ``world``: how many processes shared the samples."""
     names = [name for name, _ in (*skeleton.blocks, *skeleton.mtp)]
-    every = (*names, HEAD, OUTPUTS, *map(pairs_of, names))
+    every = (*names, HEAD, OUTPUTS, *map(outputs_of, names), *map(pairs_of, names))
     pairs = "pairs" in options.moments
     units = [name for name in every if output.done.get(name)]
     blocks = {name: output.done[name] for name in units}
