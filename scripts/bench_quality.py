@@ -174,10 +174,8 @@ def produce(job: Job, runs: Runs, stats: Path) -> dict[str, Any]:
     if job.entry.tool != OWN:
         return runs.cost(job.entry.tool, [peer_command(job)])
     rest = own_steps(job, stats)
-    alone = (
-        job.entry.quality is not None or job.entry.learn or (job.entry.tune is not None and job.entry.transform is None)
-    )
-    if not job.entry.calibrated or alone:
+    of_its_own = job.entry.quality is not None or job.entry.learn or bool(job.entry.moments)
+    if not job.entry.calibrated or of_its_own or (job.entry.tune is not None and job.entry.transform is None):
         return runs.cost(OWN, rest)
     first = calibrated(job, stats, runs)
     second = runs.cost(OWN, rest)

@@ -72,6 +72,7 @@ class Entry:
                 a budget, one of its options, the format does not count
     own_text    ptqpipe: whether it is calibrated or tuned on text that `generate` lets the model write: needs no data,
                 or where it is calibrated, too, as many rows beside the others
+    moments     ptqpipe: of a calibration of its own, as `calibrate --moments` takes them; empty: those of all entries
     floats      ptqpipe: what is measured has the float weights, and of the checkpoint how inputs are quantized
     rotate      ptqpipe: inputs that are rotated while the model runs, as `convert --rotate` takes them; it is kept out
                 of benchmarks/quality.jsonl, since of the readers vLLM alone runs it
@@ -87,6 +88,7 @@ class Entry:
     tune: tuple[str, ...] | None = None
     own_text: bool = False
     quality: str | None = None
+    moments: str = ""
     floats: bool = False
     rotate: str = ""
 
@@ -118,6 +120,7 @@ ENTRIES = (
     _ours("exact, diagonal", "--algorithm", "rtn", "--weighting", "diagonal"),
     _ours("exact, 16x16", "--algorithm", "rtn", "--weighting", "block", formats=FP4),
     _ours("gptq", "--algorithm", "gptq"),
+    _ours("two-sided gptq", "--algorithm", "gptq", moments="diagonal,full,kl", formats=FP4),
     _ours("awq", "--algorithm", "rtn", "--weighting", "diagonal", transform="awq", formats=FP4),
     _ours("awq + gptq", "--algorithm", "gptq", transform="awq", formats=FP4),
     _ours("aqas + gptq", "--algorithm", "gptq", transform="aqas", formats=QUANTIZED_INPUTS),
@@ -299,8 +302,8 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
         learn = [*tool, "tune", str(source), "--data", *data, "--format", job.fmt, *chosen]
         steps.append([*learn, *job.convert, *entry.tune, *rotated, "-o", str(codes), *quiet])
         known, rotated = ["--rounding", str(codes)], []  # the codes bring their recipe
-    elif entry.transform or entry.own_text:
-        steps.append(calibrate_command(source, again, job))
+    elif entry.transform or entry.own_text or entry.moments:
+        steps.append(calibrate_command(source, again, job, *([entry.moments] if entry.moments else [])))
         known = ["--stats", str(again)]
     convert = ["--format", job.fmt, *entry.options, *job.convert, *rotated, "-o", str(job.out), *quiet]
     return [*steps, [*tool, "convert", str(source), *known, *convert]]
