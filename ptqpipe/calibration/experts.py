@@ -86,13 +86,14 @@ _Run = Callable[[int, torch.Tensor], torch.Tensor]
 
 def _runs_forward(module: Any, run: _Run, hidden_states: torch.Tensor) -> torch.Tensor:
     """[E * tokens, hidden] of the same: a run of rows for every expert. A row of zeros stays one."""
-    out = torch.zeros_like(hidden_states)
-    rows = len(hidden_states) // module.num_experts
+    rows, places, found = len(hidden_states) // module.num_experts, [], []
     for expert in range(module.num_experts):
         own = expert * rows + hidden_states[expert * rows : (expert + 1) * rows].any(dim=-1).nonzero().squeeze(-1)
         if own.numel():
-            out = out.index_put((own,), run(expert, hidden_states[own]).to(out.dtype))
-    return out
+            places.append(own)
+            found.append(run(expert, hidden_states[own]).to(hidden_states.dtype))
+    out = torch.zeros_like(hidden_states)
+    return out.index_put((torch.cat(places),), torch.cat(found)) if found else out
 
 
 def _tokens_forward(
@@ -103,13 +104,17 @@ def _tokens_forward(
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """[tokens, hidden] of rows [tokens, hidden], experts [tokens, k] and their weights [tokens, k]."""
-    parts = torch.zeros(
-        *top_k_index.shape, hidden_states.shape[-1], dtype=hidden_states.dtype, device=top_k_index.device
-    )
+    places, found = [], []
     for expert in range(module.num_experts):
         token, place = torch.where(top_k_index == expert)
         if token.numel():
-            parts = parts.index_put((token, place), run(expert, hidden_states[token]).to(parts.dtype))
+            places.append(token * top_k_index.shape[1] + place)
+            found.append(run(expert, hidden_states[token]).to(hidden_states.dtype))
+    parts = torch.zeros(
+        top_k_index.numel(), hidden_states.shape[-1], dtype=hidden_states.dtype, device=top_k_index.device
+    )
+    parts = parts.index_put((torch.cat(places),), torch.cat(found)) if found else parts
+    parts = parts.view(*top_k_index.shape, -1)
     return (parts * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
 

@@ -49,8 +49,8 @@ ptqpipe calibrate MODEL --data wikitext:wikitext-2-raw-v1:train -o stats
     metavar="KINDS",
     help="Second moments of the inputs to collect, with commas: diagonal, block (16x16), full. GPTQ, the default of "
     "convert --stats, needs full, which takes 4 bytes for every pair of a layer's inputs, twice with held-out windows. "
-    "diagonal,block is small and fits convert --algorithm rtn. kl, which is small, too, runs the model backwards once: "
-    "plan then chooses by KL divergence. pairs, which does so too, keeps inputs and gradients of some tokens, for "
+    "diagonal,block is small and fits convert --algorithm rtn. kl runs the model backwards once: plan then chooses by KL "
+    "divergence, and, beside full, convert --stats loses less of it. pairs, which runs it backwards, too, keeps inputs and gradients of some tokens, for "
     "transform --learn.",
 )
 @computing_dtype("fp32", "fp64", "bf16", "fp16", "auto")

@@ -93,14 +93,14 @@ class BlockWork:
         return {a.parameter: a.build(decoded) for a in self.assemblies if a.module not in without}
 
     def outputs(
-        self, x: torch.Tensor, batch: int, decoded: Mapping[str, torch.Tensor], known: Known | None = None
+        self, x: torch.Tensor, batch: int, parameters: Mapping[str, torch.Tensor], known: Known | None = None
     ) -> torch.Tensor:
-        """What the quantized block makes of hidden states ``x``, by what is ``known`` of earlier runs with these
-        weights. Records gradients unless under ``torch.no_grad``."""
+        """What the block makes of hidden states ``x`` with quantized ``parameters``, by what is ``known`` of earlier
+        runs with these. Records gradients unless under ``torch.no_grad``."""
         left = self.quantizers if known is None else known.left(batch, self.quantizers)
         reusing = contextlib.nullcontext() if known is None else known.reusing(self.block, batch)
         with reusing, quantized_inputs(self.block.module, left):
-            return self.block.forward(x, batch, parameters=self.parameters(decoded))
+            return self.block.forward(x, batch, parameters=parameters)
 
     def start(self, inputs: KnownInputs | None = None, *, followed: bool = False) -> dict[str, QTensor]:
         """Key -> the weight as convert would write it: with ``inputs``, the statistics of the block, as convert --stats

@@ -224,7 +224,8 @@ def _layer(work: BlockWork, choices: Mapping[str, Choice], device: torch.device)
     """A decoder layer whose weights are those that are chosen."""
 
     def run(x: torch.Tensor, batch: int) -> torch.Tensor:
-        return work.outputs(x, batch, {key: choice.weight().to(device) for key, choice in choices.items()})
+        weights = {key: choice.weight().to(device) for key, choice in choices.items()}
+        return work.outputs(x, batch, work.parameters(weights))
 
     return run
 

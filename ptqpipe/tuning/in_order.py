@@ -163,9 +163,9 @@ def _loss(
 ) -> float:
     """Mean squared difference of the quantized block's output to the target; with ``metric``, the
     moments of the gradients there by runs, half of its mean cost in it: nats of KL, to second order."""
-    errors = []
+    errors, parameters = [], work.parameters(decoded)
     for batch in batches:
-        error = work.outputs(inputs(batch), batch, decoded, known).float() - targets(batch).float()
+        error = work.outputs(inputs(batch), batch, parameters, known).float() - targets(batch).float()
         if metric is None:
             errors.append(error.square().mean())
             continue

@@ -440,7 +440,7 @@ def test_the_tuned_block_computes_what_the_converted_checkpoint_does(kind: str, 
             work = BlockWork.of(block, prepared, runner)
             decoded = {key: q.dequantize() for key, q in work.start().items()}
             with torch.no_grad():
-                found = work.outputs(block.inputs(0), 0, decoded)
+                found = work.outputs(block.inputs(0), 0, work.parameters(decoded))
                 plain = block.forward(block.inputs(0), 0, parameters=work.parameters(decoded))
     assert float((found - wanted).abs().max()) < 1e-4 * float(wanted.abs().max())
     assert float((plain - wanted).abs().max()) > 1e-3 * float(wanted.abs().max())

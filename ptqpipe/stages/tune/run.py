@@ -334,10 +334,10 @@ def _tune_block(
         codes, record = _find(work, options, start, streams, gradients, known, store, on_part=on_part)
         record |= codes_of.write(codes_of.place(folder, options.method), block.name, codes)
         folder.commit(block.name, record)
-    weights = {key: decoded(q) for key, q in codes.items()}
+    parameters = work.parameters({key: decoded(q) for key, q in codes.items()})
     with torch.no_grad():
         for batch in range(block.batches):
-            given.put(batch, work.outputs(given.get(batch).to(runner.device), batch, weights, known))
+            given.put(batch, work.outputs(given.get(batch).to(runner.device), batch, parameters, known))
             runner.activations.put(batch, wanted.get(batch))
     block.advanced = True
 
@@ -408,7 +408,7 @@ def _learn(
     learned = learn(
         {key: work.weights[key] for key in work.usable},
         {key: start[key] for key in sorted(work.usable)},
-        forward=lambda x, batch, chosen: work.outputs(x, batch, {**fixed, **chosen}),
+        forward=lambda x, batch, chosen: work.outputs(x, batch, work.parameters({**fixed, **chosen})),
         inputs=partial(_at, block=work.block, stream=given),
         targets=partial(_at, block=work.block, stream=wanted),
         batches=work.block.batches,
