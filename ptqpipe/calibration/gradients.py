@@ -35,7 +35,8 @@ class Gradients:
     weights  module of the block -> of its weight, where asked for; none of a module that is not given every token once
     experts  with them, checkpoint module of a stacked expert -> float32 [N] E[g^2] of its outputs, means over all
              tokens, of which it is given some
-    products  checkpoint module of a stacked expert -> what ``outputs`` has of it
+    named    checkpoint module, of stacked experts, too -> what ``outputs`` has of it; none of a parameter that is made
+             of several checkpoint tensors
     pairs    input of linear layers, by its name in statistics -> inputs and gradients at it, where they are kept
     """
 
@@ -43,7 +44,7 @@ class Gradients:
     last: Sequence[torch.Tensor]
     weights: Mapping[str, WeightGradients] = field(default_factory=dict)
     experts: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    products: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
+    named: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
     pairs: Mapping[str, Pair] = field(default_factory=dict)
 
 
@@ -180,12 +181,8 @@ class BlockSums:
         enough = {name: LEAST_TOKENS if is_product(name) else 1 for name in self.outputs}
         means = {name: of.means() for name, of in self.outputs.items() if of.tokens >= enough[name] and of.total > 0}
         weights = {name: of.means(world) for name, of in self.weights.items() if of.total == tokens}
-        products = {
-            name: found
-            for product in filter(is_product, means)
-            for name, found in _named(block, product, means[product])
-        }
-        return Gradients(means, means.pop(""), weights, self._of_experts(block, tokens), products, pairs)
+        last = means.pop("")
+        return Gradients(means, last, weights, self._of_experts(block, tokens), by_checkpoint(block, means), pairs)
 
     def _of_experts(self, block: Block, tokens: float) -> dict[str, torch.Tensor]:
         """As `Gradients` has them. An expert that was given few tokens has the mean of its group."""
@@ -207,13 +204,20 @@ class BlockSums:
         return found
 
 
-def _named(block: Block, product: str, runs: Sequence[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """Checkpoint modules of a product of a stacked expert, each with its part of what is known of the outputs."""
+def by_checkpoint(block: Block, outputs: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, Sequence[torch.Tensor]]:
+    """``outputs`` of `Gradients` by checkpoint modules, as its ``named``."""
     slots = {slot.id: slot for slot in find_slots(block.name, block.module, block.origins)}
-    slot, module = slots.get(f"{block.name}.{product}"), block.module.get_submodule(stack_of(product))
-    outputs = torch.arange(sum(map(len, runs)))
-    for name, rows in rows_of_names(module, slot, len(outputs)).items() if slot is not None else ():
-        yield name, rows_of(runs, outputs[rows])
+    found: dict[str, Sequence[torch.Tensor]] = {}
+    for place, runs in outputs.items():
+        if not is_product(place):
+            made_of = block.origins.get(f"{block.name}.{place}.weight", ())
+            found |= {made_of[0].removesuffix(".weight"): runs} if len(made_of) == 1 else {}
+        elif f"{block.name}.{place}" in slots:
+            slot, module = slots[f"{block.name}.{place}"], block.module.get_submodule(stack_of(place))
+            every = torch.arange(sum(map(len, runs)))
+            named = rows_of_names(module, slot, len(every))
+            found |= {name: rows_of(runs, every[rows]) for name, rows in named.items()}
+    return found
 
 
 def _matrix(linear: torch.nn.Module) -> torch.Tensor:

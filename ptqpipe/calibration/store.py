@@ -88,20 +88,18 @@ def write_outputs(
     """
     tensors, records = {}, {}
     for block, gradients in found:
-        products: dict[str, torch.Tensor] = {}
-        for name, runs in gradients.outputs.items():
-            if is_product(name):
-                continue
-            made_of = origins[f"{block}.{name}.weight"]
-            if len(made_of) == 1:
-                module = made_of[0].removesuffix(".weight")
-                tensors[f"{module}.output_moment"] = torch.cat([run.diagonal() for run in runs])
-                products |= _products(module, runs)
-                if name in gradients.weights:
-                    tensors |= {f"{module}.gradient_{of}": t for of, t in asdict(gradients.weights[name]).items()}
+        names = {f"{block}.{name}.weight": name for name in gradients.outputs if not is_product(name)}
+        made_of = {name: origins[parameter] for parameter, name in names.items() if len(origins[parameter]) == 1}
+        for name, (tensor,) in made_of.items():
+            module = tensor.removesuffix(".weight")
+            tensors[f"{module}.output_moment"] = torch.cat([run.diagonal() for run in gradients.outputs[name]])
+            if name in gradients.weights:
+                tensors |= {f"{module}.gradient_{of}": t for of, t in asdict(gradients.weights[name]).items()}
         tensors |= {f"{module}.output_moment": found for module, found in gradients.experts.items()}
-        products |= {
-            name: t for module, runs in gradients.products.items() for name, t in _products(module, runs).items()
+        products = {
+            f"{module}.output_moments.{i}": lower_half(run)
+            for module, runs in gradients.named.items()
+            for i, run in enumerate(runs)
         }
         if full:
             records[outputs_of(block)] = _record(folder, outputs_of(block), products)
@@ -110,10 +108,6 @@ def write_outputs(
             pairs |= {f"{key}.pair_gradients": h for key, (_, h) in gradients.pairs.items()}
             records[pairs_of(block)] = _record(folder, pairs_of(block), pairs)
     return {**records, OUTPUTS: _record(folder, OUTPUTS, tensors)}
-
-
-def _products(module: str, runs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"{module}.output_moments.{i}": lower_half(run) for i, run in enumerate(runs)}
 
 
 def outputs_of(block: str) -> str:
@@ -169,9 +163,16 @@ class BlockInputs:
     """The statistics of the linear inputs of one decoder layer, in memory: what `Statistics` would read from a folder
     that `write_block` wrote, to the bit."""
 
-    def __init__(self, name: str, collector: Collector) -> None:
-        """``name``: of the layer, which the collector has watched. Consumes the collector's moments."""
+    def __init__(
+        self, name: str, collector: Collector, outputs: Mapping[str, Sequence[torch.Tensor]] | None = None
+    ) -> None:
+        """
+        name       of the layer
+        collector  which has watched it; its moments are consumed
+        outputs    ``named`` of its `Gradients`, where they are known
+        """
         self._tensors, self._modules, _ = _gathered(name, collector, block=False)
+        self._outputs = outputs or {}
 
     def key(self, module: str) -> str:
         """What names the input of a module: modules with one input have one. KeyError where no sample reached it."""
@@ -203,8 +204,9 @@ class BlockInputs:
         )
 
     def output_moments(self, module: str, outputs: int) -> list[torch.Tensor] | None:
-        """None: no gradients are known."""
-        return None
+        """E[g g^T] of the gradients at a module's outputs, by runs; None where nothing is known of so many."""
+        found = list(self._outputs.get(module, ()))
+        return found if found and sum(map(len, found)) == outputs else None
 
 
 def _put(tensors: dict[str, torch.Tensor], key: str, moments: RunningMoments, *, block: bool) -> None:

@@ -49,8 +49,9 @@ ptqpipe calibrate MODEL --data wikitext:wikitext-2-raw-v1:train -o stats
     metavar="KINDS",
     help="Second moments of the inputs to collect, with commas: diagonal, block (16x16), full. GPTQ, the default of "
     "convert --stats, needs full, which takes 4 bytes for every pair of a layer's inputs, twice with held-out windows. "
-    "diagonal,block is small and fits convert --algorithm rtn. kl runs the model backwards once: plan then chooses by KL "
-    "divergence, and, beside full, convert --stats loses less of it. pairs, which runs it backwards, too, keeps inputs and gradients of some tokens, for "
+    "diagonal,block is small and fits convert --algorithm rtn. kl runs the model backwards once: plan then chooses by "
+    "KL divergence, and, beside full, convert --stats loses less of it. pairs, which runs it backwards, too, keeps "
+    "inputs and gradients of some tokens, for "
     "transform --learn.",
 )
 @computing_dtype("fp32", "fp64", "bf16", "fp16", "auto")
@@ -178,9 +179,9 @@ ptqpipe tune MODEL --data text.jsonl --method gptq+learned -o codes
 @click.option(
     "--metric",
     type=click.Choice(["kl", "output"]),
-    help="What an error costs, for --method gptq and kl: what it adds to the KL divergence of the model, by gradients "
-    "of the model run backwards (kl), or its square at the layer's output, in half of the time (output).  [default: "
-    "kl; of gptq+learned, output]",
+    help="What an error costs, for --method gptq, layerwise and kl: what it adds to the KL divergence of the model, by "
+    "gradients of the model run backwards (kl), or its square at the layer's output, in half of the time (output).  "
+    "[default: kl; of gptq+learned, output]",
 )
 @click.option(
     "--share",
@@ -219,8 +220,8 @@ def tune(given: Given) -> None:
 
     if given.share is not None and "gptq" not in given.method and given.method != "kl":
         raise UsageError("--share belongs to --method gptq, kl and gptq+learned; add it, or leave --share out")
-    if given.metric is not None and "gptq" not in given.method and given.method != "kl":
-        raise UsageError("--metric belongs to --method gptq and kl; add it, or leave --metric out")
+    if given.metric is not None and given.method == "learned":
+        raise UsageError("--metric belongs to --method gptq, layerwise and kl; add it, or leave --metric out")
     if given.train and given.method != "kl":
         raise UsageError("--train belongs to --method kl; add it, or leave --train out")
     if given.steps is not None and "learned" not in given.method and given.method != "kl":

@@ -7,6 +7,7 @@ before that does the pass again.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from ptqpipe.machine import BASE_BYTES, Machine, counting_bar
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.runtime.compiled import pass_dtype
 from ptqpipe.tuning.in_order import divided
+from ptqpipe.tuning.options import TuneOptions
 
 _BLOCK = "."  # where a module's name would be: the block's own output
 
@@ -32,14 +34,13 @@ def observe(
     spill: Path,
     machine: Machine,
     *,
-    held_out: float,
     seed: int,
 ) -> Callable[[str], Gradients]:
     """What reads the gradients of a block by its name; they are in files of a folder in ``spill``, made now where they
     are not.
 
-    held_out  share of the batches that only judge: their gradients count for nothing
-    seed      of the labels
+    samples  those of `learned_from`
+    seed     of the labels
     """
     folder = spill / "gradients"
     with output_errors(folder):
@@ -51,7 +52,7 @@ def observe(
         wanted = {m.source.tensor for unit in prepared.outputs.plan.units for m in unit.members}
         found = reverse_model(
             skeleton,
-            learned_from(samples, held_out),
+            samples,
             seed=seed,
             device=machine.device,
             memory_bytes=machine.memory_bytes - BASE_BYTES,
@@ -65,8 +66,12 @@ def observe(
     return lambda name: _read(folder, name)
 
 
-def learned_from(samples: Samples, held_out: float) -> Samples:
-    """The samples that are run backwards; none of the batches that only judge, as `divided` says by their share."""
+def learned_from(samples: Samples, options: TuneOptions) -> Samples:
+    """The samples that are run backwards; none that are held out, or of GPTQ in order none of the batches that only
+    judge, as `divided` says by their share."""
+    held_out = options.settings.held_out
+    if not options.follows:
+        return thinned(replace(samples, held_out=samples.held_out[:0]))
     batches = [*in_batches(samples.windows), *in_batches(samples.held_out)]
     return thinned(samples.first(sum(len(batches[i]) for i in divided(len(batches), held_out)[0])))
 

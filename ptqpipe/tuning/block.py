@@ -13,6 +13,7 @@ from ptqpipe.algorithms import LoadedWeight, joined
 from ptqpipe.calibration.assembly import Assembly, assemble
 from ptqpipe.calibration.collect import Collector
 from ptqpipe.calibration.experts import is_product, stack_of
+from ptqpipe.calibration.gradients import Gradients, by_checkpoint
 from ptqpipe.calibration.paired import Known, quantized_inputs
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.store import BlockInputs
@@ -146,9 +147,14 @@ def nearest(unit: Unit) -> Rule:
     return replace(unit.rule, algorithm="rtn", weighting="none")
 
 
-def observe(block: Block, runner: Runner, run: Callable[[Callable[[int], None]], None]) -> BlockInputs:
+def observe(
+    block: Block,
+    runner: Runner,
+    run: Callable[[Callable[[int], None]], None],
+    gradients: Gradients | None = None,
+) -> BlockInputs:
     """Statistics of the block's linear inputs, full moments and those of held-out windows apart, as `calibrate` has
-    them, but for quantiles.
+    them, but for quantiles; with ``gradients`` what these say of outputs.
 
     run  runs the float block over all batches, and calls what it is given with the number of each before it runs
     """
@@ -161,7 +167,7 @@ def observe(block: Block, runner: Runner, run: Callable[[Callable[[int], None]],
 
     with collector:
         run(before)
-    return BlockInputs(block.name, collector)
+    return BlockInputs(block.name, collector, by_checkpoint(block, gradients.outputs) if gradients else None)
 
 
 def _parameters(block: Block, runner: Runner) -> dict[str, torch.Tensor]:

@@ -98,11 +98,12 @@ def _backwards(samples: Samples, options: TuneOptions) -> dict[str, int]:
     """How many of the samples were run backwards, under the metric for which they are."""
     if not options.by_kl:
         return {}
-    return {"backwards": len(backwards.learned_from(samples, options.settings.held_out).windows)}
+    return {"backwards": len(backwards.learned_from(samples, options).windows)}
 
 
 def _how(options: TuneOptions, *, collects: bool) -> dict[str, Any]:
     """The method, and what was started from where the recipe does not say that."""
-    metric = {"metric": "kl" if options.by_kl else "output"} if options.follows else {}
+    asked = options.follows or (collects and options.method == "layerwise")  # else the statistics say it
+    metric = {"metric": "kl" if options.by_kl else "output"} if asked else {}
     start = {"start": "gptq"} if collects and not options.follows else {}
     return {"method": options.method, **metric, "share": options.share, **start, "settings": asdict(options.settings)}

@@ -22,9 +22,9 @@ class TuneOptions:
     method    of METHODS: what finds the codes. "gptq" goes through the linear layers in the order of the model,
               "layerwise" is GPTQ of each by itself, on the inputs of the float model; "learned" is gradient descent
               on the output of each decoder layer, "kl" that on the KL divergence of the model, after "gptq"
-    metric    of METRICS, under "gptq" and "kl": what an error costs. "kl": what it adds to the KL divergence of the
-              model, to second order, by the gradients of a reverse pass; "output": its square at the layer's output.
-              None: "kl" where the method is "gptq" alone or "kl"
+    metric    of METRICS, under "gptq", "layerwise" and "kl": what an error costs. "kl": what it adds to the KL
+              divergence of the model, to second order, by the gradients of a reverse pass; "output": its square at the
+              layer's output. None: "kl" where the method is one of these alone
     share     fraction of the error of earlier layers that each layer compensates for under "gptq" and "kl": 0 to 1
     train     of TRAIN, under "kl": tensors that stay floats, and global scales, that descent changes after the codes
     settings  of gradient descent; its share of held-out samples counts for every method
@@ -43,7 +43,7 @@ class TuneOptions:
     @property
     def by_kl(self) -> bool:
         """Whether errors cost what they add to the model's KL divergence."""
-        return self.method in ("gptq", "kl") and self.metric != "output"
+        return self.method in ("gptq", "layerwise", "kl") and self.metric != "output"
 
     @property
     def follows(self) -> bool:
@@ -66,7 +66,7 @@ def check(options: TuneOptions) -> None:
     if options.metric not in (None, *METRICS):
         raise UsageError(f"--metric {options.metric!r} is unknown; use {', '.join(METRICS)}")
     if options.metric == "kl" and not options.by_kl:
-        raise UsageError("--metric kl belongs to --method gptq and kl; leave it out, or use one of them")
+        raise UsageError("--metric kl belongs to --method gptq, layerwise and kl; leave it out, or use one of them")
     unknown = [kind for kind in options.train if kind not in TRAIN]
     if unknown:
         raise UsageError(f"--train {unknown[0]!r} is unknown; use {', '.join(TRAIN)}, with commas")

@@ -6,7 +6,7 @@ layer at hand and dropped with it, so they never lie on disk; a folder of statis
 
 Two streams of hidden states go through the model: those of the float layers are the targets; those of the layers with
 learned codes, activations quantized as the scheme says, are the inputs that each layer will get. For "layerwise" the
-float stream is enough. "gptq" runs the float model backwards first (`backwards.py`). A killed run runs the finished
+float stream is enough. Both run the float model backwards first (`backwards.py`). A killed run runs the finished
 layers again and continues.
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ptqpipe._version import __version__
+from ptqpipe.algorithms import two_sided
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.collect import sums_of_layers
 from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
@@ -91,8 +92,8 @@ def tune(
         check_place(out)
         config = config_of(source)
         samples = _samples(prepared, data, options, config, collects=collects)
-        if samples.images and options.by_kl:  # the reverse pass takes rows of one length
-            options = replace(options, metric="output")
+        if samples.images or not _runs_backwards(prepared, options, collects=collects):
+            options = replace(options, metric="output")  # the reverse pass takes rows of one length
         if options.method == "kl":
             options = end_to_end.with_rate(prepared, options)
             end_to_end.check(prepared, samples, options, machine)
@@ -148,6 +149,13 @@ def _identity(prepared: Conversion, samples: Samples, options: TuneOptions, *, c
     }
 
 
+def _runs_backwards(prepared: Conversion, options: TuneOptions, *, collects: bool) -> bool:
+    """Whether gradients are of use: of layers by themselves, where their moments are collected and rows do not share
+    scales."""
+    fits = any(two_sided.possible(unit.scheme.fmt) for unit in prepared.outputs.plan.units)
+    return options.by_kl and (options.follows or (collects and fits))
+
+
 def _is_large(prepared: Conversion) -> bool:
     """Whether a weight is so large that torch's threads gain more than they cost by waiting for each other: operations
     on fewer numbers take microseconds, and there are hundreds for each weight."""
@@ -175,12 +183,11 @@ def _run(
         likely.update(likeness_of(runner, samples))
 
     skeleton = Skeleton.of(prepared.source, dtype=torch.float32, images=bool(samples.images))
-    spill, held = folder.paths.partial, options.settings.held_out
-    gradients = (
-        backwards.observe(prepared, samples, spill, machine, held_out=held, seed=options.seed)
-        if options.by_kl
-        else lambda name: None
-    )
+    spill = folder.paths.partial
+    gradients: Callable[[str], Gradients | None] = lambda name: None  # noqa: E731
+    if options.by_kl:
+        learned_from = backwards.learned_from(samples, options)
+        gradients = backwards.observe(prepared, learned_from, spill, machine, seed=options.seed)
     runner, keeps = _open_runner(skeleton, samples, options, machine, spill=spill, collects=collects)
     names = [*runner.names, *(name for name, _ in skeleton.mtp if _quantizes(prepared, skeleton, name))]
     count, done = len(names), sum(name in folder.done for name in names)
@@ -196,16 +203,16 @@ def _run(
             found = block.name in folder.done
             if found:
                 on_part(0, "run again")
+            # Behind the model's output no gradient comes from there.
+            of_outputs = None if found or isinstance(block, MtpBlock) else gradients(block.name)
             if streams is None:
                 if not found:
-                    _layerwise(BlockWork.of(block, prepared, runner), runner, folder, collects=collects)
+                    _layerwise(BlockWork.of(block, prepared, runner), runner, folder, of_outputs, collects=collects)
                     on_part(1, "codes")
             else:
                 if isinstance(block, MtpBlock):
                     streams = _entering(block, streams, _Streams.like(runner, spill, opened))
                 work = BlockWork.of(block, prepared, runner)
-                behind = isinstance(block, MtpBlock)  # the model's output, so that no gradient comes from there
-                of_outputs = None if found or behind else gradients(block.name)
                 known = Known(work.watched, keeps)
                 _tune_block(
                     work, runner, folder, options, streams, of_outputs, known, collects=collects, on_part=on_part
@@ -288,9 +295,11 @@ def _open_stream(runner: Runner, spill: Path) -> Activations:
     return OnDisk(spill) if isinstance(runner.activations, OnDisk) else InMemory()
 
 
-def _layerwise(work: BlockWork, runner: Runner, folder: BlockFolder, *, collects: bool) -> None:
+def _layerwise(
+    work: BlockWork, runner: Runner, folder: BlockFolder, gradients: Gradients | None, *, collects: bool
+) -> None:
     """Chooses, writes and journals the codes of one block by the inputs of the float model, which is then behind it."""
-    codes = work.start(observe(work.block, runner, work.block.advance) if collects else None)
+    codes = work.start(observe(work.block, runner, work.block.advance, gradients) if collects else None)
     entry: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0, "held_out": False}
     entry |= {"not_learned": []}
     folder.commit(work.block.name, entry | codes_of.write(folder.paths.growing, work.block.name, codes))
