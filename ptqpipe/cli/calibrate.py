@@ -181,7 +181,7 @@ ptqpipe tune MODEL --data text.jsonl --method gptq+learned -o codes
     type=click.Choice(["kl", "output"]),
     help="What an error costs, for --method gptq, layerwise and kl: what it adds to the KL divergence of the model, by "
     "gradients of the model run backwards (kl), or its square at the layer's output, in half of the time (output).  "
-    "[default: kl; of gptq+learned, output]",
+    "[default: kl; of layerwise and gptq+learned, output]",
 )
 @click.option(
     "--share",

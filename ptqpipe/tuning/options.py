@@ -24,7 +24,7 @@ class TuneOptions:
               on the output of each decoder layer, "kl" that on the KL divergence of the model, after "gptq"
     metric    of METRICS, under "gptq", "layerwise" and "kl": what an error costs. "kl": what it adds to the KL
               divergence of the model, to second order, by the gradients of a reverse pass; "output": its square at the
-              layer's output. None: "kl" where the method is one of these alone
+              layer's output. None: "kl" where the method is "gptq" alone or "kl"
     share     fraction of the error of earlier layers that each layer compensates for under "gptq" and "kl": 0 to 1
     train     of TRAIN, under "kl": tensors that stay floats, and global scales, that descent changes after the codes
     settings  of gradient descent; its share of held-out samples counts for every method
@@ -43,7 +43,8 @@ class TuneOptions:
     @property
     def by_kl(self) -> bool:
         """Whether errors cost what they add to the model's KL divergence."""
-        return self.method in ("gptq", "layerwise", "kl") and self.metric != "output"
+        usual = "kl" if self.method in ("gptq", "kl") else "output"
+        return self.method in ("gptq", "layerwise", "kl") and (self.metric or usual) == "kl"
 
     @property
     def follows(self) -> bool:

@@ -86,14 +86,21 @@ def test_the_moments_on_disk_have_the_diagonal_that_plan_reads(made: Path) -> No
         assert not stats.knows_outputs
 
 
-def test_verify_finds_them_again_and_layerwise_tune_has_them_too(made: Path, text: Path, tmp_path: Path) -> None:
+def test_verify_finds_codes_on_both_sides_again(made: Path) -> None:
     assert verify(made / "both", source=DEMO, statistics=made / "both-stats").faults == ()
     assert verify(made / "both", source=DEMO, statistics=made / "one-stats").faults
-    options = TuneOptions(samples=32, seqlen=64, method="layerwise")
-    tune.tune(
-        DEMO, [str(text)], tmp_path / "codes", recipe=RecipeOptions("nvfp4"), stats=made / "both-stats",
-        options=options, machine=ONE,
-    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "metric"), [(True, None), (False, "kl")], ids=["by statistics", "by its own"])
+def test_layerwise_tune_has_the_codes_of_convert(
+    given: bool, metric: str | None, made: Path, text: Path, tmp_path: Path
+) -> None:
+    options = TuneOptions(samples=32, seqlen=64, method="layerwise", metric=metric)
+    stats = made / "both-stats" if given else None
+    done = tune.tune(
+        DEMO, [str(text)], tmp_path / "codes", recipe=RecipeOptions("nvfp4"), stats=stats, options=options, machine=ONE
+    )
+    assert done.content.get("metric") == metric
     codes = {k: t for file in (tmp_path / "codes").glob("*.safetensors") for k, t in load_file(file).items()}
     with ptqpipe.load_tensors(made / "both") as loaded:
         names = [name.removesuffix(".data") for name in codes if name.endswith(".data")]

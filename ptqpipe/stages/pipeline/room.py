@@ -94,14 +94,14 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
     logits = min(DEFAULT_LIMIT, letters * (MOST * vocabulary + 4)) if known else DEFAULT_LIMIT * bool(texts)
     if way is None:
         return Disk(logits=logits)
-    turned = bool(way.rotations)
+    gptq, turned = way.method == "gptq", bool(way.rotations)
     planes = [(shape, shape[0] if len(shape) > 2 else 1) for _, shape in source.tensors.values() if len(shape) > 1]
     each = _STATISTICS * (statistics + turned) + (_STATISTICS + _BLOCKS + _FACTOR if way.transform else 0)
     channels = sum(max(shape[-2:]) * count for shape, count in planes)
     tokens = max(_tokens(config, work))
     own_text = _TOKEN * tokens if own_weight(work.data) is not None else 0
     return Disk(
-        ((weights_bytes or source.reader.nbytes) if way.method else 0) + _gradients(source) * bool(way.method),
+        ((weights_bytes or source.reader.nbytes) if way.method else 0) + _gradients(source) * gptq,
         channels * each + _MATRIX * sum(count for _, count in planes) + own_text + _matrices(source, way),
         4 * sum(_inputs(source)) * _pairs(source, work) * turned,
         4 * _config_number(config, *_HIDDEN) * max(_states(source, work, way)[-2:]),
@@ -181,13 +181,11 @@ def _seqlen(config: Mapping[str, Any], work: PipelineOptions) -> int:
 
 
 def _states(source: Source, work: PipelineOptions, way: Way) -> tuple[int, ...]:
-    """How many hidden states there are at once: in the reverse pass before GPTQ, where memory has room for those of
-    every layer and where not, and in GPTQ; without it those that enter a layer."""
+    """How many hidden states there are at once: in the reverse pass before GPTQ in order, where memory has room for
+    those of every layer and where not, and in GPTQ in order; else those that enter a layer."""
     count, (few, every) = _layers(source), _tokens(source.reader.config, work)
-    if not way.method:
+    if way.method != "gptq":
         return (every,)
-    if way.method == "layerwise":
-        return streams(count, 1) * few, streams(count, least_step(count)) * few, every
     forward = 3 + (STREAMS if any(_is_expert(name) for name, _ in _members(source)) else 0)
     return streams(count, 1) * few, streams(count, least_step(count)) * few, forward * every
 

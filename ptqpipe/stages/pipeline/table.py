@@ -54,7 +54,7 @@ TABLE: dict[str, dict[str, Way]] = {
 
 _WORDS = {
     "": "scales weighted by the inputs, nearest codes",
-    "layerwise": "GPTQ of each layer by itself, by the model's KL divergence",
+    "layerwise": "GPTQ of each layer by itself",
     "gptq": "GPTQ in the order of the model, by its KL divergence",
 }
 

@@ -6,8 +6,8 @@ layer at hand and dropped with it, so they never lie on disk; a folder of statis
 
 Two streams of hidden states go through the model: those of the float layers are the targets; those of the layers with
 learned codes, activations quantized as the scheme says, are the inputs that each layer will get. For "layerwise" the
-float stream is enough. Both run the float model backwards first (`backwards.py`). A killed run runs the finished
-layers again and continues.
+float stream is enough. Where errors cost KL divergence, the float model runs backwards first (`backwards.py`). A killed
+run runs the finished layers again and continues.
 """
 
 import contextlib
