@@ -160,15 +160,14 @@ class Statistics(OpenFolder):
             return None
         return self._read(name)
 
-    @property
-    def knows_outputs(self) -> bool:
+    def knows_outputs(self, module: str) -> bool:
         """Whether there are `output_moments` of a module."""
-        return any(name.endswith(".output_moments.0") for name in self._reader.entries)
+        return f"{module}.output_moments.0" in self._reader.entries
 
     def output_moments(self, module: str, outputs: int) -> list[torch.Tensor] | None:
         """float32 [b, b] E[g g^T] of the same gradients, of every run of so many outputs. None where they were not
         collected, or of a module of another size."""
-        names = [f"{module}.output_moments.{i}" for i in range(outputs)]
+        names = (f"{module}.output_moments.{i}" for i in range(outputs))
         found = list(itertools.takewhile(lambda name: name in self._reader.entries, names))
         headers = [self._reader.entries[name] for name in found]
         sizes = [rows_of_half(math.prod(header.shape)) for header in headers]

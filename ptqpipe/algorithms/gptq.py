@@ -83,7 +83,8 @@ def _feedback(task: Task, prepare: Callable[[int], Metric]) -> calibrated.Feedba
 
         return two_sided.codes(w, outputs, one_sided) if outputs is not None and two else one_sided(w)
 
-    moves = entry or bool(options.refine and has_block_scales(fmt))
+    shifted = two_sided.possible(fmt) and any(moments.outputs is not None for moments in task.inputs or ())
+    moves = entry or shifted or bool(options.refine and has_block_scales(fmt))
     return calibrated.Feedback(prepare, choose, moves_scales=moves)
 
 

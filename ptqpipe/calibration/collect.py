@@ -54,14 +54,17 @@ class Collector:
         full: bool,
         device: torch.device,
         quantiles: bool = True,
+        wanted: frozenset[str] | None = None,
     ) -> None:
         """
         name, module  the part of the model to watch
         origins       its parameters and the checkpoint tensors that make them
         block, full   which outer products to sum
         quantiles     whether to count values for them
+        wanted        checkpoint modules whose inputs are watched; None: all
         """
-        self.slots: dict[str, Slot] = {slot.id: slot for slot in find_slots(name, module, origins)}
+        slots = find_slots(name, module, origins)
+        self.slots: dict[str, Slot] = {s.id: s for s in slots if wanted is None or not wanted.isdisjoint(s.names)}
         self.leaders: dict[str, str] = {}
         self.moments: dict[str, RunningMoments] = {}
         self.held_out: dict[str, RunningMoments] = {}  # the same of inputs that were shown while ``holding_out``
@@ -94,6 +97,8 @@ class Collector:
 
     def see(self, slot: str, x: torch.Tensor) -> None:
         """Adds the rows [..., K] that a slot is given. NumericsError where one is not finite."""
+        if slot not in self.slots:
+            return
         columns = self.slots[slot].columns
         if x.shape[-1] != columns or not x.numel():
             return
@@ -193,9 +198,9 @@ def _expert_slots(path: str, module: Any, origins: Mapping[str, tuple[str, ...]]
     for leaf, side in ((first_stack(module), "up"), ("down_proj", "down")):
         stack = getattr(module, leaf)
         columns = int(stack.shape[1] if is_turned(module) else stack.shape[2])
-        found = origins.get(f"{path}.{leaf}", ())
+        apart, together = _by_expert(origins.get(f"{path}.{leaf}", ()))
         for expert in range(stack.shape[0]):
-            names = _expert_names(found, expert, family)
+            names = (*apart.get(expert, ()), *_places_in(together, expert, family))
             if names:
                 yield Slot(f"{path}[{expert}].{side}", names, columns)
 
@@ -207,18 +212,24 @@ def rows_of_names(module: Any, slot: Slot, outputs: int) -> dict[str, slice]:
     return dict.fromkeys(slot.names, slice(0, outputs)) | dict(zip(apart, parts, strict=True))
 
 
-def _expert_names(origins: Sequence[str], expert: int, family: Family) -> tuple[str, ...]:
-    """Checkpoint modules of one expert: its own where experts are apart, else its place in the stack.
-
-    A stack goes by both names that a converted checkpoint may have for it: ``experts.down_proj[3]`` and
-    ``experts.3.down_proj``; of gate_up_proj also ``experts.3.gate_proj`` and ``experts.3.up_proj``.
-    """
-    names: list[str] = []
+def _by_expert(origins: Sequence[str]) -> tuple[dict[int, list[str]], list[str]]:
+    """Checkpoint modules by the expert that is in their name, and tensors that are stacks of all."""
+    apart: dict[int, list[str]] = {}
+    together: list[str] = []
     for origin in origins:
-        module = origin.removesuffix(".weight")
         number = re.search(r"\.experts\.(\d+)\.", origin)
-        if number is not None:
-            names += [module] if int(number[1]) == expert else []
-            continue
-        names += [f"{origin}[{expert}]", *(name.format(expert) for name in family.single_experts(module))]
-    return tuple(names)
+        if number is None:
+            together.append(origin)
+        else:
+            apart.setdefault(int(number[1]), []).append(origin.removesuffix(".weight"))
+    return apart, together
+
+
+def _places_in(stacks: Sequence[str], expert: int, family: Family) -> Iterator[str]:
+    """The place of an expert in ``stacks``, by both names that a converted checkpoint may have for it:
+    ``experts.down_proj[3]`` and ``experts.3.down_proj``; of gate_up_proj also ``experts.3.gate_proj`` and
+    ``experts.3.up_proj``.
+    """
+    for stack in stacks:
+        yield f"{stack}[{expert}]"
+        yield from (name.format(expert) for name in family.single_experts(stack.removesuffix(".weight")))

@@ -41,6 +41,11 @@ def is_stacked(module: torch.nn.Module) -> bool:
     return any(getattr(getattr(module, name, None), "ndim", 0) == 3 for name in STACKS)
 
 
+def rows_of_token(module: Any) -> int:
+    """How many rows stacked experts are given for each token."""
+    return int(module.num_experts) if in_runs(module) else 1
+
+
 def check_known(module: torch.nn.Module, name: str) -> None:
     """CheckpointError for stacked experts that do not declare their layout as transformers 5 does."""
     if not is_known(module):

@@ -35,8 +35,8 @@ class Gradients:
     weights  module of the block -> of its weight, where asked for; none of a module that is not given every token once
     experts  with them, checkpoint module of a stacked expert -> float32 [N] E[g^2] of its outputs, means over all
              tokens, of which it is given some
-    named    checkpoint module, of stacked experts, too -> what ``outputs`` has of it; none of a parameter that is made
-             of several checkpoint tensors
+    named    with them, checkpoint module, of stacked experts, too -> what ``outputs`` has of it; none of a parameter
+             that is made of several checkpoint tensors
     pairs    input of linear layers, by its name in statistics -> inputs and gradients at it, where they are kept
     """
 
@@ -182,7 +182,8 @@ class BlockSums:
         means = {name: of.means() for name, of in self.outputs.items() if of.tokens >= enough[name] and of.total > 0}
         weights = {name: of.means(world) for name, of in self.weights.items() if of.total == tokens}
         last = means.pop("")
-        return Gradients(means, last, weights, self._of_experts(block, tokens), by_checkpoint(block, means), pairs)
+        named = by_checkpoint(block, means) if self.weights else {}
+        return Gradients(means, last, weights, self._of_experts(block, tokens), named, pairs)
 
     def _of_experts(self, block: Block, tokens: float) -> dict[str, torch.Tensor]:
         """As `Gradients` has them. An expert that was given few tokens has the mean of its group."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ptqpipe.calibration.capture import StopForward
-from ptqpipe.calibration.experts import Observer, is_stacked, observe, stack_of
+from ptqpipe.calibration.experts import Observer, is_stacked, observe, rows_of_token, stack_of
 from ptqpipe.calibration.moments import symmetric
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
@@ -166,7 +166,7 @@ def kept_streams(skeleton: Skeleton) -> int:
     hidden: int = skeleton.model.config.get_text_config().hidden_size
     widths = (
         sum(max(p.shape) for p in module.parameters() if p.dim() == 2)
-        + sum(hidden for child in module.modules() if is_stacked(child))
+        + sum(hidden * rows_of_token(child) for child in module.modules() if is_stacked(child))
         for _, module in skeleton.blocks
     )
     return -(-max(widths) // hidden)

@@ -80,22 +80,36 @@ class StackInputs:
         """Runs both models up to the stack. The arguments are those of `paired_moments`; ``store`` opens a place for
         hidden states of all batches, and `close` closes it."""
         made = cls(block, stack, store(), store(), {}, {})
-        module = block.module.get_submodule(stack)
-        for batch in batches:
-            exact = known.inputs(batch, [stack]) or {
-                stack: arguments(block, [stack], {}, block.inputs(batch), batch, {})[stack][0]
-            }
-            left = known.left(batch, quantizers)
-            with known.reusing(block, batch):
-                found = arguments(block, [stack], left, given(batch), batch, parameters)[stack]
-            places, experts, weights = routing(module, found)
-            x, seen = exact[stack][places], found[0][places]
-            # Where each expert has rows of its own, the float model may have sent a token to another one.
-            both = x.any(dim=-1) if len(places) < len(found[0]) else slice(None)
-            made.exact.put(batch, x[both])
-            made.seen.put(batch, seen[both])
-            made.experts[batch], made.weights[batch] = experts[both].cpu(), weights[both].float().cpu()
+        try:
+            for batch in batches:
+                made._add(batch, given, parameters, quantizers, known)
+        except BaseException:
+            made.close()
+            raise
         return made
+
+    def _add(
+        self,
+        batch: int,
+        given: Callable[[int], torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+        quantizers: Mapping[str, Quantizer],
+        known: Known,
+    ) -> None:
+        block, stack = self.block, self.stack
+        exact = known.inputs(batch, [stack]) or {
+            stack: arguments(block, [stack], {}, block.inputs(batch), batch, {})[stack][0]
+        }
+        left = known.left(batch, quantizers)
+        with known.reusing(block, batch):
+            found = arguments(block, [stack], left, given(batch), batch, parameters)[stack]
+        places, experts, weights = routing(block.module.get_submodule(stack), found)
+        x, seen = exact[stack][places], found[0][places]
+        # Where each expert has rows of its own, the float model may have sent a token to another one.
+        both = x.any(dim=-1) if len(places) < len(found[0]) else slice(None)
+        self.exact.put(batch, x[both])
+        self.seen.put(batch, seen[both])
+        self.experts[batch], self.weights[batch] = experts[both].cpu(), weights[both].float().cpu()
 
     def close(self) -> None:
         """Forgets the hidden states."""
@@ -106,7 +120,7 @@ class StackInputs:
         """All of so many experts, in runs whose `inputs` over these batches take no more memory than the stack's own,
         or are of one expert."""
         sent = torch.stack([torch.bincount(self.experts[b].flatten(), minlength=experts)[:experts] for b in batches])
-        rows = [n if n >= LEAST_TOKENS else len(self.experts[batches[0]]) for n in sent.sum(0).tolist()]
+        rows = sent.sum(0).tolist()
         most = max(sum(len(self.experts[batch]) for batch in batches), *rows)
         yield from _runs(list(itertools.accumulate(rows)), most)
 
@@ -119,15 +133,20 @@ class StackInputs:
             for expert, found in parts.items():
                 token, place = torch.where(self.experts[batch] == expert)
                 found.append((exact[token], seen[token], self.weights[batch][token, place]))
-        made, device = {}, self.block.device
-        for expert, found in parts.items():
-            exact, seen, weights = (torch.cat(part) for part in zip(*found, strict=True))
-            if len(weights) < LEAST_TOKENS or not bool(weights.any()):
-                exact, seen = self.exact.get(batches[0]), self.seen.get(batches[0])
-                weights = torch.ones(len(exact))
-            weights = weights / weights.square().mean().sqrt()
-            made[expert] = ExpertInputs(exact.float().to(device), seen.float().to(device), weights.to(device))
+        made: dict[int, ExpertInputs] = {}
+        for expert in experts:
+            exact, seen, weights = (torch.cat(part) for part in zip(*parts.pop(expert), strict=True))
+            if len(weights) >= LEAST_TOKENS and bool(weights.any()):
+                made[expert] = self._moved(exact, seen, weights / weights.square().mean().sqrt())
+        if len(made) < len(experts):  # one set of tokens for all of the others
+            exact, seen = self.exact.get(batches[0]), self.seen.get(batches[0])
+            of_others = self._moved(exact, seen, torch.ones(len(exact)))
+            made |= {expert: of_others for expert in experts if expert not in made}
         return made
+
+    def _moved(self, exact: torch.Tensor, seen: torch.Tensor, weights: torch.Tensor) -> ExpertInputs:
+        device = self.block.device
+        return ExpertInputs(exact.float().to(device), seen.float().to(device), weights.to(device))
 
 
 def _runs(before: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:

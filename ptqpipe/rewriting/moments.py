@@ -223,7 +223,8 @@ def unit_extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
         held_out = statistics is not None and any(statistics.held_out(module_of(m)) for m in unit.members)
         squares = 4 * columns * columns * (2 if held_out else 1) + memory_bytes(columns)
         rows = max(member.shape[0] for member in unit.members)
-        both = unit.rule.algorithm == "gptq" and statistics is not None and statistics.knows_outputs
+        known = statistics is not None and all(statistics.knows_outputs(module_of(m)) for m in unit.members)
+        both = known and unit.rule.algorithm == "gptq"
         squares += OUTPUT_BYTES * rows * min(rows, OUT_ROWS) if both else 0
     bits = unit.scheme.fmt.bits_per_weight(unit.members[0].shape)
     codes = int(2 * bits / 8 * max(member.elements for member in unit.members))  # those of rtn wait beside them

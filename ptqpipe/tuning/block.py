@@ -4,7 +4,7 @@ Knows plans, assemblies and runners; must not know where codes are kept.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -151,15 +151,25 @@ def observe(
     block: Block,
     runner: Runner,
     run: Callable[[Callable[[int], None]], None],
+    *,
+    units: Iterable[Unit],
     gradients: Gradients | None = None,
 ) -> BlockInputs:
-    """Statistics of the block's linear inputs, full moments and those of held-out windows apart, as `calibrate` has
-    them, but for quantiles; with ``gradients`` what these say of outputs.
+    """Statistics of the inputs of some of the block's weights, full moments and those of held-out windows apart, as
+    `calibrate` has them, but for quantiles; with ``gradients`` what these say of outputs.
 
-    run  runs the float block over all batches, and calls what it is given with the number of each before it runs
+    run    runs the float block over all batches, and calls what it is given with the number of each before it runs
+    units  that have the weights
     """
     collector = Collector(
-        block.name, block.module, block.origins, block=False, full=True, device=runner.device, quantiles=False
+        block.name,
+        block.module,
+        block.origins,
+        block=False,
+        full=True,
+        device=runner.device,
+        quantiles=False,
+        wanted=frozenset(module_of(member) for unit in units for member in unit.members),
     )
 
     def before(batch: int) -> None:

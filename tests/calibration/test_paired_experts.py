@@ -1,13 +1,15 @@
 """Claims about what stacked experts are given in two runs of a block: the rows that two whole models give them."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from ptqpipe.calibration.activations import InMemory
-from ptqpipe.calibration.experts import LEAST_TOKENS, is_stacked, second_input
-from ptqpipe.calibration.paired import Known
+from ptqpipe.calibration.experts import LEAST_TOKENS, is_stacked, rows_of_token, second_input
+from ptqpipe.calibration.paired import Known, kept_streams
 from ptqpipe.calibration.paired_experts import StackInputs
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
@@ -69,3 +71,38 @@ def test_rows_of_experts_are_those_of_the_whole_model(kind: str, kept: bool, tmp
                     assert same_rows(rows.seen, first)
                     second = expected[f"{name}.{stack}.down_proj", expert]
                     assert same_rows(second_input(module, expert, rows.exact), second)
+
+
+def test_experts_with_few_tokens_share_those_of_others() -> None:
+    """However many they are: inputs take no more memory than what enters the stack, and a batch."""
+    experts, tokens, columns = 64, 512, 32
+    block: Any = SimpleNamespace(device=torch.device("cpu"))
+    stack = StackInputs(block, "experts", InMemory(), InMemory(), {}, {})
+    generator = torch.Generator().manual_seed(0)
+    batches = range(4)
+    for batch in batches:
+        stack.exact.put(batch, torch.randn(tokens, columns, generator=generator))
+        stack.seen.put(batch, torch.randn(tokens, columns, generator=generator))
+        stack.experts[batch] = torch.full((tokens, 1), 3)
+        stack.experts[batch][:2, 0] = torch.randint(experts, (2,), generator=generator)
+        stack.weights[batch] = torch.rand(tokens, 1, generator=generator)
+    groups = list(stack.groups(batches, experts))
+    assert sorted(expert for group in groups for expert in group) == list(range(experts))
+    for group in groups:
+        found = stack.inputs(group, batches)
+        own = {rows.exact.data_ptr(): rows.exact.numel() for rows in found.values()}
+        assert sum(own.values()) <= (len(batches) + 1) * tokens * columns
+        idle = [rows for expert, rows in found.items() if expert != 3]
+        assert all(torch.equal(rows.exact, stack.exact.get(0)) for rows in idle)
+        assert all(rows.weights.eq(1).all() for rows in idle)
+
+
+def test_what_is_kept_of_stacks_counts_a_run_of_rows_for_every_expert(tmp_path: Path) -> None:
+    streams = {}
+    for kind in ("mixtral", "llama4"):
+        with Source.open(make_model(tmp_path / kind, kind)) as source:
+            skeleton = Skeleton.of(source, dtype=torch.float32)
+            streams[kind] = kept_streams(skeleton)
+            stacks = [m for _, block in skeleton.blocks for m in block.modules() if is_stacked(m)]
+            assert {rows_of_token(module) for module in stacks} == {EXPERTS if kind == "llama4" else 1}
+    assert streams["llama4"] > streams["mixtral"]

@@ -83,12 +83,25 @@ def test_the_moments_on_disk_have_the_diagonal_that_plan_reads(made: Path) -> No
             assert all(torch.equal(g, g.t()) for g in found)
             assert stats.output_moments(module, rows[module] + 1) is None
     with Statistics.open(made / "one-stats") as stats:
-        assert not stats.knows_outputs
+        assert not any(map(stats.knows_outputs, stats.modules))
 
 
 def test_verify_finds_codes_on_both_sides_again(made: Path) -> None:
     assert verify(made / "both", source=DEMO, statistics=made / "both-stats").faults == ()
     assert verify(made / "both", source=DEMO, statistics=made / "one-stats").faults
+
+
+@pytest.mark.parametrize(
+    ("scheme", "refine"),
+    [("fp8", 3), ("fp8_dynamic", 0), ("int8_w8a8", 3), ("int4_g32", 3), ("mxfp8", 0), ("mxfp4", 0), ("nvfp4_w4a4", 0)],
+)
+def test_every_format_whose_rows_have_scales_of_their_own_is_done_so(
+    scheme: str, refine: int, made: Path, tmp_path: Path
+) -> None:
+    options = RecipeOptions(scheme, algorithm="gptq", refine=refine)
+    with prepare(DEMO, options=options, out=tmp_path / "out", stats=made / "both-stats") as prepared:
+        convert(prepared, machine=ONE)
+    assert verify(tmp_path / "out", source=DEMO, statistics=made / "both-stats").faults == ()
 
 
 @pytest.mark.parametrize(("given", "metric"), [(True, None), (False, "kl")], ids=["by statistics", "by its own"])

@@ -96,3 +96,16 @@ def test_experts_are_done_in_order_whatever_their_layout(
     same = [torch.equal(found["gptq"][name], found["layerwise"][name]) for name in experts]
     assert sum(same) < len(same) / 4  # those whose few rows that are tried first lose have the nearest codes in both
     assert all(torch.equal(codes, found["on disk"][name]) for name, codes in found["gptq"].items())
+
+
+def test_an_expert_that_is_left_out_leaves_the_others_to_themselves(tokens: Path, tmp_path: Path) -> None:
+    """Its stack has weights that are not quantized, so all of its experts have the codes of layers by themselves."""
+    model, found = make_model(tmp_path / "model", "qwen3_moe"), {}
+    for method in ("gptq", "layerwise"):
+        recipe = RecipeOptions("nvfp4", ignore=("model.layers.0.mlp.experts.0.*",))
+        options = replace(OPTIONS, method=method, metric="output")
+        tune.tune(model, [str(tokens)], tmp_path / method, recipe=recipe, options=options, machine=ONE)
+        found[method] = codes_of(tmp_path / method)
+    names = [name for name in found["gptq"] if "layers.0.mlp.experts" in name]
+    assert len(names) == 3 * 3 * 3  # experts, matrices, tensors of each
+    assert all(torch.equal(found["gptq"][name], found["layerwise"][name]) for name in names)

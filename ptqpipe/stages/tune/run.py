@@ -27,7 +27,7 @@ from ptqpipe.algorithms import two_sided
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.collect import sums_of_layers
 from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
-from ptqpipe.calibration.experts import is_stacked
+from ptqpipe.calibration.experts import STACKS, is_stacked
 from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.likeness import Likeness, left_out, likeness_of, lines_of
 from ptqpipe.calibration.paired import Known, kept_batches
@@ -188,7 +188,7 @@ def _run(
     if options.by_kl:
         learned_from = backwards.learned_from(samples, options)
         gradients = backwards.observe(prepared, learned_from, spill, machine, seed=options.seed)
-    runner, keeps = _open_runner(skeleton, samples, options, machine, spill=spill, collects=collects)
+    runner, keeps = _open_runner(prepared, skeleton, samples, options, machine, spill=spill, collects=collects)
     names = [*runner.names, *(name for name, _ in skeleton.mtp if _quantizes(prepared, skeleton, name))]
     count, done = len(names), sum(name in folder.done for name in names)
     with (
@@ -222,12 +222,19 @@ def _run(
 
 
 def _open_runner(
-    skeleton: Skeleton, samples: Samples, options: TuneOptions, machine: Machine, *, spill: Path, collects: bool
+    prepared: Conversion,
+    skeleton: Skeleton,
+    samples: Samples,
+    options: TuneOptions,
+    machine: Machine,
+    *,
+    spill: Path,
+    collects: bool,
 ) -> tuple[Runner, list[int]]:
     """Of the float model, with hidden states on disk in ``spill`` where memory is short of them; of which batches there
     is room for what `Known` keeps, too: of those that `follow` runs several times."""
     held_out = len(samples.held_out) > 0
-    together = not options.follows  # moments of all experts
+    together = not options.follows or not _whole_stacks(prepared, skeleton)  # moments of all experts
     sums = max(sums_of_layers(skeleton, block=False, full=True, held_out=held_out, experts=together)) if collects else 0
     memory = machine.memory_bytes - BASE_BYTES - sums
     stacked = options.follows and any(is_stacked(m) for _, block in skeleton.blocks for m in block.modules())
@@ -246,6 +253,18 @@ def _open_runner(
     seen, judged = divided(len(runner.batches), options.settings.held_out)
     again = dict.fromkeys((*seen, judged[0]))
     return runner, kept_batches(runner, again, memory, streams=streams) if of_host else []
+
+
+def _whole_stacks(prepared: Conversion, skeleton: Skeleton) -> bool:
+    """Whether every stack of experts is quantized whole or not at all: others are done by themselves."""
+    wanted = {member.source.tensor for unit in prepared.outputs.plan.units for member in unit.members}
+    stacks = (
+        set(skeleton.origins.get(f"{name}.{path}.{leaf}", ()))
+        for name, block in skeleton.blocks
+        for path, module in block.named_modules()
+        for leaf in (STACKS if is_stacked(module) else ())
+    )
+    return all(origins <= wanted or origins.isdisjoint(wanted) for origins in stacks)
 
 
 def _at_head(runner: Runner, look: Callable[[Runner], None]) -> Iterator[Block]:
@@ -299,7 +318,9 @@ def _layerwise(
     work: BlockWork, runner: Runner, folder: BlockFolder, gradients: Gradients | None, *, collects: bool
 ) -> None:
     """Chooses, writes and journals the codes of one block by the inputs of the float model, which is then behind it."""
-    codes = work.start(observe(work.block, runner, work.block.advance, gradients) if collects else None)
+    block = work.block
+    inputs = observe(block, runner, block.advance, units=work.units, gradients=gradients) if collects else None
+    codes = work.start(inputs)
     entry: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0, "held_out": False}
     entry |= {"not_learned": []}
     folder.commit(work.block.name, entry | codes_of.write(folder.paths.growing, work.block.name, codes))
@@ -334,7 +355,8 @@ def _tune_block(
         run(lambda batch: None)
         codes = codes_of.read(codes_of.place(folder, options.method), folder, block, work.units)
     else:
-        inputs = observe(block, runner, run) if collects and work.followed != work.units else None
+        alone = [unit for unit in work.units if unit not in work.followed]
+        inputs = observe(block, runner, run, units=alone) if collects and alone else None
         if inputs is None:
             run(lambda batch: None)
         start = work.start(inputs, followed=options.follows)
