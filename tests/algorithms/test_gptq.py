@@ -239,7 +239,6 @@ def test_the_output_error_is_the_trace_however_many_columns_are_computed_togethe
     stripe: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metric, "_STRIPE", stripe)
-    monkeypatch.setattr(metric, "OUT_ROWS", 16)
     error, moment = weights().float(), second_moment(correlated(400, 64))
     assert metric.output_error(error, moment) == pytest.approx(float(torch.trace(error @ moment @ error.t())), rel=1e-5)
     outputs = [second_moment(correlated(100, n, seed=n)) for n in (16, 8)]
