@@ -391,7 +391,8 @@ def test_a_reverse_pass_in_bfloat16_finds_the_moments_of_one_in_float32(
         folder.mkdir()
         with prepare(DEMO, options=RecipeOptions("nvfp4"), out=folder / "codes", stats=None, collected=True) as made:
             samples = load_samples([str(text)], DEMO, samples=16, seqlen=32)
-            at = backwards.observe(made, samples, folder, ONE, held_out=0.125, seed=seed)
+            learned_from = backwards.learned_from(samples, of_method("gptq"))
+            at = backwards.observe(made, learned_from, folder, ONE, seed=seed)
             every = [at(name) for name, _ in Skeleton.of(made.source, dtype=torch.float32).blocks]
         found[fast, seed] = [g for of in every for runs in (*of.outputs.values(), of.last) for g in runs]
     exact, rounded, other = found.values()
