@@ -179,7 +179,7 @@ def block_metrics(moment: torch.Tensor, fmt: Format) -> Blocks | None:
     upper = lower.flip(1, 2)
     diagonal = upper.diagonal(dim1=1, dim2=2)
     eye = torch.eye(size, dtype=torch.float64, device=moment.device)
-    inverse = torch.linalg.inv(torch.where(failed.view(-1, 1, 1) == 0, parts, eye))
+    inverse = torch.cholesky_inverse(torch.where(failed.view(-1, 1, 1) == 0, lower, eye)).flip(1, 2)
     feedback = (upper / diagonal.unsqueeze(1)).float().contiguous()
     usable = (failed == 0).to("cpu", torch.uint8)
     return Blocks(feedback, diagonal.square().float().contiguous(), inverse.float().contiguous(), usable)
