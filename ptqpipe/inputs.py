@@ -105,3 +105,8 @@ def rows_of_half(numbers: int) -> int:
     """b of a `lower_half` of so many numbers; 0 where there is none."""
     size = (math.isqrt(8 * numbers + 1) - 1) // 2
     return size if size * (size + 1) // 2 == numbers else 0
+
+
+def is_finite(numbers: torch.Tensor) -> bool:
+    """Whether every number is finite: NaN is the largest of all, and no copy is made."""
+    return all(math.isfinite(float(number)) for number in torch.aminmax(numbers))

@@ -18,7 +18,7 @@ import torch
 
 from ptqpipe.checkpoint import COUNT, NUMBER, OpenFolder, nearest_path, read_versioned
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.inputs import InputStatistics, Moments, WeightGradients, rows_of_half, whole
+from ptqpipe.inputs import InputStatistics, Moments, WeightGradients, is_finite, rows_of_half, whole
 
 STATS_FILE = "stats.json"
 STATS_VERSION = 1
@@ -173,7 +173,7 @@ class Statistics(OpenFolder):
         sizes = [rows_of_half(math.prod(header.shape)) for header in headers]
         if any(header.dtype != "F32" for header in headers) or sum(sizes) != outputs or 0 in sizes:
             return None
-        return [whole(self._read(name)) for name in found]
+        return [whole(self._finite(name, f"an output moment of '{module}'")) for name in found]
 
     def weight_gradients(self, module: str, shape: tuple[int, int]) -> WeightGradients | None:
         """Of a module's weight of this shape. None where they were not collected, or of another shape."""
@@ -233,7 +233,14 @@ class Statistics(OpenFolder):
                 f"{found.file} has {moment} of '{module}' as {found.dtype} {list(found.shape)}, expected F32 "
                 f"{list(wanted)}; calibrate again"
             )
-        return self._read(name)
+        return self._finite(name, f"{moment} of '{module}'")
+
+    def _finite(self, name: str, what: str) -> torch.Tensor:
+        """A tensor. CheckpointError, which says ``what`` it is, unless its numbers are finite."""
+        found = self._read(name)
+        if not is_finite(found):
+            raise CheckpointError(f"{self._reader.entries[name].file} has {what} that is not finite; calibrate again")
+        return found
 
 
 def _shape(moment: str, columns: int) -> tuple[int, ...]:

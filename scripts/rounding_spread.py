@@ -1,7 +1,7 @@
 """How much the KL divergence of quantizations differs that have one error: the luck of rounding.
 
-    python scripts/rounding_spread.py MODEL TEXT [--format nvfp4_w4a4] [--times 8] [--tokens 24576]
-        [--results benchmarks/rounding_spread.jsonl]
+    python scripts/rounding_spread.py MODEL TEXT [--format nvfp4_w4a4] [--search exact] [--times 8]
+        [--tokens 24576] [--results benchmarks/rounding_spread.jsonl]
 
 MODEL is quantized without data several times. Each time the candidates for global scales begin a little higher (by
 2^(1/128)), which moves every scale and code, and the error of the weights by some thousandths of a percent: nothing
@@ -33,10 +33,10 @@ from ptqpipe.runtime.loading import ActivationMode, load_model, load_tokenizer
 WINDOW, STEP = 256, 2 ** (1 / 128)
 
 
-def quantized(model: Path, out: Path, fmt: str) -> float:
+def quantized(model: Path, out: Path, fmt: str, search: str | None) -> float:
     """Writes OUT; returns the squared error of its weights."""
     words = map(str, ("convert", model, "-o", out, "--format", fmt, "--workers", 1, "--overwrite", "-q"))
-    done = CliRunner().invoke(ptqpipe, [*words])
+    done = CliRunner().invoke(ptqpipe, [*words, *([] if search is None else ["--search", search])])
     if done.exit_code:
         raise SystemExit(done.stderr)
     weights = json.loads((out / "ptqpipe.json").read_text(encoding="utf-8"))["weights"].values()
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("text", type=Path)
     parser.add_argument("--name", help="of the model in the line [its folder's]")
     parser.add_argument("--format", default="nvfp4_w4a4")
+    parser.add_argument("--search", help="of the block scales [the format's]")
     parser.add_argument("--times", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=24_576)
     parser.add_argument("--results", type=Path)
@@ -70,13 +71,15 @@ def main() -> None:
         out = Path(folder) / "out"
         for at in range(args.times):
             global_scale.OCTAVE_START = first * STEP**at
-            found["squared_error"].append(quantized(args.model, out, args.format))
+            found["squared_error"].append(quantized(args.model, out, args.format, args.search))
             for name, activations in kinds:
                 student = load_model(out, activations=activations).float()
                 kl = score(student, tokens, window=WINDOW, reference=reference).kl
                 assert kl is not None
                 found[name].append(float(kl.double().mean()))
     line = {"model": args.name or args.model.name, "format": args.format, "text": args.text.name}
+    if args.search is not None:
+        line["search"] = args.search
     line |= {"tokens": len(tokens), "cpu": processor()[0]}
     line |= {name: summary(numbers) for name, numbers in found.items()}
     print(json.dumps(line))

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ptqpipe.algorithms.metric import Metric, check_moment, is_finite
+from ptqpipe.algorithms.metric import Metric, check_moment
 from ptqpipe.errors import FormatError, NumericsError
+from ptqpipe.inputs import is_finite
 
 
 def targets(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.inputs import Moments
+from ptqpipe.inputs import Moments, is_finite
 
 DAMPING = 0.01
 DAMPING_STEP = 10.0  # what a damping that is too small is multiplied by
@@ -102,11 +102,6 @@ def check_moment(moment: torch.Tensor, name: str) -> None:
         raise FormatError(f"the second moment of {name} is {list(moment.shape)}, expected a square matrix")
     if not is_finite(moment) or bool((moment.diagonal() < 0).any()):
         raise NumericsError(f"the second moment of {name} is not finite or negative; calibrate again")
-
-
-def is_finite(matrix: torch.Tensor) -> bool:
-    """Whether every number is finite: NaN is the largest of all, and no copy is made."""
-    return all(math.isfinite(float(number)) for number in torch.aminmax(matrix))
 
 
 def descending(moment: torch.Tensor, *, group: int = 1) -> torch.Tensor:

@@ -193,18 +193,11 @@ def inputs_of(unit: Unit, statistics: KnownInputs) -> list[Moments]:
             known = statistics.of(module, block=block, full=full, held_out=True)
             found[key] = known.rotated(unit.scheme.rotation)
     both = unit.rule.algorithm == "gptq" and two_sided.possible(unit.scheme.fmt)
-    outputs = [_outputs_of(member, statistics) if both else None for member in unit.members]
+    outputs = [statistics.output_moments(module_of(m), m.shape[0]) if both else None for m in unit.members]
     inputs = [found[statistics.key(module_of(m))] for m in unit.members]
     if any(known is None for known in outputs):  # what one costs would be less than others do
         return inputs
     return [replace(moments, outputs=known) for moments, known in zip(inputs, outputs, strict=True)]
-
-
-def _outputs_of(member: Member, statistics: KnownInputs) -> list[torch.Tensor] | None:
-    found = statistics.output_moments(module_of(member), member.shape[0])
-    if found is not None and not all(bool(torch.isfinite(run).all()) for run in found):
-        raise CheckpointError(f"the output moments of '{module_of(member)}' are not finite; calibrate again")
-    return found
 
 
 def _needed(unit: Unit) -> tuple[str, ...]:

@@ -124,14 +124,24 @@ def test_layerwise_tune_has_the_codes_of_convert(
             assert torch.equal(q.data.view(torch.uint8), codes[f"{name}.data"].view(torch.uint8)), name
 
 
-def test_moments_that_are_not_finite_are_one_line(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "what"),
+    [
+        ("output_moments.0", "an output moment"),
+        (".full_moment", "full_moment"),
+        (".held_full_moment", "held_full_moment"),
+    ],
+)
+def test_moments_that_are_not_finite_are_one_line(
+    suffix: str, what: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real: Callable[[Statistics, str], torch.Tensor] = Statistics._read
     monkeypatch.setattr(
-        Statistics, "_read", lambda self, name: real(self, name) * (float("nan") if "output_moments" in name else 1)
+        Statistics, "_read", lambda self, name: real(self, name) * (float("nan") if name.endswith(suffix) else 1)
     )
     with (
         prepare(DEMO, options=GPTQ, out=tmp_path / "out", stats=made / "both-stats") as prepared,
-        pytest.raises(CheckpointError, match=r"output moments of '.*' are not finite; calibrate again"),
+        pytest.raises(CheckpointError, match=rf"has {what} of '.*' that is not finite; calibrate again"),
     ):
         convert(prepared, machine=ONE)
     assert not (tmp_path / "out").exists()
