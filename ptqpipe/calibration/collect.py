@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.calibration.experts import gate_and_up, is_product, is_stacked, observe
+from ptqpipe.calibration.experts import SIDES, gate_and_up, is_product, is_stacked, observe, product_name
 from ptqpipe.calibration.moments import LARGEST, RunningMoments
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import not_finite
@@ -136,7 +136,7 @@ class Collector:
         return hook
 
     def _expert_observer(self, path: str) -> Callable[[int, str, torch.Tensor], None]:
-        return lambda expert, side, x: self.see(f"{path}[{expert}].{side}", x)
+        return lambda expert, side, x: self.see(product_name(path, expert, side), x)
 
 
 def sums_of_layers(skeleton: Skeleton, *, block: bool, full: bool, held_out: bool, experts: bool = True) -> list[int]:
@@ -195,14 +195,14 @@ def _columns(module: torch.nn.Module) -> int:
 
 def _expert_slots(path: str, module: Any, origins: Mapping[str, tuple[str, ...]], family: Family) -> Iterator[Slot]:
     """The inputs of both products of every expert, with the names that they have in the checkpoint."""
-    for leaf, side in ((first_stack(module), "up"), ("down_proj", "down")):
+    for leaf, side in zip((first_stack(module), "down_proj"), SIDES, strict=True):
         stack = getattr(module, leaf)
         columns = int(stack.shape[1] if is_turned(module) else stack.shape[2])
         apart, together = _by_expert(origins.get(f"{path}.{leaf}", ()))
         for expert in range(stack.shape[0]):
             names = (*apart.get(expert, ()), *_places_in(together, expert, family))
             if names:
-                yield Slot(f"{path}[{expert}].{side}", names, columns)
+                yield Slot(product_name(path, expert, side), names, columns)
 
 
 def rows_of_names(module: Any, slot: Slot, outputs: int) -> dict[str, slice]:

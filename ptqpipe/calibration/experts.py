@@ -23,16 +23,21 @@ OutputObserver = Callable[[int, str, torch.Tensor, torch.Tensor], None]
 
 LEAST_TOKENS = 16  # an expert with fewer has no statistics of its own
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
+SIDES = "up", "down"  # the first product of an expert and the second one
+
+
+def product_name(stack: str, expert: int, side: str) -> str:
+    """What a product of a stacked expert is called where linear layers are by their modules."""
+    return f"{stack}[{expert}].{side}"
 
 
 def is_product(place: str) -> bool:
-    """Whether a place in a block is a product of a stacked expert, ``<module>[<expert>].up`` or ``.down``, and no
-    module."""
+    """Whether a place in a block is the product of a stacked expert, and no module."""
     return "[" in place
 
 
 def stack_of(place: str) -> str:
-    """The module of a place in a block: of a product of a stacked expert the stack, else the place itself."""
+    """The module of a place in a block: of the product of a stacked expert the stack, else the place itself."""
     return place.partition("[")[0]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.collect import find_slots, rows_of_names
-from ptqpipe.calibration.experts import LEAST_TOKENS, OutputObserver, is_product, observe, stack_of
+from ptqpipe.calibration.experts import LEAST_TOKENS, OutputObserver, is_product, observe, product_name, stack_of
 from ptqpipe.calibration.merge import merge_added, merge_windows
 from ptqpipe.calibration.moments import symmetric
 from ptqpipe.calibration.pairs import Pair
@@ -255,8 +255,8 @@ def watched(block: Block, windows: tuple[int, ...], sums: BlockSums) -> Iterator
 
     def outputs_of(stack: str) -> OutputObserver:
         def see(expert: int, side: str, x: torch.Tensor, out: torch.Tensor) -> None:
-            product, given = f"{stack}[{expert}].{side}", x.detach()
-            squares, outer = sums.experts.get(f"{block.name}.{product}"), sums.outputs.get(product)
+            name, given = product_name(stack, expert, side), x.detach()
+            squares, outer = sums.experts.get(f"{block.name}.{name}"), sums.outputs.get(name)
             if squares is not None and out.requires_grad:
                 out.register_hook(lambda g: squares.add(given, g))
             if outer is not None and out.requires_grad:

@@ -28,7 +28,7 @@ import torch
 
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.data import Samples
-from ptqpipe.calibration.experts import is_stacked
+from ptqpipe.calibration.experts import SIDES, is_stacked, product_name
 from ptqpipe.calibration.gradients import BlockSums, Gradients, nbytes, watched
 from ptqpipe.calibration.pairs import PAIRS, PairCollector, most_tokens, nbytes as pair_bytes
 from ptqpipe.calibration.runner import Block, Runner
@@ -198,14 +198,14 @@ def linear_modules(block: Block, wanted: set[str] | None = None) -> list[str]:
 
 
 def expert_products(block: Block, wanted: set[str] | None = None) -> list[str]:
-    """Products of the block's stacked experts, ``<module>[<expert>].up`` and ``.down``, whose stacks are made of
-    checkpoint tensors, all of them ``wanted`` ones."""
+    """The product of each of the block's stacked experts whose stack is made of checkpoint tensors, all of them
+    ``wanted`` ones."""
     found = []
     for name, module in block.module.named_modules():
-        for leaf, side in ((first_stack(module), "up"), ("down_proj", "down")) if is_stacked(module) else ():
+        for leaf, side in zip((first_stack(module), "down_proj"), SIDES, strict=True) if is_stacked(module) else ():
             origins = block.origins.get(f"{block.name}.{name}.{leaf}", ())
             if origins and (wanted is None or wanted.issuperset(origins)):
-                found += [f"{name}[{expert}].{side}" for expert in range(len(module.get_parameter(leaf)))]
+                found += [product_name(name, expert, side) for expert in range(len(module.get_parameter(leaf)))]
     return found
 
 

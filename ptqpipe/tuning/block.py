@@ -12,7 +12,7 @@ import torch
 from ptqpipe.algorithms import LoadedWeight, joined
 from ptqpipe.calibration.assembly import Assembly, assemble
 from ptqpipe.calibration.collect import Collector
-from ptqpipe.calibration.experts import is_product, stack_of
+from ptqpipe.calibration.experts import is_product, product_name, stack_of
 from ptqpipe.calibration.gradients import Gradients, by_checkpoint
 from ptqpipe.calibration.paired import Known, quantized_inputs
 from ptqpipe.calibration.runner import Block, Runner
@@ -65,8 +65,8 @@ class BlockWork:
 
     @property
     def places(self) -> dict[str, str]:
-        """Key -> the module of the block whose whole parameter it is (or is part of), or its product of a stacked
-        expert, ``<module>[<expert>].up`` or ``.down``."""
+        """Key -> the module of the block whose whole parameter it is (or is part of), or the product of
+        a stacked expert."""
         return _places(self.assemblies)
 
     @property
@@ -195,7 +195,7 @@ def _places(assemblies: Sequence[Assembly]) -> dict[str, str]:
     for a in assemblies:
         side = "down" if a.parameter.endswith(".down_proj") else "up"
         stacks = a.stacks if a.stacked else ()
-        found |= {key: f"{a.module}[{expert}].{side}" for stack in stacks for expert, key in enumerate(stack)}
+        found |= {key: product_name(a.module, expert, side) for stack in stacks for expert, key in enumerate(stack)}
     return found
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ptqpipe.calibration.activations import Activations
-from ptqpipe.calibration.experts import second_input
+from ptqpipe.calibration.experts import SIDES, product_name, second_input
 from ptqpipe.calibration.paired_experts import ExpertInputs, StackInputs
 from ptqpipe.calibration.runner import BATCH_TOKENS
 from ptqpipe.kernels.decoding import decoded
@@ -39,9 +39,9 @@ def follow_stack(
     store    opens a place for hidden states of all batches
     on_unit  called with the name of each unit
     """
-    of_place: dict[str, list[Unit]] = defaultdict(list)
+    places, of_place = work.places, defaultdict[str, list[Unit]](list)
     for unit in units:
-        of_place[work.places[unit.members[0].key]].append(unit)
+        of_place[places[unit.members[0].key]].append(unit)
     both = (*turn.seen, *(batch for batch in turn.judged if batch not in turn.seen))
     entering = StackInputs.of(
         work.block,
@@ -59,9 +59,8 @@ def follow_stack(
         for group in entering.groups(both, count):
             learned, judging = (entering.inputs(group, batches) for batches in (turn.seen, turn.judged))
             for expert in group:
-                here = [unit for side in ("up", "down") for unit in of_place[f"{stack}[{expert}].{side}"]]
-                found |= _follow_expert(work, stack, expert, here, learned.pop(expert), judging.pop(expert), turn)
-                for unit in here:
+                found |= _follow_expert(work, stack, expert, of_place, learned.pop(expert), judging.pop(expert), turn)
+                for unit in (unit for side in SIDES for unit in of_place[product_name(stack, expert, side)]):
                     on_unit(unit.id)
     return found
 
@@ -71,18 +70,17 @@ def _follow_expert(
     work: BlockWork,
     stack: str,
     expert: int,
-    units: Sequence[Unit],
+    of_place: Mapping[str, Sequence[Unit]],
     learned: ExpertInputs,
     judging: ExpertInputs,
     turn: Turn,
 ) -> dict[str, QTensor]:
-    """Key -> the codes of one expert, learned from some inputs and judged by others."""
+    """Key -> the codes of one expert, learned from some inputs and judged by others; ``of_place``: units by product."""
     found: dict[str, QTensor] = {}
-    for side in ("up", "down"):
-        place = f"{stack}[{expert}].{side}"
+    for side in SIDES:
+        place = product_name(stack, expert, side)
         entering = [_entering(work, place, inputs) for inputs in (learned, judging)]
-        here = [unit for unit in units if work.places[unit.members[0].key] == place]
-        if here:
+        if here := of_place[place]:
             moments, rows = entering[0].moments(f"{work.block.name}.{place}"), entering[1].weighted()
             for unit in here if bool((moments.moment.diagonal() > 0).any()) else ():
                 members = [

@@ -110,7 +110,8 @@ class _Step:
 
 def _linear(work: BlockWork, unit: Unit, turn: Turn) -> dict[str, QTensor]:
     """Key -> the codes of a unit of linear layers."""
-    modules = [work.places[m.key] for m in unit.members]
+    places = work.places
+    modules = [places[m.key] for m in unit.members]
     each, leaders = list(dict.fromkeys(modules)), dict[str, str]()
     runs = (turn.given, turn.parameters, work.quantizers)
     moments = paired_moments(
