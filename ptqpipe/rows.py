@@ -125,7 +125,7 @@ def _text(path: Path) -> str:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(_text(path).split("\n"), 1):
+    for number, line in enumerate(_lines(_text(path)), 1):
         if not line.strip():
             continue
         try:
@@ -134,6 +134,16 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
             raise UsageError(
                 f"{path}, line {number} is not JSON ({first_line(error)}); expected one object per line"
             ) from None
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Without a copy of all of them."""
+    start = 0
+    while start <= len(text):
+        end = text.find("\n", start)
+        end = len(text) if end < 0 else end
+        yield text[start:end]
+        start = end + 1
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -187,17 +197,18 @@ def _fields(rows: Iterable[tuple[int, Any]], name: str, unit: str, field: str | 
         yield where, row[found]
 
 
-def row_tokens(tokenizer: Callable[[], Any], value: Any, where: str) -> Iterator[Sequence[int]]:
+def row_tokens(tokenizer: Callable[[], Any], value: Any, where: str, *, begins: bool = True) -> Iterator[Sequence[int]]:
     """The tokens of one row, in pieces: text, messages, or token ids as they are.
 
     tokenizer  gives transformers' tokenizer of the model; not called for token ids
     where      file and line, for messages
+    begins     whether a text is the beginning of its row, where special tokens go, and not one of its later `pieces`
 
     UsageError for a row of another kind, token ids that no model has, and messages without a chat template.
     """
     if isinstance(value, str):
-        for number, piece in enumerate(_pieces(value)):
-            yield tokenizer()(piece, add_special_tokens=number == 0, verbose=False)["input_ids"]
+        for number, piece in enumerate(pieces(value)):
+            yield tokenizer()(piece, add_special_tokens=begins and number == 0, verbose=False)["input_ids"]
     elif isinstance(value, list) and value and all(isinstance(token, int) for token in value):
         if not all(0 <= token < MAX_TOKEN for token in value):
             worst = next(token for token in value if not 0 <= token < MAX_TOKEN)
@@ -216,7 +227,7 @@ def row_tokens(tokenizer: Callable[[], Any], value: Any, where: str) -> Iterator
         )
 
 
-def _pieces(text: str) -> Iterator[str]:
+def pieces(text: str) -> Iterator[str]:
     """A long text cut after line ends: what a tokenizer returns takes many times the text's memory."""
     start = 0
     while len(text) - start > PIECE:
@@ -227,6 +238,13 @@ def _pieces(text: str) -> Iterator[str]:
         start = end
     if start < len(text):
         yield text[start:]
+
+
+def size_of(value: Any) -> int:
+    """How many characters a row has, about; of token ids, how many these are."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return sum(len(str(message.get("content", ""))) for message in value if isinstance(message, dict))
+    return len(value) if isinstance(value, str | list) else 0
 
 
 def shows_images(value: Any) -> bool:

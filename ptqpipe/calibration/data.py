@@ -3,11 +3,13 @@
 Rows are tokenized one by one with the model's own tokenizer (its special tokens included; message lists through its
 chat template) and follow each other in one stream. The stream is cut in windows of equal length; ``samples`` of them
 are chosen without replacement. Where a source has a weight, each is cut by itself and gives its share of the windows.
-The sha256 of the chosen tokens identifies them.
+Of long data every second, fourth, ... row is tokenized, and of a data set by name the first ones, unless that is too
+little. The sha256 of the chosen tokens identifies them.
 """
 
 import hashlib
 import itertools
+import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,29 +23,39 @@ import torch
 from ptqpipe.checkpoint import file_sha256
 from ptqpipe.errors import UsageError
 from ptqpipe.images import decode_images, digest_of, read_image, split_content
-from ptqpipe.rows import chat_text, files_of, read_rows, row_tokens, shows_images, weighted
+from ptqpipe.rows import chat_text, files_of, pieces, read_rows, row_tokens, shows_images, size_of, weighted
 from ptqpipe.runtime.loading import load_tokenizer, read_config
 from ptqpipe.runtime.processor import Processor
 
 NO_TOKEN = -1
 _OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 HELD_SHARE = 8  # samples for each window that is held out, unless the caller says how many
+LONG = 1 << 23  # characters of data from which not all are tokenized ...
+CHARACTERS = 32  # ... but up to so many for each token of the windows that are wanted
+_IMAGES = 4  # rows with images, for each of these windows, from which not all are seen
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One --data, as records name it: a file by its base name and its sha256, a data set by its name and None; and its
-    weight where it was mixed by one."""
+    """One --data, as records name it: a file by its base name and its sha256, a data set by its name and None.
+
+    rows    that were read: of a file all
+    tokens  of those rows that were tokenized
+    weight  by which it was mixed, if it was
+    every   of so many rows, or pieces of long ones, one was tokenized; None: all
+    """
 
     name: str
     sha256: str | None
     rows: int
     tokens: int
     weight: float | None = None
+    every: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Its entry in a record."""
-        return {name: value for name, value in asdict(self).items() if name != "weight" or value is not None}
+        left_out = {name for name in ("weight", "every") if getattr(self, name) is None}
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +102,12 @@ class Samples:
         """How many windows have images."""
         return sum(given is not None for given in self.images)
 
+    @property
+    def thinned(self) -> str:
+        """How much of long data was tokenized, in words behind a comma; empty: all."""
+        every = max(file.every or 1 for file in self.files)
+        return f", from one of every {every:,} rows" if every > 1 else ""
+
     def images_of(self, share: slice) -> tuple[Mapping[str, Any] | None, ...]:
         """Those of a share of the windows and the same share of those held out."""
         count = len(self.windows)
@@ -121,8 +139,12 @@ def load_samples(
     tokenizer = cache(lambda: load_tokenizer(model))  # rows of token ids need none
     see = cache(lambda: Processor(model, read_config(model))) if images else None
     sources = _sources(names)
-    pools = [_read(files, weight, tokenizer, see, seqlen=seqlen, field=field) for files, weight in sources]
     shares, held = _shares(samples, sources), _shares(samples // HELD_SHARE if holdout is None else holdout, sources)
+    pools = list[_Pool]()
+    for (files, weight), count, more in zip(sources, shares, held, strict=True):
+        read = partial(_read, files, weight, tokenizer, see, seqlen=seqlen, field=field)
+        pool = read(wanted=count + more)
+        pools.append(read(wanted=None) if pool.more and pool.candidates < count + more else pool)
     generator = torch.Generator().manual_seed(seed)
     picked = list[tuple[int, _Chosen]]()
     for pool, count, more in zip(pools, shares, held, strict=True):
@@ -204,8 +226,8 @@ class _Chosen:
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """What is chosen from: the tokens of texts in a row, and rows with images; ``ends`` of the files in the stream, and
-    how many rows have which length."""
+    """What is chosen from: the tokens of texts in a row, and rows with images; ``ends`` of the files in the stream, how
+    many rows have which length, and whether the files have ``more``."""
 
     files: list[DataFile]
     stream: "array[int]"
@@ -214,6 +236,7 @@ class _Pool:
     shown_of: list[int]
     seqlen: int
     lengths: "Counter[int]"
+    more: bool
 
     @property
     def candidates(self) -> int:
@@ -232,6 +255,42 @@ class _Pool:
         return _Chosen(windows[which], origin[which], shown)
 
 
+@dataclass(slots=True)
+class _Thinned:
+    """Of what comes every 1st, 2nd, 4th, ... one, as many as have the size ``most`` together, so that these are evenly
+    spread over all, and what is kept at any time is little.
+
+    kept   each with its size
+    every  one of so many was kept
+    """
+
+    most: float
+    kept: list[tuple[int, "_Row"]] = field(default_factory=list)
+    every: int = 1
+    _seen: int = 0
+    _size: int = 0
+
+    def add(self, row: "_Row", size: int) -> None:
+        """The next one."""
+        if self._seen % self.every == 0:
+            self.kept.append((size, row))
+            self._size += size
+            while self._size > self.most and len(self.kept) > 1:
+                self.kept, self.every = self.kept[::2], self.every * 2
+                self._size = sum(of for of, _ in self.kept)
+        self._seen += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row, or a piece of a long text: the number of its file, where it is, and whether its row begins with it."""
+
+    file: int
+    where: str
+    value: Any
+    begins: bool = True
+
+
 def _read(
     files: Sequence[str],
     weight: float | None,
@@ -240,28 +299,49 @@ def _read(
     *,
     seqlen: int,
     field: str | None,
+    wanted: int | None,
 ) -> _Pool:
-    """The tokens of a source's files. ``see``: what makes tokens of images; None: rows with images are refused."""
-    pool = _Pool([], array("q"), [], [], [], seqlen, Counter())
+    """The tokens of a source's files.
+
+    see     what makes tokens of images; None: rows with images are refused
+    wanted  windows, which decides how much of long data is tokenized; None: all of them
+    """
+    most = math.inf if wanted is None else max(LONG, CHARACTERS * wanted * seqlen)
+    of_image = 0 if wanted is None else int(most) // (_IMAGES * max(1, wanted))
+    found, counts, more = _Thinned(most), list[int](), False
     for number, name in enumerate(files):
-        rows, total = 0, 0
+        rows, size, whole = 0, 0, Path(name).expanduser().is_file()
         for where, value in read_rows(name, field=field):
-            if see is not None and shows_images(value):
-                row = _with_images(
-                    see(), tokenizer(), value, where, folder=Path(name).expanduser().parent, seqlen=seqlen
-                )
-                pool.shown.append(row)
+            shown = see is not None and shows_images(value)
+            for at, part in enumerate(pieces(value) if isinstance(value, str) else [value]):
+                found.add(_Row(number, where, part, at == 0), of_image if shown else size_of(part))
+                size += of_image if shown else size_of(part)
+            rows += 1
+            if not whole and size > most:
+                more = True
+                break
+        if not rows:
+            raise UsageError(f"{name} is empty; give a file with text")
+        counts.append(rows)
+    every = found.every if found.every > 1 else None
+    pool = _Pool([], array("q"), [], [], [], seqlen, Counter(), more or every is not None)
+    of_file = itertools.groupby((row for _, row in found.kept), key=lambda row: row.file)
+    taken = {number: list(of_each) for number, of_each in of_file}
+    for number, (name, rows) in enumerate(zip(files, counts, strict=True)):
+        total = 0
+        for row in taken.get(number, ()):
+            if see is not None and shows_images(row.value):
+                folder = Path(name).expanduser().parent
+                made = _with_images(see(), tokenizer(), row.value, row.where, folder=folder, seqlen=seqlen)
+                pool.shown.append(made)
                 pool.shown_of.append(number)
-                total += len(row.tokens)
+                total += len(made.tokens)
             else:
-                for tokens in row_tokens(tokenizer, value, where):
+                for tokens in row_tokens(tokenizer, row.value, row.where, begins=row.begins):
                     pool.stream.extend(tokens)
                     pool.lengths[len(tokens)] += 1
                     total += len(tokens)
-            rows += 1
-        if not rows:
-            raise UsageError(f"{name} is empty; give a file with text")
-        pool.files.append(_described(name, rows, total, weight))
+        pool.files.append(_described(name, rows, total, weight, every))
         pool.ends.append(len(pool.stream))
     return pool
 
@@ -348,12 +428,12 @@ def _too_few(
     return UsageError(f"{data} {tokens} tokens, {tokens // seqlen} windows of {seqlen}, expected {wanted}; {remedy}")
 
 
-def _described(name: str, rows: int, tokens: int, weight: float | None) -> DataFile:
+def _described(name: str, rows: int, tokens: int, weight: float | None, every: int | None) -> DataFile:
     """Records are published: no folder's name may stand in them."""
     path = Path(name).expanduser()
     if not path.is_file():
-        return DataFile(name, None, rows, tokens, weight)
-    return DataFile(path.name, file_sha256(path), rows, tokens, weight)
+        return DataFile(name, None, rows, tokens, weight, every)
+    return DataFile(path.name, file_sha256(path), rows, tokens, weight, every)
 
 
 def tokens_digest(windows: torch.Tensor) -> str:

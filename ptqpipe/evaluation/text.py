@@ -4,6 +4,7 @@ Rows follow each other in one stream, texts parted by a blank line.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,12 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import UsageError
-from ptqpipe.rows import files_of, read_rows, row_tokens
+from ptqpipe.rows import files_of, read_rows, row_tokens, size_of
 
 SAMPLE = Path(__file__).resolve().parent / "sample.txt"
 SAMPLE_NAME = "sample text"
 LEAST = 2  # tokens: the first is not predicted
-MAX_CHARACTERS = 64  # of a token: so much of a streamed data set is read for each token that is asked for
+MAX_CHARACTERS = 64  # of a token: so much of a text is read for each token that is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,11 @@ def _too_short(name: str | Path, tokens: int) -> UsageError:
 
 
 def _rows(name: str, field: str | None, max_tokens: int | None) -> Iterator[tuple[str, Any]]:
-    """The rows of all files; of a data set by name only as many as ``max_tokens`` tokens need."""
-    read = 0
+    """The rows of all files; only as many, and of the last one so much, as ``max_tokens`` tokens need."""
+    left = math.inf if max_tokens is None else MAX_CHARACTERS * max(LEAST, max_tokens)
     for file in files_of([name]):
-        streamed = max_tokens is not None and not Path(file).expanduser().is_file()
         for where, value in read_rows(file, field=field):
-            yield where, value
-            read += len(value) if isinstance(value, str) else 0
-            if streamed and read > MAX_CHARACTERS * (max_tokens or 0):
+            yield where, value[: int(left)] if isinstance(value, str) and len(value) > left else value
+            left -= size_of(value)
+            if left <= 0:
                 return

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ptqpipe.calibration import data
 from ptqpipe.calibration.data import DataFile, check_samples, load_samples
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.rows import PIECE
@@ -132,6 +133,81 @@ def test_a_seed_chooses_windows_without_replacement(tmp_path: Path) -> None:
     other = load_samples([str(file)], tmp_path, samples=20, seqlen=4, seed=2)
     assert other.sha256 != first.sha256
     assert first.files == (DataFile("a.jsonl", hashlib.sha256(file.read_bytes()).hexdigest(), 1, 403),)
+
+
+def test_of_long_data_rows_evenly_spread_are_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as fit: of 100 rows of 40 tokens, at most 1,000, so every fourth."""
+    monkeypatch.setattr(data, "LONG", 1000)
+    files = [lines(tmp_path / f"{n}.jsonl", *({"input_ids": [n + row] * 40} for row in range(50))) for n in (0, 50)]
+    names = [str(file) for file in files]
+    made = load_samples(names, tmp_path, samples=5, seqlen=4)
+    assert made.candidates == 25 * 40 // 4
+    assert [(file.rows, file.tokens, file.every) for file in made.files] == [(50, 13 * 40, 4), (50, 12 * 40, 4)]
+    assert made.files[0].to_json()["every"] == 4
+    assert made.thinned == ", from one of every 4 rows"
+    assert bool((made.windows % 4 == 0).all())
+    assert made.sha256 == load_samples(names, tmp_path, samples=5, seqlen=4).sha256
+    wanted = load_samples(names, tmp_path, samples=20, seqlen=4)  # 32 for each of their tokens
+    assert (wanted.candidates, wanted.files[0].every) == (500, 2)
+    every = load_samples(names, tmp_path, samples=1000, seqlen=4)
+    assert (every.candidates, every.files[0].every, every.thinned) == (1000, None, "")
+    assert "every" not in every.files[0].to_json()
+
+
+def test_a_long_text_is_thinned_by_its_pieces(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "LONG", 5 * PIECE)
+    file = tmp_path / "a.txt"
+    file.write_text("".join(f"{WORDS[i // (PIECE // 2) % 50]}\n" for i in range(5 * PIECE)))  # ten texts of one word
+    made = load_samples([str(file)], tokenizer, samples=1000, seqlen=4)
+    assert (made.files[0].rows, made.files[0].every) == (1, 4)
+    assert len(set(made.windows[:, 1].tolist())) in (4, 5, 6)
+    assert int((made.windows == 1).sum()) <= 1  # special tokens stand where the text begins
+
+
+def test_where_rows_of_long_data_are_too_little_all_are_read(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a token has 200 characters."""
+    monkeypatch.setattr(data, "LONG", 1000)
+    file = lines(tmp_path / "a.jsonl", *({"text": f"{' ' * 200}w1"} for _ in range(100)))
+    made = load_samples([str(file)], tokenizer, samples=40, seqlen=4)
+    assert (made.candidates, made.files[0].every) == (50, None)
+    with pytest.raises(UsageError, match="give 200 tokens, 50 windows of 4, expected 51"):
+        load_samples([str(file)], tokenizer, samples=51, seqlen=4)
+
+
+def test_of_a_data_set_by_name_the_first_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def rows(_name: str) -> Iterator[tuple[int, Any]]:
+        for number in range(1, 501):
+            read.append(number)
+            yield number, {"input_ids": [number] * 100}
+
+    monkeypatch.setattr(data, "LONG", 1000)
+    monkeypatch.setattr("ptqpipe.rows._dataset_rows", rows)
+    made = load_samples(["owner/texts"], tmp_path, samples=5, seqlen=4)
+    assert (len(read), made.files[0].rows, made.files[0].every) == (11, 11, 2)
+    load_samples(["owner/texts"], tmp_path, samples=12_000, seqlen=4)  # more than the first ones of so many give
+    assert read[-1] == 500
+
+
+def test_of_many_rows_with_images_some_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def shown(_see: Any, _tokenizer: Any, _messages: Any, where: str, **_: Any) -> Any:
+        seen.append(where)
+        return data._Shown((1, 2, 3), {}, b"0")
+
+    for name in ("load_tokenizer", "read_config", "Processor"):
+        monkeypatch.setattr(data, name, lambda *_: None)
+    monkeypatch.setattr(data, "_with_images", shown)
+    message = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
+    file = lines(tmp_path / "a.jsonl", *({"messages": [message]} for _ in range(1000)))
+    made = load_samples([str(file)], tmp_path, samples=10, seqlen=8, images=True)
+    assert len(seen) == made.candidates == 32
+    assert made.files[0].every == 32
+    assert len(made.images) == 10
 
 
 def bad_files() -> Iterator[tuple[str, bytes | None, str]]:

@@ -48,6 +48,23 @@ def test_the_digest_is_of_the_tokens_that_are_used(tmp_path: Path) -> None:
     assert read_text(file, lambda: letters, max_tokens=3).sha256 == expected
 
 
+def test_no_more_is_tokenized_than_is_asked_for(tmp_path: Path) -> None:
+    given: list[str] = []
+
+    def counting(text: str, *, verbose: bool = True) -> dict[str, list[int]]:
+        given.append(text)
+        return letters(text)
+
+    long = "abcde" * 100
+    (tmp_path / "a.txt").write_text(long)
+    rows = lines(tmp_path / "a.jsonl", *({"text": word} for word in ("ab", *["cd" * 100] * 9)))
+    assert bytes(read_text(tmp_path / "a.txt", lambda: counting, max_tokens=3).tokens.tolist()) == b"abc"
+    assert given.pop() == long[:192]
+    assert bytes(read_text(rows, lambda: counting, max_tokens=6).tokens.tolist()) == b"ab\n\ncd"
+    assert given.pop() == "ab\n\n" + "cd" * 100 + "\n\n" + "cd" * 91
+    assert len(read_text(tmp_path / "a.txt", lambda: counting).tokens) == 500
+
+
 def test_rows_of_text_are_parted_by_a_blank_line(tmp_path: Path) -> None:
     found = read_text(lines(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two", "id": 3}), lambda: letters)
     assert bytes(found.tokens.tolist()) == b"one\n\ntwo"

@@ -243,7 +243,7 @@ def _described(samples: Samples, skeleton: Skeleton, options: CalibrateOptions, 
     pairs = [pairs_bytes(name, module, skeleton.origins, most) for name, module in blocks]
     return (
         f"{counted(count, 'sample')} of {counted(seqlen, 'token')}, {held_out} more held out (of "
-        f"{counted(samples.candidates, 'window')}, seed {options.seed})\n"
+        f"{counted(samples.candidates, 'window')}{samples.thinned}, seed {options.seed})\n"
         f"{(count + held_out) * seqlen:,} tokens through {counted(len(skeleton.blocks), 'layer')} in {options.dtype}\n"
         f"moments {', '.join(_kinds(options))}: at most {disk_size(sum(sums) / 2 + sum(pairs))} on disk, "
         f"{memory_size(max([*sums, *pairs]))} in memory"

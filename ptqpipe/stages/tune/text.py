@@ -21,7 +21,7 @@ def described(prepared: Conversion, samples: Samples, options: TuneOptions) -> s
     return (
         f"{name_of(prepared.source.reader.path)} in {schemes}, {sum(len(unit.members) for unit in units)} weights, by "
         f"{options.method}\n{counted(count, 'sample')} of {counted(seqlen, 'token')}{held_out} (of "
-        f"{counted(samples.candidates, 'window')}, seed {options.seed})"
+        f"{counted(samples.candidates, 'window')}{samples.thinned}, seed {options.seed})"
     )
 
 
