@@ -75,22 +75,24 @@ def _sums(runner: Runner, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def lines_of(found: Mapping[str, Likeness]) -> list[str]:
-    """All sources in a line, then a warning of each that is unlike what the model knows, or that says nothing since the
-    model gives NaN for it."""
+def lines_of(found: Mapping[str, Likeness], samples: Samples) -> list[str]:
+    """All sources of the samples in a line; then warnings of those that are unlike what the model knows, or that say
+    nothing since the model gives NaN for them, and of those that give no window."""
     if any(math.isnan(one.loss) for one in found.values()):
-        return ["warning: the model's logits are not finite; check the weights of its last norm and its head"]
+        nan = "warning: the model's logits are not finite; check the weights of its last norm and its head"
+        return [nan, *_unused(samples)]
     each = ", ".join(f"{name} {_perplexity(one.loss)}" for name, one in found.items())
-    lines = [f"perplexity of the data under the model: {each}"] if found else []
-    return lines + [
+    lines = [f"perplexity of the data under the model: {each}{samples.thinned}"] if found else []
+    lines += [
         f"warning: {name} is unlike what the model knows: perplexity {_perplexity(one.loss)}, where it expects "
         f"{_perplexity(one.entropy)}; calibrate on text like what it will serve, or on its own (--data self, generate)"
         for name, one in found.items()
         if one.unlike
     ]
+    return [*lines, *_unused(samples)]
 
 
-def left_out(samples: Samples) -> list[str]:
+def _unused(samples: Samples) -> list[str]:
     """A warning of the sources to which their weights give no window."""
     taken, count = set(samples.origin.tolist()), len(samples.windows)
     none = [n for at, n in enumerate(_names(samples)) if samples.files[at].weight is not None and at not in taken]

@@ -7,14 +7,20 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.calibration.data import load_samples
-from ptqpipe.calibration.likeness import UNLIKE, Likeness, left_out, lines_of
+from ptqpipe.calibration.data import DataFile, Samples, load_samples
+from ptqpipe.calibration.likeness import UNLIKE, Likeness, lines_of
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.demo import MODEL
 from ptqpipe.stages.pipeline.run import pipeline
 from ptqpipe.stages.tune.run import tune
 from ptqpipe.tuning.options import TuneOptions
+
+
+def samples_of(every: int | None = None) -> Samples:
+    """Of one file."""
+    none = torch.zeros(0, 4, dtype=torch.int64)
+    return Samples(none, none, "", (DataFile("a.txt", None, 9, 9, every=every),), 9)
 
 
 def test_calibrate_tells_the_perplexity_of_each_source(tmp_path: Path) -> None:
@@ -62,13 +68,17 @@ def test_convert_says_once_what_several_stages_see(tmp_path: Path) -> None:
 
 def test_a_warning_goes_by_what_the_model_expects() -> None:
     like, unlike = Likeness(3.0, 3.0 - UNLIKE + 0.01), Likeness(3.0, 3.0 - UNLIKE - 0.01)
-    assert lines_of({"a.txt": like}) == ["perplexity of the data under the model: a.txt 20.1"]
-    assert lines_of({"a.txt": unlike})[1].startswith("warning: a.txt is unlike what the model knows: perplexity 20.1")
-    assert lines_of({}) == []
+    line = "perplexity of the data under the model: a.txt 20.1"
+    assert lines_of({"a.txt": like}, samples_of()) == [line]
+    assert lines_of({"a.txt": like}, samples_of(every=8)) == [f"{line}, from one of every 8 rows"]
+    assert lines_of({"a.txt": unlike}, samples_of())[1].startswith(
+        "warning: a.txt is unlike what the model knows: perplexity 20.1"
+    )
+    assert lines_of({}, samples_of()) == []
 
 
 def test_a_model_that_gives_nan_gets_a_warning_instead_of_a_perplexity() -> None:
-    found = lines_of({"a.txt": Likeness(3.0, 3.0), "b.txt": Likeness(math.nan, 3.0)})
+    found = lines_of({"a.txt": Likeness(3.0, 3.0), "b.txt": Likeness(math.nan, 3.0)}, samples_of())
     assert found == ["warning: the model's logits are not finite; check the weights of its last norm and its head"]
 
 
@@ -95,5 +105,5 @@ def test_a_source_whose_weight_gives_it_no_window_is_said(tmp_path: Path) -> Non
         load_samples([f"{names[0]}={weight}", str(names[1])], Path(MODEL), samples=60, seqlen=4)
         for weight in ("1e-6", "1")
     )
-    assert [line.split(",")[0] for line in left_out(few)] == ["warning: no text of 5.jsonl is used"]
-    assert left_out(all_of_them) == []
+    assert [line.split(",")[0] for line in lines_of({}, few)] == ["warning: no text of 5.jsonl is used"]
+    assert lines_of({}, all_of_them) == []

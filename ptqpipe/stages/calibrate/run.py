@@ -23,7 +23,7 @@ import torch
 from ptqpipe._version import __version__
 from ptqpipe.calibration.collect import Collector, find_attention, sums_of_layers
 from ptqpipe.calibration.data import HELD_SHARE, Samples, load_samples, tokens_digest
-from ptqpipe.calibration.likeness import Likeness, left_out, likeness_of, lines_of
+from ptqpipe.calibration.likeness import Likeness, likeness_of, lines_of
 from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
 from ptqpipe.calibration.pairs import most_tokens, nbytes as pairs_bytes
 from ptqpipe.calibration.runner import Block, Runner, advance_together
@@ -136,7 +136,7 @@ def calibrate(
                 return None
             content = _content(source, samples, options, output, skeleton, world=ranks.world)
             output.finish(content)
-    return Finished(out, content, time.monotonic() - begun, peak_bytes(), (*lines_of(found), *left_out(samples)))
+    return Finished(out, content, time.monotonic() - begun, peak_bytes(), tuple(lines_of(found, samples)))
 
 
 def _samples_of(data: Sequence[str], path: Path, config: Mapping[str, Any], options: CalibrateOptions) -> Samples:

@@ -29,7 +29,7 @@ from ptqpipe.calibration.collect import sums_of_layers
 from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
 from ptqpipe.calibration.experts import STACKS, is_stacked
 from ptqpipe.calibration.gradients import Gradients
-from ptqpipe.calibration.likeness import Likeness, left_out, likeness_of, lines_of
+from ptqpipe.calibration.likeness import Likeness, likeness_of, lines_of
 from ptqpipe.calibration.paired import Known, kept_batches
 from ptqpipe.calibration.paired_experts import STREAMS
 from ptqpipe.calibration.rounding import Learned, Settings, learn, with_codes
@@ -110,7 +110,7 @@ def tune(
                 end_to_end.improve(prepared, samples, folder, options, machine)
             content = codes_of.content(prepared, samples, options, folder, collects=collects)
             folder.finish(content)
-    return Finished(out, content, time.monotonic() - begun, peak_bytes(), (*lines_of(found), *left_out(samples)))
+    return Finished(out, content, time.monotonic() - begun, peak_bytes(), tuple(lines_of(found, samples)))
 
 
 def _samples(
