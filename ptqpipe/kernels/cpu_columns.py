@@ -12,12 +12,13 @@ import torch
 
 from ptqpipe.formats import Codec
 from ptqpipe.kernels import cpu_library as lib
-from ptqpipe.kernels.cpu_tensors import ELEMENTS
+from ptqpipe.kernels.cpu_tensors import ELEMENTS, INTEGERS
 
 _FEED, _ENTER, _SWEEP = 0, 1, 2
 _BLOCKS = (0, 16, 32)  # columns of a scale that is chosen
 _FEED_FORWARD, _DESCEND, _CHOOSE_BLOCK = 0, 1, 2
 _MOST_COLUMNS = 256
+_CODECS = ELEMENTS | INTEGERS
 
 
 def feed_forward(
@@ -164,7 +165,7 @@ def sweep_block_rows(
 def _passes(element: Codec, block: int, *floats: torch.Tensor) -> bool:
     """Whether a pass takes these float32 tensors."""
     plain = all(x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() for x in floats)
-    return plain and element.name in ELEMENTS and block in _BLOCKS and bool(lib.known_isas())
+    return plain and element.name in _CODECS and block in _BLOCKS and bool(lib.known_isas())
 
 
 def _pass(kind: int, exact: torch.Tensor, element: Codec, matrix: torch.Tensor) -> ctypes.Structure:
@@ -172,7 +173,7 @@ def _pass(kind: int, exact: torch.Tensor, element: Codec, matrix: torch.Tensor) 
         columns=exact.shape[0],
         rows=exact.shape[1],
         kind=kind,
-        element=ELEMENTS[element.name],
+        element=_CODECS[element.name],
         exact=exact.data_ptr(),
         matrix=matrix.data_ptr(),
         threads=torch.get_num_threads(),
@@ -186,7 +187,7 @@ def _ran(job: ctypes.Structure) -> bool:
 def _fits(element: Codec, like: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether a kernel takes these float32 tensors, of which the first is [columns, rows]."""
     plain = all(x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() for x in (like, *others))
-    return plain and element.name in ELEMENTS and 0 < like.shape[0] <= _MOST_COLUMNS and bool(lib.known_isas())
+    return plain and element.name in _CODECS and 0 < like.shape[0] <= _MOST_COLUMNS and bool(lib.known_isas())
 
 
 def _job(kind: int, like: torch.Tensor, element: Codec, matrix: torch.Tensor) -> ctypes.Structure:
@@ -194,7 +195,7 @@ def _job(kind: int, like: torch.Tensor, element: Codec, matrix: torch.Tensor) ->
         columns=like.shape[0],
         rows=like.shape[1],
         kind=kind,
-        element=ELEMENTS[element.name],
+        element=_CODECS[element.name],
         matrix=matrix.data_ptr(),
     )
 

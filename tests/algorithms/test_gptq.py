@@ -131,7 +131,10 @@ def test_rows_are_independent() -> None:
 
 @pytest.mark.skipif(not cpu.available(), reason="the kernels are not built")
 @pytest.mark.parametrize("isa", cpu.isas())
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8", "fp8_channel", "e2m3/32/e8m0", "e3m2/16/e4m3"])
+@pytest.mark.parametrize(
+    "name",
+    ["nvfp4", "mxfp4", "mxfp8", "fp8_channel", "e2m3/32/e8m0", "e3m2/16/e4m3", "int4_g32", "int8_signed_channel"],
+)
 def test_kernels_and_reference_give_the_same_bits(name: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     w, moment, fmt = weights(37, 160), second_moment(correlated(800, 160)), get_format(name)
     w[3] = 0.0

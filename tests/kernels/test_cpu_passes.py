@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ptqpipe.algorithms import gptq, refine as refinement
+from ptqpipe.algorithms import columns, gptq, refine as refinement
 from ptqpipe.algorithms.columns import absmax_index, choose_block, descend, feed_forward, scale_ladder
 from ptqpipe.algorithms.gptq import codes_at, codes_at_entry
 from ptqpipe.algorithms.metric import Metric, descending, make_metric, output_error
@@ -55,7 +55,10 @@ def added(base: torch.Tensor, matrix: torch.Tensor, rows: torch.Tensor) -> torch
     return base
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2"])
+INTEGERS = ("int4_g32", "int8_channel", "int8_signed_channel")
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", *INTEGERS])
 @pytest.mark.parametrize("rows", ROWS)
 def test_codes_at_fixed_scales(isa: str, name: str, rows: int) -> None:
     fmt, width = get_format(name), 160  # more than one run of 128 columns
@@ -133,6 +136,44 @@ def test_sweeps(isas: tuple[str, ...], name: str, rows: int) -> None:
             assert torch.equal(fixed, by_columns), isa
 
 
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_integers_are_rounded_as_torch_rounds_them(
+    isas: tuple[str, ...], name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step, and sweeps, on every instruction set: to all codes, ties among them, and beyond the largest."""
+    element, width = get_format(name).element, 160
+    moment = metric_of(width, get_format(name)).moment
+    factor, corner = 0.1 * torch.randn(128, 128, generator=generator(2)), moment[:128, :128].contiguous()
+    codes = torch.randint(0, 1 << element.bits, (width, rows), generator=generator(4)).to(torch.uint8)
+    for exact in (*cases(rows, width), torch.arange(-320, 320).repeat(rows)[: width * rows].view(width, rows) / 2.0):
+        s = torch.exp2(torch.randint(-8, 1, exact.shape, generator=generator(rows)).float())
+        error = exact - code_values(codes, element) * s
+        slope = slope_of(moment, error)
+        found: list[list[torch.Tensor]] = []
+        for at in (None, *isas):  # torch's own first
+            with monkeypatch.context() as patched:
+                if at is None:
+                    patched.setattr(columns, "kernel_for", lambda *_: None)
+                cpu.force_isa(at)
+                run = slice(0, 128)
+                fed = feed_forward(exact[run], exact[run].clone(), s[run], feedback=factor, element=element)
+                left, made, near = error[run].clone(), codes[run].clone(), slope[run].clone()
+                descend(exact[run], left, made, near, s[run], moment=corner, element=element)
+                swept_codes = codes.clone()
+                if at is None:
+                    sweep_columns(exact, error.clone(), swept_codes, slope, s, moment, get_format(name))
+                else:
+                    assert cpu_columns.sweep_rows(exact, error.clone(), swept_codes, s, moment, 1, element)
+            found.append([*fed, left, made, near, swept_codes])
+        for of_isa in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(of_isa, found[0], strict=True))
+    assert (
+        cpu_columns.choose_block(exact[:16], s[0], codes[0].long(), 1, corner[:16, :16].contiguous(), s[0], element)
+        is None
+    )
+
+
 @pytest.mark.parametrize("rows", [128, 150])
 def test_sweeps_of_many_rows_are_those_of_each_few(isa: str, rows: int) -> None:
     """A row's codes do not depend on the rows that are swept with it."""
@@ -203,7 +244,7 @@ def sweep_columns(
     return slope
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "fp8_channel"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "fp8_channel", "int4_g32"])
 def test_a_pass_loses_no_more_than_torchs_products(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     fmt, width = get_format(name), 192
     w = 0.02 * torch.randn(16, width, generator=generator(5))

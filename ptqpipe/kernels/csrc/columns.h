@@ -4,18 +4,32 @@
 
 enum { MAX_COLUMNS = 256, SCALES = 2 };  // scales that are tried side by side
 
+// Integers of so many bits; codes are the numbers plus OFFSET, in a byte.
+template <int BITS, int OFFSET> struct Integers {
+    static constexpr float low = -(1 << (BITS - 1)), max = (1 << (BITS - 1)) - 1;
+    static constexpr int offset = OFFSET;
+};
+template <class E> constexpr bool is_integer = false;  // whose scales are no list: those of a pass are fixed
+template <int BITS, int OFFSET> constexpr bool is_integer<Integers<BITS, OFFSET>> = true;
+
 template <class E> struct Step { vi code; vf decoded; };
 
 // The code nearest to t at scale s and what it decodes to.
 template <class E> INLINE Step<E> step_of(vf t, vf s) {
     const vf inv = 1.0f / s;
-    const vf y = min_of(abs_of(t) * inv, splat(E::max));
-    const Rounded r = round_minifloat(y, E::mantissa, E::emin);
-    const vi sign = bits(t) & (int32_t)0x80000000;
-    Step<E> found;
-    found.code = minifloat_code(y, E::mantissa, E::emin) | shift_right(sign, 32 - E::code_bits);
-    found.decoded = from_bits(bits((r.sum - r.power) * s) | sign);
-    return found;
+    if constexpr (is_integer<E>) {
+        const vf magic = splat(12582912.0f);  // 1.5 * 2^23: the number is in the last bits, and ties go to the even one
+        const vf q = max_of(min_of(t * inv, splat(E::max)), splat(E::low)) + magic;
+        return {((bits(q) & 0xFFFF) + E::offset) & 0xFF, (q - magic) * s};
+    } else {
+        const vf y = min_of(abs_of(t) * inv, splat(E::max));
+        const Rounded r = round_minifloat(y, E::mantissa, E::emin);
+        const vi sign = bits(t) & (int32_t)0x80000000;
+        Step<E> found;
+        found.code = minifloat_code(y, E::mantissa, E::emin) | shift_right(sign, 32 - E::code_bits);
+        found.decoded = from_bits(bits((r.sum - r.power) * s) | sign);
+        return found;
+    }
 }
 
 INLINE vf load_some(const float *p, int64_t count, float rest) {
@@ -135,6 +149,7 @@ template <class E> static int32_t run_columns(const struct ptq_columns *job) {
     for (int64_t row = 0; row < job->rows; row += W) {
         if (job->kind == PTQ_FEED_FORWARD) feed_forward<E>(job, row);
         else if (job->kind == PTQ_DESCEND) descend<E>(job, row);
+        else if constexpr (is_integer<E>) return PTQ_UNSUPPORTED;
         else if (job->columns == 16) choose_block<E, 16>(job, row, nullptr);
         else if (job->columns == 32) choose_block<E, 32>(job, row, nullptr);
         else choose_block<E, 0>(job, row, nullptr);
@@ -149,6 +164,9 @@ static int32_t columns(const struct ptq_columns *job) {
         case PTQ_E4M3: return run_columns<E4M3>(job);
         case PTQ_E2M3: return run_columns<E2M3>(job);
         case PTQ_E3M2: return run_columns<E3M2>(job);
+        case PTQ_INT4: return run_columns<Integers<4, 8>>(job);
+        case PTQ_INT8: return run_columns<Integers<8, 128>>(job);
+        case PTQ_INT8_SIGNED: return run_columns<Integers<8, 0>>(job);
     }
     return PTQ_UNSUPPORTED;
 }

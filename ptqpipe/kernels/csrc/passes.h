@@ -363,10 +363,11 @@ template <class E, int B> static void sweep_rows(const struct ptq_pass *job, int
     }
     for (int64_t i = 0; i < k; i += SWEEP_RUN) add_slopes(job, rows, vectors, i, (int)(k - i < SWEEP_RUN ? k - i : SWEEP_RUN));
     for (int64_t sweep = 0; sweep < job->sweeps; ++sweep) {
-        if (job->usable) {
-            sweep_blocks<E, B>(job, row, rows, vectors);
-            for (int g = 0; g < vectors; ++g) load_ladder(rows + g, job, row + g * W);
-        }
+        if constexpr (!is_integer<E>)
+            if (job->usable) {
+                sweep_blocks<E, B>(job, row, rows, vectors);
+                for (int g = 0; g < vectors; ++g) load_ladder(rows + g, job, row + g * W);
+            }
         sweep_columns<E>(job, row, rows, vectors);
     }
 }
@@ -376,8 +377,8 @@ template <class E, int B, int G> static void run_rows(const struct ptq_pass *job
     Rows rows[SWEPT / W];
     for (int g = 0; g < vectors; ++g) set_up(rows + g, job, row + g * W, work + g * pass_room(job->columns, W));
     if (job->kind == PTQ_FEED) feed_rows<E, G>(job, row, rows);
-    else if (job->kind == PTQ_ENTER) enter_rows<E, B, G>(job, row, rows);
-    else sweep_rows<E, B>(job, row, rows, vectors);
+    else if (job->kind == PTQ_SWEEP) sweep_rows<E, B>(job, row, rows, vectors);
+    else if constexpr (!is_integer<E>) enter_rows<E, B, G>(job, row, rows);
 }
 
 template <class E, int B> static void run_pass(const struct ptq_pass *job, int64_t first, int64_t last, float *work) {
@@ -392,7 +393,10 @@ template <class E, int B> static void run_pass(const struct ptq_pass *job, int64
 }
 
 template <class E> static int32_t run_pass(const struct ptq_pass *job, int64_t first, int64_t last, float *work) {
-    if (job->block == 16) run_pass<E, 16>(job, first, last, work);
+    if constexpr (is_integer<E>) {
+        if (job->block || job->kind == PTQ_ENTER) return PTQ_UNSUPPORTED;
+        run_pass<E, 1>(job, first, last, work);
+    } else if (job->block == 16) run_pass<E, 16>(job, first, last, work);
     else if (job->block == 32) run_pass<E, 32>(job, first, last, work);
     else if (job->block == 0) run_pass<E, 1>(job, first, last, work);
     else return PTQ_UNSUPPORTED;
@@ -405,6 +409,9 @@ static int32_t pass(const struct ptq_pass *job, int64_t first, int64_t last, flo
         case PTQ_E4M3: return run_pass<E4M3>(job, first, last, work);
         case PTQ_E2M3: return run_pass<E2M3>(job, first, last, work);
         case PTQ_E3M2: return run_pass<E3M2>(job, first, last, work);
+        case PTQ_INT4: return run_pass<Integers<4, 8>>(job, first, last, work);
+        case PTQ_INT8: return run_pass<Integers<8, 128>>(job, first, last, work);
+        case PTQ_INT8_SIGNED: return run_pass<Integers<8, 0>>(job, first, last, work);
     }
     return PTQ_UNSUPPORTED;
 }
