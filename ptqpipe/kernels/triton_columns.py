@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from ptqpipe.formats import Codec
+from ptqpipe.kernels.cpu_tensors import INTEGERS
 from ptqpipe.kernels.triton import interpreting
 from ptqpipe.kernels.triton_codecs import decode_signed, magic, minifloat_of
 
@@ -28,6 +29,7 @@ _BLOCKS = (8, 16, 32)
 _ROWS = 8  # of a program that goes column by column
 _TRIED = 1024  # numbers of a program that chooses blocks, rows times scales times columns: twice as many spill
 _INTERPRETED_ROWS = 64  # the interpreter pays by the operation, not by the lane
+_INTEGER = -1  # as mantissa bits
 _NUMBERS = ["rows", "columns", "ladder_size", "count", "below", "slack"]
 
 
@@ -36,16 +38,23 @@ def nearest(
     t: tl.tensor, s: tl.tensor, inverse: tl.tensor, EMIN: tl.constexpr, MANT: tl.constexpr, MAX: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """(int32 codes nearest to t at the scales s, what they decode to); ``inverse`` is 1 / s."""
-    y = tl.minimum(tl.abs(t) * inverse, MAX)
-    big = magic(y, EMIN, MANT)
-    total = y + big
-    bits = t.to(tl.int32, bitcast=True)
-    steps = total.to(tl.int32, bitcast=True) - big.to(tl.int32, bitcast=True)
-    exponent = (big.to(tl.int32, bitcast=True) >> 23) - (EMIN + 127 + 23 - MANT)
-    code = steps + (exponent << MANT) | (((bits >> 31) & 1) << (BITS - 1))
-    magnitude = ((total - big) * s).to(tl.int32, bitcast=True)
-    return code, (magnitude | ((bits >> 31) << 31)).to(tl.float32, bitcast=True)
+    """(int32 codes nearest to t at the scales s, what they decode to); ``inverse`` is 1 / s. Of integers, MANT is
+    _INTEGER and EMIN the code of 0."""
+    if MANT == -1:
+        number = tl.maximum(tl.minimum(t * inverse, MAX), -MAX - 1) + 12582912.0  # 1.5 * 2^23: it is in the last bits
+        code = ((number.to(tl.int32, bitcast=True) & 0xFFFF) + EMIN) & 0xFF
+        decoded = (number - 12582912.0) * s
+    else:
+        y = tl.minimum(tl.abs(t) * inverse, MAX)
+        big = magic(y, EMIN, MANT)
+        total = y + big
+        bits = t.to(tl.int32, bitcast=True)
+        steps = total.to(tl.int32, bitcast=True) - big.to(tl.int32, bitcast=True)
+        exponent = (big.to(tl.int32, bitcast=True) >> 23) - (EMIN + 127 + 23 - MANT)
+        code = steps + (exponent << MANT) | (((bits >> 31) & 1) << (BITS - 1))
+        magnitude = ((total - big) * s).to(tl.int32, bitcast=True)
+        decoded = (magnitude | ((bits >> 31) << 31)).to(tl.float32, bitcast=True)
+    return code, decoded
 
 
 @triton.jit
@@ -357,7 +366,7 @@ def choose_block(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """(uint8 codes [columns, rows], int64 scale indices [rows], float32 costs [rows])."""
     block, rows = target.shape
-    known = block in _BLOCKS and _fits(element, target, ladder, feedback, weight)
+    known = _chooses(element, block) and _fits(element, target, ladder, feedback, weight)
     if not known or first.dtype != torch.int64 or not first.is_contiguous():
         return None
     codes = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
@@ -385,7 +394,7 @@ def enter_rows(
 
     factor, weight  [K, K] and [K]: the metric
     """
-    if block not in _BLOCKS or not _fits(element, exact[:RUN], ladder, weight):
+    if not _chooses(element, block) or not _fits(element, exact[:RUN], ladder, weight):
         return None
     columns, rows = exact.shape
     codes = torch.empty(exact.shape, dtype=torch.uint8, device=exact.device)
@@ -424,7 +433,7 @@ def sweep_block_rows(
     """
     (feedback, weight, inverse, usable), (window, slack, sweeps) = of_blocks, how
     block = weight.shape[1]
-    plain = codes.is_contiguous() and scales.is_contiguous() and block in _BLOCKS
+    plain = codes.is_contiguous() and scales.is_contiguous() and _chooses(element, block)
     if not plain or not _fits(element, exact[:RUN], error, ladder, moment, feedback, weight, inverse):
         return False
     (columns, rows), usable = exact.shape, usable.to(exact.device)
@@ -457,7 +466,12 @@ def _fits(element: Codec, like: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether a kernel takes these float32 tensors, of which the first is [columns, rows]."""
     plain = all(x.dtype == torch.float32 and x.is_contiguous() for x in (like, *others))
     few = 0 < like.shape[0] <= _MOST_COLUMNS and 0 < like.numel() < 1 << 30  # places within it are int32
-    return plain and few and minifloat_of(element) is not None
+    return plain and few and (minifloat_of(element) is not None or element.name in INTEGERS)
+
+
+def _chooses(element: Codec, block: int) -> bool:
+    """Whether scales of such blocks are chosen: those of integers are no list."""
+    return block in _BLOCKS and element.name not in INTEGERS
 
 
 def _grid(like: torch.Tensor, sizes: dict[str, Any]) -> tuple[int]:
@@ -467,8 +481,10 @@ def _grid(like: torch.Tensor, sizes: dict[str, Any]) -> tuple[int]:
 def _by_column(like: torch.Tensor, element: Codec) -> dict[str, Any]:
     """The constants of a kernel that goes column by column."""
     found = minifloat_of(element)
-    assert found is not None
-    codec = {"EMIN": found.emin, "MANT": found.mant, "MAX": found.max, "BITS": found.bits}
+    if found is None:
+        codec = {"EMIN": element.grid.index(0.0), "MANT": _INTEGER, "MAX": element.max, "BITS": element.bits}
+    else:
+        codec = {"EMIN": found.emin, "MANT": found.mant, "MAX": found.max, "BITS": found.bits}
     width = max(16, triton.next_power_of_2(like.shape[0]))
     return codec | {"WIDTH": width, "ROWS": _rows(like.shape[1], _ROWS)}
 

@@ -22,7 +22,7 @@ from tests.kernels.cpu_cases import families, generator
 INTERPRETED = kernels.interpreting()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 EACH = 4 if INTERPRETED else 300  # rows of each family
-ELEMENTS = ("mxfp4", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2")
+ELEMENTS = ("mxfp4", "mxfp8", "int8_channel", "int4_g32", "int8_signed_channel", "mxfp6_e2m3", "mxfp6_e3m2")
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def exponents(shape: torch.Size, seed: int) -> torch.Tensor:
     return torch.randint(-9, 2, shape, generator=generator(seed)).float()
 
 
-@pytest.mark.parametrize("name", ELEMENTS[:2] if INTERPRETED else ELEMENTS)
+@pytest.mark.parametrize("name", ELEMENTS[:4] if INTERPRETED else ELEMENTS)
 @pytest.mark.parametrize("width", [1, 21] if INTERPRETED else [1, 37, 128, 200])
 def test_feed_forward(name: str, width: int) -> None:
     exact, element = hostile(width), get_format(name).element
@@ -82,7 +82,7 @@ def test_feed_forward(name: str, width: int) -> None:
     assert same(done[1], error)
 
 
-@pytest.mark.parametrize("name", ELEMENTS[:2] if INTERPRETED else ELEMENTS)
+@pytest.mark.parametrize("name", ELEMENTS[:4] if INTERPRETED else ELEMENTS)
 @pytest.mark.parametrize("width", [1, 21] if INTERPRETED else [1, 37, 128, 200])
 def test_descend(name: str, width: int) -> None:
     exact, element = hostile(width), get_format(name).element
@@ -199,7 +199,9 @@ def test_what_has_no_kernel_gives_none() -> None:
     e2m1, ones = FORMATS["nvfp4"].element, torch.ones(16, device=DEVICE)
     square = torch.eye(16, device=DEVICE)
     first = torch.zeros(32, dtype=torch.int64, device=DEVICE)
-    assert kernels.feed_forward(x, x, x, square, get_format("int4_g32").element) is None
+    whole = get_format("int4_g32").element  # whose scales are no list
+    assert kernels.choose_block(x, ones, first, 5, square, ones, whole) is None
+    assert kernels.enter_rows(x, ones, square, ones, 16, 6, 15, whole) is None
     assert kernels.feed_forward(x.double(), x.double(), x.double(), square.double(), e2m1) is None
     assert kernels.feed_forward(x.t(), x.t(), x.t(), square, e2m1) is None
     assert not kernels.descend(x, x, x.to(torch.uint8).t(), x, x, square, e2m1)
