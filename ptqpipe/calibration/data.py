@@ -139,11 +139,12 @@ def load_samples(
     tokenizer = cache(lambda: load_tokenizer(model))  # rows of token ids need none
     see = cache(lambda: Processor(model, read_config(model))) if images else None
     sources = _sources(names)
-    shares, held = _shares(samples, sources), _shares(samples // HELD_SHARE if holdout is None else holdout, sources)
+    shares, usual = _shares(samples, sources), _shares(samples // HELD_SHARE, sources)
+    held = usual if holdout is None else _shares(holdout, sources)
     pools = list[_Pool]()
-    for (files, weight), count, more in zip(sources, shares, held, strict=True):
+    for (files, weight), count, more, least in zip(sources, shares, held, usual, strict=True):
         read = partial(_read, files, weight, tokenizer, see, seqlen=seqlen, field=field)
-        pool = read(wanted=count + more)
+        pool = read(wanted=count + max(more, least))  # so that stages which hold none out choose from the same windows
         pools.append(read(wanted=None) if pool.more and pool.candidates < count + more else pool)
     generator = torch.Generator().manual_seed(seed)
     picked = list[tuple[int, _Chosen]]()

@@ -149,6 +149,8 @@ def test_of_long_data_rows_evenly_spread_are_tokenized(tmp_path: Path, monkeypat
     assert made.sha256 == load_samples(names, tmp_path, samples=5, seqlen=4).sha256
     wanted = load_samples(names, tmp_path, samples=20, seqlen=4)  # 32 for each of their tokens
     assert (wanted.candidates, wanted.files[0].every) == (500, 2)
+    alike = [load_samples(names, tmp_path, samples=29, seqlen=4, holdout=holdout) for holdout in (0, 3, None)]
+    assert {(one.candidates, one.files[0].every, one.sha256) for one in alike} == {(1000, None, alike[0].sha256)}
     every = load_samples(names, tmp_path, samples=1000, seqlen=4)
     assert (every.candidates, every.files[0].every, every.thinned) == (1000, None, "")
     assert "every" not in every.files[0].to_json()
