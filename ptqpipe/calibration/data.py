@@ -30,9 +30,9 @@ from ptqpipe.runtime.processor import Processor
 NO_TOKEN = -1
 _OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 HELD_SHARE = 8  # samples for each window that is held out, unless the caller says how many
-LONG = 1 << 23  # characters of data from which not all are tokenized ...
-CHARACTERS = 32  # ... but up to so many for each token of the windows that are wanted
-_IMAGES = 4  # rows with images, for each of these windows, from which not all are seen
+LONG = 1 << 23  # at most so many characters are tokenized,
+CHARACTERS = 32  # or so many for each token of the wanted windows, where that is more
+_IMAGES = 4  # at most so many rows with images are processed for each wanted window
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +258,8 @@ class _Pool:
 
 @dataclass(slots=True)
 class _Thinned:
-    """Of what comes every 1st, 2nd, 4th, ... one, as many as have the size ``most`` together, so that these are evenly
-    spread over all, and what is kept at any time is little.
+    """Keeps every row that comes, until their sizes are more than ``most`` together; then every second one, and so on. So
+    those that are kept are evenly spread over all, and memory never holds more.
 
     kept   each with its size
     every  one of so many was kept
