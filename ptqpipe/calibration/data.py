@@ -258,8 +258,8 @@ class _Pool:
 
 @dataclass(slots=True)
 class _Thinned:
-    """Keeps every row that comes, until their sizes are more than ``most`` together; then every second one, and so on. So
-    those that are kept are evenly spread over all, and memory never holds more.
+    """Keeps every row that comes, until their sizes are more than ``most`` together; then every second one, and so on.
+    So those that are kept are evenly spread over all, and memory never holds more.
 
     kept   each with its size
     every  one of so many was kept
