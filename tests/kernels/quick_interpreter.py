@@ -5,6 +5,8 @@ NumPy's matrix products add up a row in an order that its place among the rows d
 AVX2), unlike a GPU's. In float64, rounded once, this is not seen in a float32.
 """
 
+import runpy
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,3 +159,7 @@ semantic.binary_op_type_checking_impl = checked
 semantic.broadcast_impl_value = broadcast
 # It adds again in int64, for an assertion that is not made unless a kernel is debugged.
 semantic.binary_op_sanitize_overflow_impl = lambda *given: None
+
+if __name__ == "__main__":  # before the name of a script
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")

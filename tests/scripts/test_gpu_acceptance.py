@@ -6,12 +6,14 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_acceptance.py"
+INTERPRETED = ("search", "attack", "linear", "attention", "columns", "convert", "calibrate", "engine")
 
 
 def run(out: Path, *options: str, **environment: str) -> tuple[int, list[dict[str, Any]]]:
@@ -41,13 +43,18 @@ def results(lines: list[dict[str, Any]]) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_a_rehearsal_runs_every_part_and_all_of_them_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script runs in this process, so that the process of each part is a fork."""
+    """The script runs in this process, so that the process of each part is a fork, with the quick interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--rehearse", "--out", str(tmp_path), "--minutes", "30"])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    code, lines = end.value.code, lines_of(tmp_path)
+    script = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
+
+    def command_of(part: Any, *given: Any, **named: Any) -> list[str]:
+        python, *words = script.command_of(part, *given, **named)
+        return [python, *(["-m", "tests.kernels.quick_interpreter"] if part.name in INTERPRETED else []), *words]
+
+    monkeypatch.setitem(script.main.__globals__, "command_of", command_of)
+    code, lines = script.main(), lines_of(tmp_path)
     parts = [
         "compile",
         "search",
