@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from click.testing import CliRunner, Result
 
 import ptqpipe
 from ptqpipe.cli import main
+from ptqpipe.evaluation import harness
 from ptqpipe.evaluation.result import read_result
 from ptqpipe.evaluation.verdict import verdict
 from ptqpipe.stages.evaluate import run as stage
@@ -185,6 +188,20 @@ def test_a_shorter_stride_gives_more_context(checkpoints: dict[str, Path], tmp_p
     assert apart["perplexity"][0]["interval"] is not None
 
 
+@pytest.fixture(scope="module")
+def few_tasks() -> Iterator[None]:
+    """Of lm-eval's own tasks PIQA alone: test_harness.py reads the thousands, which takes 9 s of a core."""
+    from lm_eval.tasks import TaskManager
+
+    module = sys.modules[TaskManager.__module__]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "__file__", str(Path(str(module.__file__)).with_name("piqa") / "manager.py"))
+        harness._index.cache_clear()
+        yield
+    harness._index.cache_clear()
+
+
+@pytest.mark.usefixtures("few_tasks")
 def test_tasks_are_compared_with_the_baseline(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     rows = [
         {"query": f"Return the {word}", "choices": ["value", "zebra"], "gold": 0} for word in ("same", "new", "old")
@@ -209,6 +226,7 @@ def test_the_default_name_lies_beside_the_checkpoint(checkpoints: dict[str, Path
     written.unlink()
 
 
+@pytest.mark.usefixtures("few_tasks")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
