@@ -58,7 +58,7 @@ class Moments:
 @dataclass(frozen=True, slots=True)
 class WeightGradients:
     """How much the model minds a change of a weight W [N, K]: squares of d = dLoss/dW of one window of text, with one
-    label a token drawn from the model's own distribution; per token. float32.
+    label a token by the model's own distribution; per token. float32.
 
     rows     [N] sums of E[d^2] over the columns
     columns  [K] sums of E[d^2] over the rows

@@ -1,9 +1,9 @@
 """How much the model's output distribution minds an error at each linear layer: gradients, from the head backwards.
 
 To second order, the KL divergence of a slightly changed model to the model itself is half of the Fisher information of
-the change. For one linear layer y = W x with an error E in its weight, with one label a token that is drawn from the
-model's own distribution and g = dLoss/dy of the loss summed over tokens, that is, a token and with tokens taken as
-independent,
+the change. For one linear layer y = W x with an error E in its weight, with one label a token that follows from the
+model's own distribution (`draw_labels`) and g = dLoss/dy of the loss summed over tokens, that is, a token and with
+tokens taken as independent,
 
     KL = 1/2 E[(g^T E x)^2]  ~  1/2 tr(G E H E^T),    H = E[x x^T],    G = E[g g^T |x|^2] / E[|x|^2]
 
@@ -39,6 +39,7 @@ from ptqpipe.runtime.experts import first_stack
 HEAD_TOKENS = 256  # whose logits are in memory at once
 TOKENS = 16_384  # of samples, all of which are run backwards
 SHARE = 8  # of more samples at least one of so many
+_TINY = 1e-30
 
 
 def least_step(blocks: int) -> int:
@@ -229,9 +230,28 @@ def pieces(x: torch.Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(start, start + samples), slice(first, first + HEAD_TOKENS)
 
 
+def draw_labels(chances: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """One label for each token, int64 [tokens], and what its loss counts, float32 [tokens], from the distributions
+    ``chances`` float32 [tokens, vocabulary] on the CPU.
+
+    With p a token's distribution and e a label's unit vector, the slope of the logits is c (e - p); the mean of its
+    outer product is the Fisher information diag(p) - p p^T, as it is with c = 1 and labels as likely as p says.
+    Of these most say nothing where the model is sure, and few say much. Here a label is as likely as it adds to the
+    information's trace, p |e - p|^2, and c makes up for that; so all slopes of a token are equally long. The sign of c
+    is drawn, too: the mean of the slope is zero, and what tokens of one window have in common stays what it was.
+    """
+    lengths = torch.linalg.vecdot(chances, chances).unsqueeze(1)  # |e - p|^2 is 1 + |p|^2 - 2 p_e
+    sums = (chances * -2).add_(1 + lengths).clamp_(min=0).mul_(chances).cumsum_(1)
+    places, signs = torch.rand(2, len(chances), 1, generator=generator)
+    labels = torch.searchsorted(sums, sums[:, -1:] * places, right=True).clamp_(max=chances.shape[1] - 1)
+    of_label = (1 + lengths - 2 * chances.gather(1, labels)).clamp_(min=_TINY)
+    counts = (sums[:, -1:] / of_label).sqrt_().copysign_(signs - 0.5)
+    return labels.squeeze(1), counts.squeeze(1)
+
+
 def _from_head(runner: Runner, batch: int, seeds: Sequence[int]) -> torch.Tensor:
-    """dLoss/dx of what the last block returns in a batch, at one label a token drawn from the model's distribution.
-    NumericsError where that is not finite.
+    """dLoss/dx of what the last block returns in a batch, at one label a token. NumericsError where the model's
+    distribution is not finite.
 
     seeds  of the labels, one for each window of the batch
     """
@@ -242,15 +262,15 @@ def _from_head(runner: Runner, batch: int, seeds: Sequence[int]) -> torch.Tensor
         rows = x[piece].to(runner.device).detach().requires_grad_(True)
         with torch.enable_grad():
             logits = runner.logits(ids[piece], rows).float()
-            chances = logits.detach().softmax(-1).cpu()
+            chances = logits.detach().softmax(-1)
             if not bool(torch.isfinite(chances).all()):
                 raise NumericsError(
                     "the model's logits are not finite; check the weights of its last norm and its head"
                 )
-            drawn = [torch.multinomial(p, 1, generator=g) for p, g in zip(chances, generators[piece[0]], strict=True)]
-            labels = torch.cat(drawn).squeeze(1).to(logits.device)
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels, reduction="sum")
-            (found[piece],) = torch.autograd.grad(loss, rows)
+            drawn = [draw_labels(p, g) for p, g in zip(chances.cpu(), generators[piece[0]], strict=True)]
+            labels, counts = (torch.stack(part).unsqueeze(2).to(logits.device) for part in zip(*drawn, strict=True))
+            slopes = chances.mul_(counts).scatter_add_(2, labels, -counts)  # of counts times the labels' losses
+            (found[piece],) = torch.autograd.grad(logits, rows, slopes)
     return found
 
 

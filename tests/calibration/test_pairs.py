@@ -12,6 +12,7 @@ from safetensors import safe_open
 from ptqpipe.calibration import pairs
 from ptqpipe.calibration.data import load_samples
 from ptqpipe.calibration.pairs import PAIRS, places_of
+from ptqpipe.calibration.reverse import draw_labels
 from ptqpipe.errors import UsageError
 from ptqpipe.machine import Machine, Ranks
 from ptqpipe.stages.calibrate import run as stage
@@ -64,11 +65,9 @@ def whole_model(path: Path, windows: torch.Tensor, experts: str | None) -> tuple
             module.register_forward_hook(of(name))
     logits = model(windows).logits
     chances = logits.detach().softmax(-1)
-    labels = [
-        torch.multinomial(chances[i], 1, generator=torch.Generator().manual_seed(i)).squeeze(1)
-        for i in range(len(windows))
-    ]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.cat(labels), reduction="sum")
+    drawn = [draw_labels(chances[i], torch.Generator().manual_seed(i)) for i in range(len(windows))]
+    labels, counts = (torch.cat(part) for part in zip(*drawn, strict=True))
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="none") @ counts
     loss.backward()  # type: ignore[no-untyped-call]
     return model, {
         name: (x.detach().reshape(-1, x.shape[-1]), out.grad.reshape(-1, out.shape[-1]))

@@ -12,7 +12,7 @@ from ptqpipe.calibration import reverse as reverse_pass
 from ptqpipe.calibration.activations import InMemory
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.gradients import Gradients, rows_of
-from ptqpipe.calibration.reverse import enough, least_step, reverse, streams, thinned
+from ptqpipe.calibration.reverse import draw_labels, enough, least_step, reverse, streams, thinned
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
@@ -50,6 +50,29 @@ def test_logits_behind_the_last_block_are_the_models_own(kind: str, tmp_path: Pa
     with torch.no_grad():
         wanted = model(windows).logits
     assert torch.allclose(found, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [0.1, 2.0, 8.0])
+def test_slopes_of_drawn_labels_have_the_fisher_information_and_one_length(scale: float) -> None:
+    """However sure the distribution is, at most 0.98 for one label here; and their mean is zero."""
+    p, draws = torch.softmax(torch.tensor([0.0, 0.3, -0.2, 1.0, 0.1]) * scale, 0), 200_000
+    labels, counts = draw_labels(p.expand(draws, 5).contiguous(), torch.Generator().manual_seed(0))
+    slopes = counts.unsqueeze(1) * (torch.nn.functional.one_hot(labels, 5) - p)
+    fisher = torch.diag(p) - torch.outer(p, p)
+    assert torch.allclose(slopes.t() @ slopes / draws, fisher, rtol=0, atol=0.01 * float(fisher.trace()))
+    assert torch.allclose(slopes.square().sum(1), fisher.trace().expand(draws), rtol=0.02)
+    assert float(slopes.mean(0).abs().max()) < 0.01 * float(fisher.trace()) ** 0.5
+
+
+def test_tokens_of_which_the_model_is_sure_have_no_slope() -> None:
+    """Not NaN, though their labels cannot be told from their distribution; nor is a label drawn that cannot be."""
+    sure = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+    labels, counts = draw_labels(sure, torch.Generator().manual_seed(0))
+    assert torch.equal(counts.unsqueeze(1) * (torch.nn.functional.one_hot(labels, 3) - sure), torch.zeros(3, 3))
+    split = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0]).expand(1000, 5).contiguous()
+    labels, counts = draw_labels(split, torch.Generator().manual_seed(0))
+    assert set(labels.tolist()) == {1, 3}
+    assert torch.equal(counts.abs(), torch.ones(1000))
 
 
 def test_moments_of_gradients_are_the_fisher_information_of_the_logits(tmp_path: Path) -> None:
@@ -106,8 +129,8 @@ def test_squares_of_the_gradients_of_a_weight_are_those_of_autograd(kind: str, m
     for number, window in enumerate(windows):
         logits = model(window[None]).logits[0]
         drawn = torch.Generator().manual_seed(7 * 1_000_003 + number)
-        labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=drawn).squeeze(1)
-        (d,) = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), weight)
+        labels, counts = draw_labels(logits.detach().softmax(-1), drawn)
+        (d,) = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, labels, reduction="none") @ counts, weight)
         squares = squares + d.double().square() / windows.numel()
         along.append((d * weight.detach()).double().sum() / window.numel() ** 0.5)
     squares = squares.t() if kind == "gpt2" else squares
