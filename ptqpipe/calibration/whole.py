@@ -53,11 +53,12 @@ class Whole:
         with runner.whole() as blocks:
             yield cls(runner, blocks, entering)
 
-    def divergence(self, batches: Sequence[int]) -> float:
-        """Mean KL(float || quantized) of the next-token probabilities over all tokens of some batches, in nats."""
+    def divergence(self, batches: Sequence[int]) -> torch.Tensor:
+        """Mean KL(float || quantized) of the next-token probabilities over the tokens of each window of some batches,
+        float64 [windows], in nats."""
         with torch.no_grad():
             found = [self._of(batch, self._last(batch), share=None)[0] for batch in batches]
-        return sum(found) / sum(self._runner.batches[batch].numel() for batch in batches)
+        return torch.cat(found) / self._runner.batches[batches[0]].shape[1]
 
     def backward(self, batch: int, share: float) -> float:
         """Adds the gradient of ``share`` times the mean divergence of a batch to whatever the layers depend on, and
@@ -65,7 +66,8 @@ class Whole:
         tokens = self._runner.batches[batch].numel()
         with torch.enable_grad():
             x = self._last(batch)
-        total, gradient = self._of(batch, x.detach(), share=share / tokens)
+        found, gradient = self._of(batch, x.detach(), share=share / tokens)
+        total = float(found.sum())
         if not (total < float("inf") and bool(torch.isfinite(gradient).all())):
             raise NumericsError(
                 "the gradients of the KL divergence are not finite; check the model's weights and the data, or use "
@@ -85,10 +87,11 @@ class Whole:
                 x = layer(x, batch)
         return x
 
-    def _of(self, batch: int, x: torch.Tensor, *, share: float | None) -> tuple[float, torch.Tensor]:
-        """(sum of the divergences of a batch whose last hidden states are ``x``, the gradient there of ``share`` times
-        that sum). What the head depends on gets its gradient, too; nothing does where ``share`` is None."""
-        runner, total = self._runner, 0.0
+    def _of(self, batch: int, x: torch.Tensor, *, share: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(of each window of a batch whose last hidden states are ``x`` the sum of the divergences, float64 on the CPU,
+        and the gradient there of ``share`` times the sum of all). What the head depends on gets its gradient, too;
+        nothing does where ``share`` is None."""
+        runner, sums = self._runner, torch.zeros(len(x), dtype=torch.float64)
         want, ids = runner.activations.get(batch), runner.batches[batch]
         found = torch.zeros_like(x)
         for piece in pieces(x):
@@ -97,10 +100,10 @@ class Whole:
             with torch.set_grad_enabled(share is not None):
                 rows = x[piece].detach().requires_grad_(share is not None)
                 given = runner.logits(ids[piece], rows).float().log_softmax(-1)
-                loss = (wanted.exp() * (wanted - given)).sum()
+                losses = (wanted.exp() * (wanted - given)).sum((1, 2))
             if share is not None:
-                (loss * share).backward()
+                (losses.sum() * share).backward()
                 assert rows.grad is not None
                 found[piece] = rows.grad
-            total += float(loss.detach())
-        return total, found
+            sums[piece[0]] += losses.detach().double().cpu()
+        return sums, found

@@ -207,21 +207,22 @@ _mean.__name__ = "mean"
 
 
 def _manager(request: TaskRequest) -> Any:
-    """lm-eval's index of tasks."""
+    """lm-eval's index of tasks; of local ones alone none of its own, since it reads thousands of files for these."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
         raise missing_package("--tasks", "lm-eval", "ptqpipe[eval]") from None
     if request.include_path is not None and not request.include_path.is_dir():
         raise UsageError(f"--include-path {request.include_path} is no folder; name one with task YAMLs")
-    return _index(TaskManager, None if request.include_path is None else str(request.include_path))
+    include_path = None if request.include_path is None else str(request.include_path)
+    return _index(TaskManager, include_path, not set(_local_names()).issuperset(request.names))
 
 
 @cache
-def _index(manager: Any, include_path: str | None) -> Any:
-    """lm-eval reads thousands of files for its index: once a process."""
+def _index(manager: Any, include_path: str | None, include_defaults: bool) -> Any:
+    """Made once a process."""
     with _quiet(progress=False):
-        return manager(include_path=include_path)
+        return manager(include_path=include_path, include_defaults=include_defaults)
 
 
 @contextmanager

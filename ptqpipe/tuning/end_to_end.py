@@ -2,13 +2,14 @@
 (`calibration/end_to_end.py`), and then, with these codes, what --train names (`kept.py`).
 
 The codes that GPTQ found lie beside the output until those that are learned from them are written. Each time that codes
-are judged, on held-out samples of the data and on the sample text of the package, the state of descent goes to disk, so
-that a killed run continues; what descent ends with goes into the journal before any layer is written.
+are judged, on held-out samples of each --data and on the sample text of the package, the state of descent goes to disk,
+so that a killed run continues; what descent ends with goes into the journal before any layer is written.
 """
 
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,18 @@ def improve(
             codes_of.write_trained(folder.paths.growing, {name: reader.read(name) for name in trained})
 
 
+def _sources(samples: Samples, judged: Sequence[int], sizes: Sequence[int]) -> dict[str, torch.Tensor]:
+    """What held-out samples are called -> which of the windows of the ``judged`` batches they are: of several --data
+    each by itself, so that none gets worse for the sake of the others. ``sizes``: windows of each batch."""
+    ends = list(accumulate(sizes))
+    windows = torch.cat([torch.arange(ends[batch] - sizes[batch], ends[batch]) for batch in judged])
+    origin = samples.origin[windows] if len(samples.files) > 1 else torch.zeros(len(windows), dtype=torch.int64)
+    files = origin.unique().tolist()
+    if len(files) == 1:
+        return {DATA: torch.arange(len(windows))}
+    return {f"{DATA} of --data {file + 1}": (origin == file).nonzero().squeeze(1) for file in files}
+
+
 def _told(found: Found) -> dict[str, Any]:
     return {name: getattr(found, name) for name in ("start", "result", "steps", "best")}
 
@@ -160,7 +173,13 @@ def _learn(
         trained = Trained(skeleton, kept, _global_scales(prepared, stored) if GLOBAL in options.train else [], place)
         whole.float_head = trained.float_head
         choices = _quantized(whole, prepared, runner, stored, trained, place)
-        sources = {DATA: judged, OTHER: list(range(runner.held_from, len(runner.batches)))}
+        others = list(range(runner.held_from, len(runner.batches)))
+        names = _sources(samples, judged, [len(batch) for batch in runner.batches])
+
+        def judge() -> dict[str, float]:
+            found, of_others = whole.divergence(judged), whole.divergence(others)
+            of_data = {name: float(found[windows].mean()) for name, windows in names.items()}
+            return {**of_data, OTHER: float(of_others.mean())}
 
         def learn(variables: Variables, title: str) -> Found:
             state = partial / f"{_STATE} of {title}"
@@ -168,7 +187,7 @@ def _learn(
                 return descend(
                     variables,
                     backward=whole.backward,
-                    judge=lambda: {name: whole.divergence(batches) for name, batches in sources.items()},
+                    judge=judge,
                     batches=learned,
                     per_step=max(1, settings.windows // len(runner.batches[0])),
                     settings=settings,

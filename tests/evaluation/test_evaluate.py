@@ -201,7 +201,6 @@ def few_tasks() -> Iterator[None]:
     harness._index.cache_clear()
 
 
-@pytest.mark.usefixtures("few_tasks")
 def test_tasks_are_compared_with_the_baseline(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     rows = [
         {"query": f"Return the {word}", "choices": ["value", "zebra"], "gold": 0} for word in ("same", "new", "old")

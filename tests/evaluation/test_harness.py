@@ -15,7 +15,7 @@ import torch
 
 import ptqpipe
 from ptqpipe.errors import UsageError
-from ptqpipe.evaluation import score
+from ptqpipe.evaluation import harness, score
 from ptqpipe.evaluation.harness import LOCAL_TASKS, TaskMetric, TaskRequest, check_tasks, compare, run_tasks
 from ptqpipe.runtime import load_model
 from ptqpipe.runtime.loading import load_tokenizer
@@ -214,6 +214,24 @@ def test_unknown_tasks_are_named_with_their_neighbours(data: Path) -> None:
         check_tasks(TaskRequest(("local_pika",), task_data=data))
     with pytest.raises(UsageError, match=r"task 'hellaswagg' is unknown; near it are hellaswag"):
         check_tasks(TaskRequest(("hellaswagg",)))
+
+
+def test_local_tasks_need_no_index_of_thousands_of_others(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.tasks import TaskManager
+
+    asked: list[bool] = []
+
+    def manager(*, include_path: str | None, include_defaults: bool) -> TaskManager:
+        asked.append(include_defaults)
+        return TaskManager(include_path=include_path, include_defaults=False)
+
+    harness._index.cache_clear()
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", manager)
+    check_tasks(TaskRequest(("local_piqa", "local_copa"), task_data=data))
+    with pytest.raises(UsageError, match="'piqa' is unknown"):  # of an index without any
+        check_tasks(TaskRequest(("local_piqa", "piqa"), task_data=data))
+    assert asked == [False, True]
+    harness._index.cache_clear()
 
 
 def test_local_data_must_be_there(tmp_path: Path) -> None:

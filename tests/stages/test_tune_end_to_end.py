@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from ptqpipe.api.matrices import load_tensors
+from ptqpipe.calibration.data import DataFile, Samples
 from ptqpipe.calibration.end_to_end import Found, Variables
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.checkpoint import Finished
@@ -116,6 +118,33 @@ def test_no_text_gets_worse_and_the_start_stays_where_nothing_is_better(
         assert (codes / name).read_bytes() == (start / name).read_bytes()
     told = next(line for line in render(Finished(codes, content, 1.0, 1)).splitlines() if "end to end" in line)
     assert told.startswith("end to end, 6 steps: no codes lowered the KL divergence on held-out samples and sample")
+
+
+def test_each_of_several_data_is_judged_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lowers the mean of all may make one of them worse."""
+    written = SAMPLE.read_text(encoding="utf-8")
+    files = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    for file, part in zip(files, (written[:20000], written[20000:40000]), strict=True):
+        file.write_text(part, encoding="utf-8")
+    judged: list[dict[str, float]] = []
+
+    def descend(_variables: Variables, *, judge: Callable[[], dict[str, float]], **_: Any) -> Found:
+        judged.append(judge())
+        raise Stop
+
+    monkeypatch.setattr(end_to_end, "descend", descend)
+    with pytest.raises(Stop):
+        tune.tune(DEMO, [str(f) for f in files], tmp_path / "out", recipe=FORMAT, options=OPTIONS, machine=ONE)
+    assert judged[0].keys() == {"held-out samples of --data 1", "held-out samples of --data 2", "sample text"}
+    assert len(set(judged[0].values())) == 3
+    two = (DataFile("one", None, 1, 1), DataFile("two", None, 1, 1))
+    origin = torch.tensor([0, 1, 1, 0, 0, 0, 1])
+    samples = Samples(torch.zeros(5, 4), torch.zeros(2, 4), "", two, 7, origin=origin)
+    of = end_to_end._sources(samples, [1, 3], [2, 2, 1, 2])
+    assert {name: windows.tolist() for name, windows in of.items()} == {
+        "held-out samples of --data 1": [1, 2],
+        "held-out samples of --data 2": [0, 3],
+    }
 
 
 def test_the_codes_that_descent_ends_with_are_the_codes_that_are_written(
