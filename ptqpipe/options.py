@@ -138,7 +138,8 @@ class CodeOptions:
     scales: str = option("auto", choices=("auto", "first", "entry"))
     refine: int = option(
         3,
-        "For --algorithm gptq: sweeps of coordinate descent over scales and codes after the error feedback.",
+        "For --algorithm gptq: sweeps of coordinate descent over scales and codes after the error feedback; at most "
+        "one where it makes up for errors on both sides of a weight.",
         metavar="N",
         bounds=(0, 1000),
         usual="sweeps",

@@ -93,8 +93,9 @@ def quantize(task: Task, feedback: Feedback | None = None) -> UnitResult:
     any):
 
     weighted_error  sum of h_i r_i^2 over all rows, h the second moment: the expected output error without correlations
-    output_error    tr(E H E^T) with the best moment (full, else blocks, else the diagonal), undamped; tr(G E H E^T)
-                    where the moments G of the output's gradients are known
+    metric          "output", or "kl" where the moments G of the gradients at the output are known
+    output_error    tr(E H E^T) with the best moment H (full, else blocks, else the diagonal), undamped; by "kl"
+                    tr(G E H E^T)
     versus_rtn      output_error divided by that of plain round to nearest at the unit's global scale
     damping         the one of the metric, None without one
     reverted        whether plain round to nearest was taken
@@ -247,6 +248,7 @@ def _weight(
     error = WeightError(taken.squared, taken.energy, taken.squared / absmax if absmax else 1.0)
     record = {
         "weighted_error": taken.weighted,
+        "metric": "output" if moments.outputs is None else "kl",
         "output_error": taken.output,
         "versus_rtn": taken.output / base.output if base.output else 1.0,
         "damping": None if metric is None else metric.damping,

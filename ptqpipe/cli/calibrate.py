@@ -278,7 +278,8 @@ ptqpipe plan MODEL --budget 9GB --measure text.txt --for vllm -o mixed.yaml
     "--stats",
     type=PATH,
     metavar="DIR",
-    help="Folder of `ptqpipe calibrate`; with it the output error of a layer is its sensitivity.",
+    help="Folder of `ptqpipe calibrate`; with it the sensitivity of a layer is what its error costs the model's KL "
+    "divergence (of --moments kl), else its output error.",
 )
 @click.option(
     "--measure",

@@ -151,7 +151,7 @@ def _errors_in_one_line(leaves: Callable[[], str]) -> Iterator[None]:
     except AlreadyComplete as done:
         click.echo(fitted(str(done), sys.stdout))
     except PtqError as error:
-        _fail(str(error), error.exit_code)
+        _fail("; ".join([str(error), *getattr(error, "__notes__", ())]), error.exit_code)
     except BrokenPipeError:  # nobody reads on: click ends in silence
         raise
     except OSError as error:
@@ -172,16 +172,22 @@ def _fail(message: str, code: int) -> NoReturn:
 
 @contextmanager
 def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
-    """Ctrl-C ends with the command that continues, where something is left of this run to continue from.
+    """Ctrl-C ends with the command that continues, where something is left of this run to continue from, and an error
+    with what became of it.
 
     A line on stderr tells when ``--resume`` finds nothing, neither unfinished nor complete, and the run starts anew.
     """
     from ptqpipe.rewriting import is_unfinished
 
-    if mode == "resume" and not is_unfinished(out) and not out.exists() and ranks_of().rank == 0:
+    left = is_unfinished(out)
+    if mode == "resume" and not left and not out.exists() and ranks_of().rank == 0:
         say(f"{out} has no unfinished run: starting from the beginning.")
     try:
         yield
+    except PtqError as error:
+        if is_unfinished(out) and (mode == "resume" or not left):
+            error.add_note("what is finished is kept (--resume continues it, --overwrite begins anew)")
+        raise
     except KeyboardInterrupt:
         if not is_unfinished(out):
             raise

@@ -59,7 +59,7 @@ def check(prepared: Conversion, samples: Samples, options: TuneOptions, machine:
     if rows <= max(1, BATCH_TOKENS // seqlen):
         raise UsageError(
             f"--method kl judges by samples that it does not learn from, and the data give {rows} of {seqlen} tokens, "
-            f"which is one batch; give more --samples, beyond {BATCH_TOKENS} tokens"
+            f"which is one batch; give --samples {BATCH_TOKENS // seqlen + 1} or more"
         )
     _other(prepared, samples)
     if options.train:

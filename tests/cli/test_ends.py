@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+from ptqpipe.errors import NumericsError
 from tests.cli.calls import refused, run
 
 
@@ -77,6 +78,27 @@ def test_ctrl_c_names_the_command_that_continues_where_there_is_something_to_con
     result = run(*command)
     assert result.exit_code == 130
     assert result.stderr.strip().endswith("continue with: ptqpipe calibrate model --data 'a file' -o out --resume")
+
+
+@pytest.mark.parametrize(
+    ("before", "options", "told"), [(False, (), True), (True, (), False), (True, ("--resume",), True)]
+)
+def test_an_error_says_what_became_of_what_was_finished(
+    before: bool, options: tuple[str, ...], told: bool, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By this run: one that another has left is what its own error is about."""
+
+    def fails(*_: object, **__: object) -> None:
+        (here / ".out.partial").mkdir(exist_ok=True)
+        raise NumericsError("there is NaN")
+
+    if before:
+        (here / ".out.partial").mkdir()
+    monkeypatch.setattr("ptqpipe.stages.calibrate.run.calibrate", fails)
+    result = run("calibrate", "model", "--data", "a file", "-o", "out", *options)
+    assert result.exit_code == 1
+    kept = "; what is finished is kept (--resume continues it, --overwrite begins anew)"
+    assert result.stderr.strip() == "Error: there is NaN" + (kept if told else "")
 
 
 def test_what_was_measured_is_written_even_if_nobody_reads_what_is_printed(

@@ -1,5 +1,6 @@
 """Claims about convert --stats where calibrate has found what the model minds at outputs: codes cost less in that."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,6 +69,12 @@ def cost_of(folder: Path, stats: Path) -> float:
 def test_codes_on_both_sides_cost_the_model_less(made: Path) -> None:
     one, both = (cost_of(made / name, made / "both-stats") for name in KINDS)
     assert 0 < both < 0.8 * one
+
+
+def test_the_record_says_in_which_metric_a_weight_was_quantized(made: Path) -> None:
+    for name, metric in (("one", "output"), ("both", "kl")):
+        record = json.loads((made / name / "ptqpipe.json").read_text())
+        assert {entry["metric"] for entry in record["weights"].values()} == {metric}
 
 
 def test_the_moments_on_disk_have_the_diagonal_that_plan_reads(made: Path) -> None:

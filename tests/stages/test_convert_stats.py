@@ -119,6 +119,7 @@ def test_no_weight_is_worse_at_its_output_than_round_to_nearest(model: Path, sta
         assert entry["versus_rtn"] <= 1.0
         assert entry["output_error"] == pytest.approx(found[name.removesuffix(".weight")], rel=1e-3)
         assert (entry["algorithm"], entry["weighting"], entry["reverted"]) == ("gptq", "diagonal", False)
+        assert entry["metric"] == "output"
         assert entry["damping"] == 0.01
 
 

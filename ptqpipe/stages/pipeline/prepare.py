@@ -129,6 +129,7 @@ def _rotatable(way: Way | None, source: Source, recipe: Recipe, *, untie: bool) 
     except PtqError as error:
         return _without_rotations(way, str(error))
     names, refused = foldable_rotations(structure, options)
+    refused = [reason.replace("is refused:", "is left out:", 1) for reason in refused]
     if matrix_bytes(names, structure, options) > MATRICES and "rotate_values" in names:
         names.remove("rotate_values")
         refused.append(f"rotate_values is left out: the matrices would take over {disk_size(MATRICES)} in the record")

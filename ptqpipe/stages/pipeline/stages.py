@@ -172,7 +172,7 @@ class Pipeline:
 
     @property
     def _own_text(self) -> Path:
-        return self.folder / "text.jsonl"
+        return self.folder / "own-text.jsonl"  # the name by which its perplexity is told
 
     @property
     def stats(self) -> Path | None:
