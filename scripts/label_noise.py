@@ -53,7 +53,7 @@ def products(model: Any, rows: torch.Tensor, draw: Draw, seed: int) -> dict[str,
         logits = model(part).logits.float().flatten(0, 1)
         labels, counts = draw(logits.detach().softmax(-1), generator)
         losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-        (losses @ counts).backward()  # type: ignore[no-untyped-call]
+        (losses @ counts).backward()
     for hook in hooks:
         hook.remove()
     return found
