@@ -185,7 +185,7 @@ def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
     try:
         yield
     except PtqError as error:
-        if is_unfinished(out) and (mode == "resume" or not left):
+        if is_unfinished(out) and not (left and mode == "new"):
             error.add_note("what is finished is kept (--resume continues it, --overwrite begins anew)")
         raise
     except KeyboardInterrupt:

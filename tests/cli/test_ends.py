@@ -81,7 +81,13 @@ def test_ctrl_c_names_the_command_that_continues_where_there_is_something_to_con
 
 
 @pytest.mark.parametrize(
-    ("before", "options", "told"), [(False, (), True), (True, (), False), (True, ("--resume",), True)]
+    ("before", "options", "told"),
+    [
+        (False, (), True),
+        (True, (), False),
+        (True, ("--resume",), True),
+        (True, ("--overwrite",), True),
+    ],
 )
 def test_an_error_says_what_became_of_what_was_finished(
     before: bool, options: tuple[str, ...], told: bool, here: Path, monkeypatch: pytest.MonkeyPatch
