@@ -177,7 +177,7 @@ def test_plan_costs_are_kl_to_second_order(model: Path, stats: Path, tmp_path: P
             follows[module] = a * d.along.double()
     assert len(alone) == 14
     joint = torch.stack([*follows.values()]).sum(0) * ROWS / (ROWS + 14)
-    assert float(follows[DOWN].square().mean()) != pytest.approx(float((follows[DOWN] * joint).mean()), rel=0.1)
+    assert float(follows[DOWN].square().mean()) != pytest.approx(float((follows[DOWN] * joint).mean()), rel=0.05)
     expected = 0.5 * (alone[DOWN] + float((follows[DOWN] * joint).mean()))
     assert plan.costs[DOWN, "nvfp4"] == pytest.approx(expected, rel=1e-4)
 

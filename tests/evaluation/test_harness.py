@@ -15,7 +15,7 @@ import torch
 
 import ptqpipe
 from ptqpipe.errors import UsageError
-from ptqpipe.evaluation import harness, score
+from ptqpipe.evaluation import score
 from ptqpipe.evaluation.harness import LOCAL_TASKS, TaskMetric, TaskRequest, check_tasks, compare, run_tasks
 from ptqpipe.runtime import load_model
 from ptqpipe.runtime.loading import load_tokenizer
@@ -158,7 +158,7 @@ def test_limit_takes_the_first_samples(model: Any, tokenizer: Any, data: Path) -
     assert [metric.samples for metric in found] == [1, 1]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def further(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with two more tasks, of which one has damaged data.
 
@@ -225,13 +225,11 @@ def test_local_tasks_need_no_index_of_thousands_of_others(data: Path, monkeypatc
         asked.append(include_defaults)
         return TaskManager(include_path=include_path, include_defaults=False)
 
-    harness._index.cache_clear()
     monkeypatch.setattr("lm_eval.tasks.TaskManager", manager)
     check_tasks(TaskRequest(("local_piqa", "local_copa"), task_data=data))
     with pytest.raises(UsageError, match="'piqa' is unknown"):  # of an index without any
         check_tasks(TaskRequest(("local_piqa", "piqa"), task_data=data))
     assert asked == [False, True]
-    harness._index.cache_clear()
 
 
 def test_local_data_must_be_there(tmp_path: Path) -> None:

@@ -46,8 +46,8 @@ def test_the_model_writes_its_own_text(model: Path, tmp_path: Path) -> None:
     words = ("--data", "self", "--samples", 8, "--seqlen", LENGTH, "--quality", "good", "--workers", 1)
     printed = ran("convert", model, *words, "--keep-stages", kept, "-o", tmp_path / "out")
     assert "1 generate: the model writes its own text" in printed
-    assert len((kept / "text.jsonl").read_text().splitlines()) == 9
-    again = ("--data", kept / "text.jsonl", *words[2:])
+    assert len((kept / "own-text.jsonl").read_text().splitlines()) == 9
+    again = ("--data", kept / "own-text.jsonl", *words[2:])
     ran("convert", model, *again, "-o", tmp_path / "two")
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")
 
@@ -59,7 +59,7 @@ def test_a_text_is_mixed_with_the_models_own_by_weights(
     kept, weight = tmp_path / "kept", own.removeprefix("self").removeprefix("=") or "1"
     words = ("--samples", 8, "--seqlen", LENGTH, "--quality", "good", "--workers", 1)
     ran("convert", model, "--data", text, "--data", own, *words, "--keep-stages", kept, "-o", tmp_path / "out")
-    written = kept / "text.jsonl"
+    written = kept / "own-text.jsonl"
     assert len(written.read_text().splitlines()) == lines
     ran("convert", model, "--data", f"{text}=1", "--data", f"{written}={weight}", *words, "-o", tmp_path / "two")
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")

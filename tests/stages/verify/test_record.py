@@ -30,7 +30,7 @@ NEEDS = {
     # Numbers beside another choice of scales, which needs the weights to be quantized again.
     r"rtn weights\..*(versus_plain_global|versus_absmax)": "source",
     # The numbers of GPTQ need the inputs' moments as well.
-    r"(gptq|relayout) weights\..*(versus_\w+|weighted_error|output_error|damping|held_out)": "stats",
+    r"(gptq|relayout) weights\..*(versus_\w+|weighted_error|metric|output_error|damping|held_out)": "stats",
     r"gptq statistics\.(model|data).*": "stats",  # a change of layout binds them to its run_id
     r"(rtn|gptq|relayout) consumed": "source",
     # The name of the format that was decoded: the float weight has another hash, but its own is recorded.
@@ -157,7 +157,7 @@ def test_a_lost_field_of_a_weight_is_a_fault(made: Path, output: str) -> None:
     ckpt = made / output
     text = (ckpt / "ptqpipe.json").read_text()
     optional = {"versus_plain_global", "versus_absmax", "versus_rtn", "weighted_error", "output_error", "damping"}
-    optional |= {"held_out", "reverted", "rechecked"}
+    optional |= {"held_out", "metric", "reverted", "rechecked"}
     name, entry = next(iter(json.loads(text)["weights"].items()))
     for key in entry.keys() - optional:
         record = json.loads(text)
