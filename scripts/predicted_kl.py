@@ -1,12 +1,17 @@
 """What the reverse pass predicts of single layers, beside what is measured.
 
     python scripts/predicted_kl.py MODEL --data FILE [--format nvfp4] [--samples 128] [--seqlen 256] [--scale 1.0]
-        [--results benchmarks/predicted_kl.jsonl]
+        [--draws 12] [--results benchmarks/predicted_kl.jsonl]
 
 For each linear layer in turn the weight W becomes W + s (Q - W), Q its nearest codes at the exact scales, everything
-else stays float. Predicted is what `plan` takes an error to cost (``stages/plan/metric.py``), by windows and by tokens;
-measured is the mean KL divergence to the float model on the same samples. Prints a table, and writes a line of JSON for
-each layer where asked to. Needs the hf extra.
+else stays float. Measured is the mean KL divergence to the float model on the same samples. Predicted is
+
+by windows, by tokens  what `plan` takes an error to cost (``stages/plan/metric.py``), by one draw of labels, with signs
+                       of errors that follow nothing
+by this error          the second order itself: half of the mean of (d E)^2 per token, E the very error, d the gradient
+                       of a window's loss as torch has it, over several draws of labels
+
+Prints a table, and writes a line of JSON for each layer where asked to. Needs the hf extra.
 """
 
 import argparse
@@ -21,7 +26,7 @@ from ptqpipe.calibration.activations import InMemory
 from ptqpipe.calibration.collect import Collector
 from ptqpipe.calibration.data import load_samples
 from ptqpipe.calibration.gradients import Gradients
-from ptqpipe.calibration.reverse import reverse
+from ptqpipe.calibration.reverse import draw_labels, reverse
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.runtime.loading import load_model
@@ -69,6 +74,24 @@ def measured(model: Any, name: str, change: torch.Tensor, windows: torch.Tensor,
     return total / windows.numel()
 
 
+def by_this_error(
+    model: Any, changes: dict[str, torch.Tensor], windows: torch.Tensor, *, draws: int, seed: int
+) -> dict[str, float]:
+    """Weight -> KL to second order of changing it alone, on windows int64 [windows, tokens]."""
+    weights = [model.get_submodule(name).weight for name in changes]
+    generator = torch.Generator().manual_seed(seed)
+    squares = torch.zeros(len(changes), dtype=torch.float64)
+    for ids in windows.repeat(draws, 1):
+        logits = model(ids.unsqueeze(0)).logits[0].float()
+        chances = logits.detach().softmax(-1)
+        labels, counts = (part.unsqueeze(1) for part in draw_labels(chances, generator))
+        slopes = (chances * counts).scatter_add_(1, labels, -counts)  # of counts times the labels' losses
+        found = torch.autograd.grad(logits, weights, slopes)
+        along = [(d * change).sum(dtype=torch.float64) for d, change in zip(found, changes.values(), strict=True)]
+        squares += torch.stack(along).square()
+    return dict(zip(changes, (squares / (2 * draws * windows.numel())).tolist(), strict=True))
+
+
 def main() -> None:
     """Prints a row for each layer, and what all of them add up to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -78,6 +101,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=256)
     parser.add_argument("--scale", type=float, default=1.0, help="s above")
+    parser.add_argument("--draws", type=int, default=12, help="of labels, for the prediction by this error")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
@@ -87,36 +111,41 @@ def main() -> None:
     moments = moments_of(args.model, windows)
     gradients = gradients_of(args.model, windows, args.seed)
     model = load_model(args.model).float()
+    changes: dict[str, torch.Tensor] = {}
+    for block, of_block in gradients.items():
+        for full in (f"{block}.{name}" for name in of_block.weights):
+            w = model.get_submodule(full).weight.detach()
+            changes[full] = args.scale * (ptqpipe.quantize(w, args.format).dequantize() - w)
+    by_error = by_this_error(model, changes, windows, draws=args.draws, seed=args.seed)
     with torch.no_grad():
         floats = [model(ids).logits.float().log_softmax(-1) for ids in torch.split(windows, 8)]
-    print("| layer | measured x 1000 | by windows | by tokens |\n|---|---|---|---|")
-    sums = torch.zeros(3, dtype=torch.float64)
+    print("| layer | measured x 1000 | by windows | by tokens | by this error |\n|---|---|---|---|---|")
+    sums = torch.zeros(4, dtype=torch.float64)
     for block, of_block in gradients.items():
         for name in of_block.weights:
             outputs = of_block.outputs[name]
             full = f"{block}.{name}"
             w = model.get_submodule(full).weight.detach()
-            change = args.scale * (ptqpipe.quantize(w, args.format).dequantize() - w)
             diagonal = moments[full].diagonal()
             root = torch.cat([run.diagonal() for run in outputs]).sqrt().unsqueeze(1)
             tokens = ByTokens(moments[full], diagonal, root)
             by_windows = ByWindows.of(of_block.weights[name], tokens, diagonal=diagonal)
-            totals = [m.total(m.sums(change, w, 0, 0.0)) for m in (by_windows, tokens)]
+            totals = [m.total(m.sums(changes[full], w, 0, 0.0)) for m in (by_windows, tokens)]
             found = [0.5 * total.beside(total.follows) for total in totals]
-            row = [measured(model, full, change, windows, floats), *found]
+            row = [measured(model, full, changes[full], windows, floats), *found, by_error[full]]
             sums += torch.tensor(row, dtype=torch.float64)
             report(args, full, row)
     report(args, "all", sums.tolist())
 
 
 def report(args: argparse.Namespace, layer: str, row: list[float]) -> None:
-    """Prints and writes (measured, by windows, by tokens) of a layer."""
-    kl, by_windows, by_tokens = row
-    print(f"| {layer} | {1000 * kl:.4f} | {by_windows / kl:.3f} | {by_tokens / kl:.3f} |", flush=True)
+    """Prints and writes (measured, by windows, by tokens, by this error) of a layer."""
+    kl, *predicted = row
+    print(f"| {layer} | {1000 * kl:.4f} | {' | '.join(f'{one / kl:.3f}' for one in predicted)} |", flush=True)
     if args.results is not None:
         line = {"model": args.model.parent.name, "format": args.format, "samples": args.samples, "seqlen": args.seqlen}
-        line |= {"seed": args.seed, "scale": args.scale, "layer": layer, "kl": round(kl, 8)}
-        line |= {"by_windows": round(by_windows, 8), "by_tokens": round(by_tokens, 8)}
+        line |= {"seed": args.seed, "scale": args.scale, "draws": args.draws, "layer": layer, "kl": round(kl, 10)}
+        line |= zip(("by_windows", "by_tokens", "by_this_error"), (round(one, 10) for one in predicted), strict=True)
         with open(args.results, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -118,6 +118,7 @@ def test_what_stays_unquantized_is_what_the_row_says(kind: str, model: Callable[
     assert stays == KEPT.get(kind, set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_row_is_converted_verified_and_loaded(kind: str, model: Callable[[str], Path], tmp_path: Path) -> None:
     given = options(kind)

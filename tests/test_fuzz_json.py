@@ -36,6 +36,7 @@ def test_a_sound_file_is_read(name: str, known: dict[str, Target]) -> None:
     known[name].read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mutant_is_read_or_refused_in_one_line(name: str, known: dict[str, Target], root: Path) -> None:
     wrong: list[tuple[str, bytes]] = []

@@ -170,6 +170,7 @@ def test_a_block_of_zero_points_is_empty() -> None:
     assert torch.equal(unpack(q.data, 4), codes)
 
 
+@pytest.mark.slow
 def test_the_best_scale_and_zero_point_are_those_of_all_pairs() -> None:
     """The objective takes zero points: the pair with the least score has the least decoded error of all 126 x 16."""
     fmt, codec = fmt_of(ZERO_8, zeros=True), ZERO_8

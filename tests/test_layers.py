@@ -226,6 +226,7 @@ def test_the_table_has_no_cycle() -> None:
     assert done == MAY_IMPORT.keys()
 
 
+@pytest.mark.slow
 def test_layers_import_only_what_lies_below_them() -> None:
     assert [str(statement) for statement in all_imports() if breaks_layers(statement)] == []
 

@@ -35,6 +35,7 @@ def in_python(script: str, *arguments: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_an_option_is_one_line_of_the_table(tmp_path: Path) -> None:
     """With that line in a copy of the table the option is on the command line, in Python, in recipe files and in the
@@ -99,6 +100,7 @@ def quantize(task):
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_an_algorithm_is_a_file_and_a_row(tmp_path: Path) -> None:
     """The command line offers it, a conversion with statistics runs it and records it, verify repeats it; and where

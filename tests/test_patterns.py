@@ -89,6 +89,7 @@ def test_what_re_never_finishes_is_matched(pattern: str) -> None:
     assert not Expression(pattern).match("a" * 60)
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_refused_for_the_name() -> None:
     expression = Expression(TOO_LONG)
     with pytest.raises(ValueError, match="takes too long on a name of 60 letters"):
@@ -146,6 +147,7 @@ def test_what_is_no_expression_is_one_line(pattern: str) -> None:
         check_pattern(f"re:{pattern}")
 
 
+@pytest.mark.slow
 def test_a_recipe_with_an_endless_expression_names_its_modules() -> None:
     assert not matches("re:(.*)*(.*)*(.*)*!$", NAME)
     with pytest.raises(RecipeError, match=r"pattern 're:.*' cannot be matched with 'aaa.*: it takes too long"):

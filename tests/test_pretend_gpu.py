@@ -10,6 +10,7 @@ import pytest
 CASES = Path(__file__).with_name("pretend_cases.py")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_no_tensor_stays_behind_on_the_cpu() -> None:
     pytest.importorskip("triton")

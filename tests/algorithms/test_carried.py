@@ -279,6 +279,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("fmt", ["nvfp4", "fp8_dynamic", "mxfp8", "fp8_block"])
 def test_every_layout_becomes_the_checkpoint_that_the_search_makes_of_it(

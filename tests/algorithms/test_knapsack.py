@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 CALL = """
 from ptqpipe.algorithms.knapsack import solve
 costs = [
@@ -22,6 +24,7 @@ print(solve(costs, sizes, 2826240).nbytes <= 2826240)
 """
 
 
+@pytest.mark.slow
 def test_the_solver_prints_nothing() -> None:
     """HiGHS of scipy 1.17 writes a line of its own to standard output on this very program."""
     done = subprocess.run([sys.executable, "-c", CALL], capture_output=True, text=True, check=True)

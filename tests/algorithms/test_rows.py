@@ -34,6 +34,7 @@ def test_chunks_cover_every_row_once_on_block_edges() -> None:
         assert all(start % fmt.block_extent(shape)[0] == 0 for start, _ in runs)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not cpu.available(), reason="the kernels are not built")
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("name", [*FORMATS, *RESEARCH])

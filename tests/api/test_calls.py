@@ -48,6 +48,7 @@ def test_dir_shows_the_api_alone_and_all_of_it_is_there() -> None:
         ptqpipe.quantise  # noqa: B018
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_functions_that_are_called_as_subpackages_stay_functions() -> None:
     code = "import ptqpipe, ptqpipe.plan, ptqpipe.report; from ptqpipe.plan import make_plan; "

@@ -25,6 +25,7 @@ SHOWN = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_every_docstring_has_an_example_and_it_runs(there: Path) -> None:
     names = {"ptqpipe": ptqpipe, "torch": torch, "json": json, "urllib": urllib, "Path": Path}
@@ -45,6 +46,7 @@ def python_blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_every_block_of_the_page_runs(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree("MODEL", tmp_path / "MODEL")
@@ -85,6 +87,7 @@ def test_every_example_has_a_test() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == SCRIPTS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_examples_run(name: str, there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [name, *SCRIPTS[name]])

@@ -172,6 +172,7 @@ def test_decoding_while_loading_gives_the_float_model(sources: dict[str, Path], 
     assert torch.equal(logits(model), logits(ptqpipe.load_model(tmp_path / "q")))
 
 
+@pytest.mark.slow
 def test_a_forward_loop_is_calibration_data(there: Path, tmp_path: Path) -> None:
     """The rows that it calls the model with, without padding: the same codes as from those tokens in a file."""
     model = AutoModelForCausalLM.from_pretrained("MODEL", dtype=torch.bfloat16)

@@ -300,6 +300,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 @pytest.mark.usefixtures("forks")
 def test_two_processes_give_the_statistics_of_one(kind: str, tmp_path: Path) -> None:
@@ -477,6 +478,7 @@ def test_what_does_not_fit_the_model_is_one_clear_line(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_the_bench_model_calibrates_from_text(shared_dir: Path, tmp_path: Path) -> None:
     model = shared_dir / "assets" / "models" / "bench-4m" / "hf"

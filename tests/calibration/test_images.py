@@ -56,6 +56,7 @@ def inputs_of(model: Any, ids: torch.Tensor, made: dict[str, Any]) -> dict[str, 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
 def test_moments_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
     folder = processors.add(images.make(tmp_path / "model", kind), kind)

@@ -23,6 +23,7 @@ def samples_of(every: int | None = None) -> Samples:
     return Samples(none, none, "", (DataFile("a.txt", None, 9, 9, every=every),), 9)
 
 
+@pytest.mark.slow
 def test_calibrate_tells_the_perplexity_of_each_source(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -44,6 +45,7 @@ def test_calibrate_tells_the_perplexity_of_each_source(tmp_path: Path) -> None:
     assert [one for one in warnings if one.startswith("warning: noise.txt is unlike what the model knows")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gptq", "layerwise"])
 def test_tune_tells_the_same_as_calibrate(method: str, tmp_path: Path) -> None:
     text = tmp_path / "noise.txt"
@@ -57,6 +59,7 @@ def test_tune_tells_the_same_as_calibrate(method: str, tmp_path: Path) -> None:
     assert done.notes == known.notes
 
 
+@pytest.mark.slow
 def test_convert_says_once_what_several_stages_see(tmp_path: Path) -> None:
     text, lines = tmp_path / "known.txt", []
     text.write_text((Path(MODEL) / "heldout.txt").read_text()[:4000])

@@ -136,6 +136,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_kill_9_inside_the_reverse_pass_and_resume_give_the_bytes_of_an_undisturbed_run(
     model: Path, text: Path, stats: Path, tmp_path: Path
@@ -339,6 +340,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize(("kind", "tokens"), [("", reverse_pass.TOKENS), ("", 24 * 21), ("mixtral", 24 * 21)])
 def test_two_processes_give_those_of_one(

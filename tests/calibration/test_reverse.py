@@ -279,6 +279,7 @@ def test_few_hidden_states_are_enough(blocks: int) -> None:
     assert streams(blocks, 1) == blocks + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 3, 7])
 def test_blocks_that_run_again_give_the_same_gradients(step: int, tmp_path: Path) -> None:
     """With no more hidden states at once than are said to be, and every place closed."""

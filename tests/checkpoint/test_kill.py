@@ -46,6 +46,7 @@ def resume(out: Path, source: Path) -> None:
         convert(out, source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power_cut", [False, True])
 def test_killed_at_any_call_the_output_is_absent_or_whole_and_resumes_to_the_same_bytes(
     power_cut: bool, folder: Path, source: Path
@@ -67,6 +68,7 @@ def test_killed_at_any_call_the_output_is_absent_or_whole_and_resumes_to_the_sam
     assert not died
 
 
+@pytest.mark.slow
 def test_killed_while_replacing_the_former_output_is_never_lost(folder: Path, source: Path) -> None:
     convert(folder / "expected", source)
     expected = snapshot(folder / "expected")

@@ -191,6 +191,7 @@ ptqpipe.__main__.run()
 """
 
 
+@pytest.mark.slow
 def test_a_thread_that_waits_for_a_dead_rank_does_not_spoil_the_exit_code() -> None:
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (7, "said\n"), done.stderr

@@ -89,6 +89,7 @@ def random_calls(rank: int, world: int) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_rank_holds_the_bits_of_one_process(world: int) -> None:
     results = on_ranks(world, random_calls)
@@ -199,6 +200,7 @@ def choices(rank: int, world: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_small_and_foreign_tensors_stay_plain_and_all_ranks_agree_on_a_measured_threshold() -> None:
     found = on_ranks(3, choices)
     for rank in found:
@@ -234,6 +236,7 @@ def plain_sums(rank: int, world: int) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_plain_schedules_add_in_float32_in_the_order_of_the_ranks_and_round_once(world: int) -> None:
     for rank in on_ranks(world, plain_sums):
@@ -247,6 +250,7 @@ def ways(rank: int, world: int) -> list[tuple[bool, str]]:
     return [(reduce.should_use(*size), reduce.way(*size)) for size in sizes]
 
 
+@pytest.mark.slow
 def test_measured_ways_are_the_same_on_all_ranks_for_any_size() -> None:
     first, *others = on_ranks(3, ways)
     assert all(other == first for other in others)
@@ -332,6 +336,7 @@ def compiled(rank: int, world: int) -> dict[str, Any]:
     return {"equal": torch.equal(found, model(x)), "calls": reduce.stats().calls}
 
 
+@pytest.mark.slow
 def test_a_compiled_model_calls_it_as_one_operator() -> None:
     for found in on_ranks(2, compiled):
         assert found["equal"]

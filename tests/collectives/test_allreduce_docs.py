@@ -68,6 +68,7 @@ def blocks() -> str:
     return "\n".join(line[4:] for line in section.splitlines() if not line.strip() or line.startswith("    "))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_the_examples_of_the_document_run_as_they_are_written(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

@@ -26,6 +26,7 @@ def run_cases(environment: dict[str, str]) -> None:
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_the_messages_equal_the_reference_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -51,6 +52,7 @@ print(ptx(t.reduce_kernel, types, common | {"RANKS": 4, "START": 1, "OWN": 0}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_compiled_for_a_gpu_every_float32_operation_is_rounded_by_itself(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")

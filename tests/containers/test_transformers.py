@@ -188,6 +188,7 @@ def experts_only(scheme: str) -> Callable[[str], str | None]:
     return lambda module: scheme if ".experts." in module else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize(
     ("container", "scheme"),

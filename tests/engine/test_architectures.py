@@ -93,6 +93,7 @@ def build(config: Any) -> Any:
     return model.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_architectures_equal_generate(name: str) -> None:
     model = build(CONFIGS[name]())

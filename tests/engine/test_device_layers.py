@@ -12,6 +12,7 @@ from tests.kernels.test_triton_linear import run
 CASES = str(Path(__file__).with_name("device_layer_cases.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_steps_are_those_of_separate_operators_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")

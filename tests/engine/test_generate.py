@@ -93,6 +93,7 @@ def test_several_choices_share_the_prompt_and_its_blocks() -> None:
     assert made.counters.prompt_tokens == computed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_batch_tokens", [512, 20])
 def test_preempted_sequences_equal_generate(max_batch_tokens: int) -> None:
     small = ModelRunner(load_model(models.DEMO), CacheOptions(256 * 9 * 3 * 128 * 2 * 4 // 8, 120, 8, 8))
@@ -154,6 +155,7 @@ def test_an_end_token_ends_unless_ignored_or_too_early() -> None:
     assert by_request == wanted[: first + 1]
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_bench_4m_equals_generate(shared_dir: Path) -> None:
     path = shared_dir / "assets/models/bench-4m/hf"

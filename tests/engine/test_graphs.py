@@ -11,6 +11,7 @@ from tests.kernels.test_triton_linear import run
 CASES = str(Path(__file__).with_name("graph_cases.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_recorded_steps_are_the_models_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")

@@ -54,6 +54,7 @@ def asked(kind: str, config: Any, name: str, *, seed: int = 5, n: int = 1) -> Re
     return Request(name, prompt, GREEDY, n, Images(made, (b"%d" % seed, b"second"), images.IMAGE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", images.CHANGES)
 def test_tokens_are_those_of_generate_however_prompts_are_cut(model: Callable[[str], Path], kind: str) -> None:
     path = model(kind)

@@ -275,6 +275,7 @@ def found(paths: dict[str, Path], packed: Path) -> list[dict[str, Any]]:
     return on_ranks(2, by_models, paths, packed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_halves_give_the_logits_of_the_whole_step(found: list[dict[str, Any]], name: str) -> None:
     for rank in found:
@@ -348,6 +349,7 @@ def served(rank: int, world: int, path: Path, prompts: list[tuple[int, ...]]) ->
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_greedy_tokens_are_those_of_one_process_of_transformers(paths: dict[str, Path], name: str) -> None:
     first = tuple(STEPS[3].tokens.tolist())

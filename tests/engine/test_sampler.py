@@ -51,6 +51,7 @@ def test_top_k_keeps_the_k_best() -> None:
     assert near(frequencies(LOGITS, top_k=2), [*softmax([2.0, 1.0]), 0.0, 0.0, 0.0])
 
 
+@pytest.mark.slow
 def test_top_p_keeps_the_fewest_that_reach_p() -> None:
     p = softmax(LOGITS.tolist())
     assert p[0] < 0.8 < p[0] + p[1]
@@ -65,6 +66,7 @@ def test_top_p_is_of_what_top_k_leaves() -> None:
     assert found[0] == 1.0  # 0.665 of the three reaches it, 0.636 of all five would not
 
 
+@pytest.mark.slow
 def test_a_wide_nucleus_is_found_beyond_the_first_candidates() -> None:
     flat = torch.zeros(2000)
     seq = sequence(top_p=0.9)

@@ -88,6 +88,7 @@ def test_the_layer_computes_what_transformers_own_does(kind: str, folders: dict[
     assert torch.allclose(found, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mtp"), [("deepseek_v3", "fp8"), ("glm4_moe", "nvfp4"), ("qwen3_next", "nvfp4")])
 @pytest.mark.parametrize("loader", [load, transformers.AutoModelForCausalLM.from_pretrained])
 def test_a_model_with_a_quantized_layer_loads_without_it(
@@ -118,6 +119,7 @@ def test_a_quantized_layer_computes_what_its_codes_say(kind: str, mtp: str, tmp_
     assert not torch.allclose(found[1], found[2], rtol=0, atol=1e-2 * float(found[2].abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "most"), zip(KINDS, (1, 3, 2), strict=True))
 def test_random_drafts_change_no_token(kind: str, most: int, folders: dict[str, Path]) -> None:
     requests = [ask(prompt, COUNT, name=str(at)) for at, prompt in enumerate(PROMPTS)]

@@ -93,6 +93,7 @@ def build(name: str) -> Any:
     return model.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_equal_generate(name: str) -> None:
     """At once and in steps of 9 tokens with a cache that is too small for all: pieces of prompts, single tokens and

@@ -36,6 +36,7 @@ def test_an_interval_covers_the_truth() -> None:
     assert 0.89 <= covered(by_token=False) <= 0.98
 
 
+@pytest.mark.slow
 def test_counting_tokens_would_not() -> None:
     assert covered(by_token=True) < 0.6
 

@@ -65,6 +65,7 @@ def against_float(path: Path, out: Path, cache: Path, *more: object) -> dict[str
     )
 
 
+@pytest.mark.slow
 def test_the_file_says_everything(checkpoints: dict[str, Path], tmp_path: Path, cache: Path) -> None:
     found = against_float(checkpoints["nvfp4"], tmp_path / "a.json", cache)
     record = json.loads((checkpoints["nvfp4"] / "ptqpipe.json").read_text())
@@ -109,6 +110,7 @@ def test_the_file_shows_where_the_divergence_lies_and_what_both_models_write(
     assert [row["checkpoint"] for row in read["samples"]] == [row["checkpoint"] for row in found["samples"]]
 
 
+@pytest.mark.slow
 def test_coarser_formats_diverge_more(checkpoints: dict[str, Path], tmp_path: Path, cache: Path) -> None:
     means = {
         name: against_float(checkpoints[name], tmp_path / f"{name}.json", cache)["kl"][0]["mean"]
@@ -125,6 +127,7 @@ def test_two_layouts_of_one_model_measure_the_same(checkpoints: dict[str, Path],
     assert first["perplexity"] == other["perplexity"]
 
 
+@pytest.mark.slow
 def test_the_cache_changes_no_number(
     checkpoints: dict[str, Path], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +145,7 @@ def test_the_cache_changes_no_number(
     assert loaded == [checkpoints["nvfp4"]]
 
 
+@pytest.mark.slow
 def test_the_header_says_what_is_measured_and_stored_and_the_result_comes_in_words_first(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -169,6 +173,7 @@ def test_the_header_says_what_is_measured_and_stored_and_the_result_comes_in_wor
     assert run(*call, "-o", tmp_path / "a.json", "--json").stderr == ""
 
 
+@pytest.mark.slow
 def test_without_activations_the_weights_alone_count(checkpoints: dict[str, Path], tmp_path: Path, cache: Path) -> None:
     simulated = against_float(checkpoints["mxfp4"], tmp_path / "a.json", cache)
     weights = against_float(checkpoints["mxfp4"], tmp_path / "b.json", cache, "--activations", "none")
@@ -201,6 +206,7 @@ def few_tasks() -> Iterator[None]:
     harness._index.cache_clear()
 
 
+@pytest.mark.slow
 def test_tasks_are_compared_with_the_baseline(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     rows = [
         {"query": f"Return the {word}", "choices": ["value", "zebra"], "gold": 0} for word in ("same", "new", "old")
@@ -280,6 +286,7 @@ def test_a_broken_model_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_the_bench_model_has_the_recorded_perplexity(shared_dir: Path, tmp_path: Path) -> None:
     """assets/models/bench-4m/SOURCE.md: 56.05 on the first 24,576 tokens; here on the first 8,192 of them."""

@@ -72,6 +72,7 @@ def likelihood(model: Any, tokenizer: Any, context: str, continuation: str) -> f
     return sum(float(logp[t - 1, ids[0, t]]) for t in range(start, ids.shape[1]))
 
 
+@pytest.mark.slow
 def test_every_local_task_runs_offline(metrics: dict[tuple[str, str], TaskMetric]) -> None:
     assert {task for task, _ in metrics} == set(ALL)
     assert len(ALL) == 7
@@ -80,6 +81,7 @@ def test_every_local_task_runs_offline(metrics: dict[tuple[str, str], TaskMetric
     assert metrics["local_lambada", "acc"].higher_is_better
 
 
+@pytest.mark.slow
 def test_no_process_is_forked(model: Any, tokenizer: Any, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a pool was forked from a process with threads")
@@ -133,6 +135,7 @@ def test_perplexity_is_that_of_lm_eval(model: Any, tokenizer: Any) -> None:
     assert -float(ours.nll.double().sum()) == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_answers_longer_than_the_context_are_refused_and_cut_questions_told(
     model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -178,6 +181,7 @@ def further(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         yield folder
 
 
+@pytest.mark.slow
 def test_a_folder_of_further_tasks(model: Any, tokenizer: Any, further: Path) -> None:
     found = run_tasks(model, tokenizer, TaskRequest(("mine",), include_path=further))
     assert [(metric.task, metric.samples) for metric in found] == [("mine", 2)]
@@ -209,6 +213,7 @@ def test_lm_eval_reads_a_packed_checkpoint_by_its_path(model: Any, tokenizer: An
     assert likelihood_of(by_path) != likelihood_of(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1))
 
 
+@pytest.mark.slow
 def test_unknown_tasks_are_named_with_their_neighbours(data: Path) -> None:
     with pytest.raises(UsageError, match=r"task 'local_pika' is unknown; near it are local_piqa"):
         check_tasks(TaskRequest(("local_pika",), task_data=data))

@@ -93,6 +93,7 @@ def by_hand(model: Any, tokens: torch.Tensor, window: int, stride: int) -> dict[
         start += stride
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "stride"), [(32, 32), (32, 16), (17, 5), (300 // 5, 60)])
 def test_numbers_are_those_of_plain_torch(model: Any, other: Any, window: int, stride: int) -> None:
     """Float32 against float64 prefix by prefix: logits of about 1 differ by some 1e-6."""
@@ -196,6 +197,7 @@ def test_one_window_has_no_interval(model: Any, other: Any) -> None:
     assert perplexity(scores).interval is None
 
 
+@pytest.mark.slow
 def test_no_tensor_outlives_its_batch(model: Any, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small scores between large logits had kept the heap from using a place twice: 6 kB for each of 32,768 tokens.
 

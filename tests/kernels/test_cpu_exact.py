@@ -73,6 +73,7 @@ def test_scales_and_bytes_equal_brute_force_on_every_family(name):
             check(w, fmt, global_scale=default_global(w, fmt))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8", "e2m1/64/e8m0", "e2m1/256/e8m0", "e2m1/256/e4m3", "nvfp4"]
 )
@@ -221,6 +222,7 @@ def test_powers_of_two_at_both_ends_of_their_range(name):
 finite = st.floats(min_value=-(2.0**20), max_value=2.0**20, width=32).filter(lambda v: v == 0 or abs(v) > 2.0**-60)
 
 
+@pytest.mark.slow
 @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(values=st.lists(finite, min_size=32, max_size=32), data=st.data())
 def test_any_block_at_all(values, data):
@@ -248,6 +250,7 @@ def test_the_fast_oracle_is_brute_force(name):
             assert torch.equal(codes, brute_force(x, fmt, global_scale=g, importance=h))
 
 
+@pytest.mark.slow
 def test_a_million_blocks():
     """Of every family, each with a global scale of its own between 1 and 1.84 times the abs-max one."""
     fmt = get_format("nvfp4")

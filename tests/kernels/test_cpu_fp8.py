@@ -47,6 +47,7 @@ DTYPES = (BFLOAT16, FLOAT32, FLOAT16)
 EXPONENTS = {BFLOAT16: (-100, -40, -6, 0, 20, 90), FLOAT32: (-135, -100, -6, 0, 90), FLOAT16: (-16, -6, 0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "exponent"), [(dtype, e) for dtype, exponents in EXPONENTS.items() for e in exponents]
 )
@@ -60,6 +61,7 @@ def test_scales_and_codes_are_exact(name, dtype, exponent):
             check(w, fmt, importance=importance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (3, 37), (129, 131), (2, 1024), (2, 1040), (3, 2051), (130, 300)])
 @pytest.mark.parametrize("name", FORMATS)
@@ -121,6 +123,7 @@ def beside_midpoints(columns):
     return torch.where(side == 0, x, torch.nextafter(x, torch.where(side > 0, x * 2, x * 0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 def test_float32_beside_the_midpoints_is_brute_force(weighted):
     """Bins of significands hold numbers of both sides of a midpoint."""
@@ -166,6 +169,7 @@ def test_abs_max_rounds_its_scale_up(rule):
             assert bool(((done[0] & 0x7F) < 0x7F).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zeros_subnormals_and_the_largest_numbers(dtype):
     fmt = get_format("fp8_channel")

@@ -104,6 +104,7 @@ def test_codes_and_scales_chosen_block_by_block(isa: str, name: str, rows: int) 
         assert torch.equal(found[0], codes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
 @pytest.mark.parametrize("rows", ROWS)
 def test_sweeps(isas: tuple[str, ...], name: str, rows: int) -> None:
@@ -136,6 +137,7 @@ def test_sweeps(isas: tuple[str, ...], name: str, rows: int) -> None:
             assert torch.equal(fixed, by_columns), isa
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("rows", ROWS)
 def test_integers_are_rounded_as_torch_rounds_them(

@@ -11,6 +11,7 @@ OPTIONS = ["-q", "-pno:cacheprovider", "-pno:xdist", "-ptests.kernels.quick_inte
 FILE = str(CASES.with_name("triton_attention_cases.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_results_are_those_of_each_sequence_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")

@@ -14,6 +14,7 @@ OPTIONS = ["-m", "pytest", "-q", "-pno:cacheprovider", "-pno:xdist", "-ptests.ke
 COMMAND = [*OPTIONS, str(CASES.with_name("triton_columns_cases.py"))]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_the_steps_equal_the_reference_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")

@@ -169,6 +169,7 @@ def test_kernels_start_on_the_gpu_where_their_tensor_lies(monkeypatch: pytest.Mo
     assert entered == []
 
 
+@pytest.mark.slow
 def test_triton_is_imported_on_first_use_only() -> None:
     assert python("import sys; from ptqpipe.kernels import triton; print('triton' in sys.modules)") == "False"
 

@@ -14,6 +14,7 @@ from tests.kernels.test_triton_linear import CASES, ROOT, run
 FILE = str(CASES.with_name("triton_layer_cases.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_results_are_those_of_torch_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")

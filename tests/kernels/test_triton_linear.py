@@ -42,6 +42,7 @@ def run_cases(environment: dict[str, str], *, timeout: int) -> None:
     run(["-m", "pytest", *options, str(CASES)], environment, timeout=timeout)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_the_products_are_those_of_the_decoded_weights_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -118,6 +119,7 @@ def test_the_compiled_kernels_keep_subnormals_and_use_tensor_cores(
         assert bool(multiplies) == ("tiles_kernel" in ptx)
 
 
+@pytest.mark.slow
 def test_triton_is_imported_on_first_use_only() -> None:
     code = "import sys; from ptqpipe.runtime import packed; print('triton' in sys.modules)"
     assert run(["-c", code], {"TRITON_INTERPRET": "0"}, timeout=120).strip() == "False"

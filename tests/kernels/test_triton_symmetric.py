@@ -84,6 +84,7 @@ def first(kinds: list[str], of: set[str]) -> str:
     return next((kind for kind in kinds if kind in of), "none")
 
 
+@pytest.mark.slow
 def test_what_is_written_is_released_to_the_system_and_read_after_it_was_acquired(compiled: list[str]) -> None:
     """Of all threads of a program: a barrier lies between their writes and the arrival, and between look and reads."""
     assert len(compiled) == 4

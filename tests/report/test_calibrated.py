@@ -4,6 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from ptqpipe.report.html import render_html
 from ptqpipe.report.markdown import render_markdown
 from ptqpipe.stages.report.run import gather, make_report
@@ -32,6 +34,7 @@ def test_what_calibration_did_is_shown_and_its_scales_are_not_held_to_the_unweig
     assert "What calibration gained" not in "".join(Page(render_html(gather(pair[1]))).text)
 
 
+@pytest.mark.slow
 def test_calibrated_models_are_judged_by_their_output_error(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Card, first tile and first section; nothing counts proofs or weight error where they have no meaning."""
     folder = tmp_path / "calibrated"

@@ -69,6 +69,7 @@ def test_markdown_names_cannot_break_out_of_tables(sourced: Report) -> None:
             header = line if line.startswith("#") else header
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium to run the page in")
 def test_the_page_runs_in_a_browser(sourced: Report, tmp_path: Path) -> None:
     """The script runs under the page's policy, fills the table, and nothing is reported to the console."""

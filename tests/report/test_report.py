@@ -11,6 +11,7 @@ from ptqpipe.stages.report.run import gather, make_report
 from tests.tiny import LLAMA_CONFIG, Tensors, save
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_report_is_not_replaced(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     out.write_text("my notes")

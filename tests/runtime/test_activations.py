@@ -213,6 +213,7 @@ def experts_by_hand(
     return forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize(
     ("container", "scheme", "activation", "scale"),

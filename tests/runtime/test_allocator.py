@@ -59,12 +59,14 @@ def faults(*, kept: bool) -> int:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_what_loading_has_freed_goes_back_to_the_system() -> None:
     before, after = numbers_of(LOADED)
     assert after < 24 << 20 < 128 << 20 < before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_steps_reuse_the_memory_of_the_steps_before() -> None:
     assert faults(kept=True) < 1000 < faults(kept=False)

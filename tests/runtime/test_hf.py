@@ -106,6 +106,7 @@ def stored_of(path: Path) -> dict[str, Any]:
         return dict(source.stored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama4", "minimax_m3", "zaya"])
 def test_experts_with_a_matrix_each_find_stacks_that_transformers_knows_whole(kind: str, tmp_path: Path) -> None:
     """The oracle is the source itself: FP8 moves no weight by more than 2^-4 of it."""
@@ -277,6 +278,7 @@ def test_registering_is_undone_by_unregistering() -> None:
     assert "modelopt" in auto.AUTO_QUANTIZATION_CONFIG_MAPPING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     [
@@ -303,6 +305,7 @@ def test_containers_know_what_is_taken() -> None:
         assert get_container(name).QUANT_METHOD in auto.AUTO_QUANTIZATION_CONFIG_MAPPING
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_every_golden_checkpoint_loads_as_load_model_does(shared_dir: Path) -> None:
     tokens = torch.randint(3, 500, (2, 32), generator=torch.Generator().manual_seed(3))

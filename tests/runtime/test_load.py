@@ -215,6 +215,7 @@ def parameter_of(state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     return state[f"{parent}.gate_up_proj"][0].chunk(2)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_peers_checkpoints_decode_to_the_recorded_weights(shared_dir: Path) -> None:
     """Parameters against the arrays beside the golden checkpoints, float32, bit for bit."""

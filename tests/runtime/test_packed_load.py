@@ -56,6 +56,7 @@ def layers(model: Any) -> dict[str, PackedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("model", "container", "scheme"), CASES)
 def test_logits_are_as_near_as_those_of_decoded_weights(
@@ -183,6 +184,7 @@ def part_of(path: Path, ranks: TensorParallel) -> Any:
         return loading.load_rank(path, ranks, dtype="float32")
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_every_golden_checkpoint_stays_packed(shared_dir: Path) -> None:
     tokens = torch.randint(3, 500, (2, 32), generator=torch.Generator().manual_seed(3))

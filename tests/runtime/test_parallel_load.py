@@ -133,6 +133,7 @@ def check_one_process_says_the_same(job: Job, found: list[Done]) -> None:
         assert torch.equal(done.logits, found[0].logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CONFIGS, *(label(*row) for row in QUANTIZED)])
 def test_ranks_say_what_one_process_says(world: World, name: str) -> None:
     needs(world, name)

@@ -240,6 +240,7 @@ def test_the_readme_shows_the_best_of_each_row_of_the_results(modules: Any) -> N
     assert shown == [*wanted["any"], *wanted["no"]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_a_warm_process_answers_every_job_and_says_why_one_failed(modules: Any, tmp_path: Path) -> None:
     jobs = [["--version"], ["inspect", str(tmp_path / "missing")], ["inspect", str(DEMO)]]

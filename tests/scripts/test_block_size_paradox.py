@@ -50,6 +50,7 @@ def by_rule(rows: list[dict[str, object]], scales: str) -> dict[str, list[float]
     return {str(r["rule"]): r["relative_mse"] for r in rows if r["scales"] == scales and "normal" in str(r["weights"])}
 
 
+@pytest.mark.slow
 def test_abs_max_without_a_global_scale_gets_worse_as_blocks_shrink(rows: list[dict[str, object]]) -> None:
     """2.56e-2, 1.57e-2, 1.26e-2 of 2^20 weights in blocks of 4, 16, 64; a block in fifty is lost, so 2^15 vary more."""
     mse = by_rule(rows, "e4m3")["absmax"]

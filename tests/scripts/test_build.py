@@ -46,6 +46,7 @@ def compiled(tree: Path) -> set[str]:
     return {line.split()[2] for line in lines}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "again"),
     [

@@ -14,6 +14,7 @@ from ptqpipe.stages.demo import MODEL
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_float_weights_with_float_inputs_lose_nothing_and_each_part_loses_less_than_both(tmp_path: Path) -> None:
     found = {}

@@ -55,6 +55,7 @@ def test_a_mutant_that_applies_nowhere_or_twice_is_an_error(script: ModuleType) 
         script.Mutant("many", "ptqpipe/search/objective.py", "torch.Tensor", "", "nothing", ()).line()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not cpu.available(), reason="the CPU kernels are not built: pip install -e . with a C++ compiler")
 def test_a_mutant_is_killed_by_name_and_without_it_the_tests_pass(script: ModuleType, tmp_path: Path) -> None:
     """The oracle of an exact search, told to prefer the larger of two scales of one score."""
@@ -66,6 +67,7 @@ def test_a_mutant_is_killed_by_name_and_without_it_the_tests_pass(script: Module
     assert done.stderr.strip() == "1 killed"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not cpu.available(), reason="the CPU kernels are not built: pip install -e . with a C++ compiler")
 @pytest.mark.parametrize("name", ["e8m0-tie", "integers-tie"])
 def test_the_search_of_one_instruction_set_compiles_alone(script: ModuleType, tmp_path: Path, name: str) -> None:

@@ -23,6 +23,7 @@ def texts(picture: Path) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]+)</text>", picture.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [f"{of}-{theme}.svg" for of in ("pipeline", "kl", "cost") for theme in THEMES])
 def test_the_committed_pictures_say_what_the_script_draws(pictures: Path, name: str) -> None:
     drawn = texts(pictures / name)

@@ -45,6 +45,7 @@ def long_weights(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_rows_are_brute_force(dtype: torch.dtype, weighted: bool) -> None:
@@ -61,6 +62,7 @@ def test_rows_are_brute_force_with_hostile_weights(name: str) -> None:
     assert torch.equal(exact.search(w, CHANNEL, importance=h), brute_force.search(w, CHANNEL, importance=h))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", [TENSOR, TILE, HALF, NARROW, GLOBAL], ids=lambda fmt: fmt.name)
 def test_other_long_blocks_are_brute_force(fmt: Format) -> None:
     w = torch.randn((20, 20) if fmt is TILE else (2, COLUMNS), generator=cases.generator(24)) * 0.03

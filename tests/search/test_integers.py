@@ -55,6 +55,7 @@ def hostile(columns: int, seed: int) -> torch.Tensor:
     return w
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)

@@ -63,6 +63,7 @@ def test_blocks_are_brute_force(name: str) -> None:
     run()
 
 
+@pytest.mark.slow
 @settings(
     max_examples=32,
     deadline=None,
@@ -88,6 +89,7 @@ def test_scales_that_are_numbers_are_brute_force(
     check(hostile.make(fmt, weight[1], kinds=(kind,), size=size, dtype=dtype, importance=importance, seed=seed))
 
 
+@pytest.mark.slow
 @settings(
     max_examples=16,
     deadline=None,
@@ -107,6 +109,7 @@ def test_scales_of_integers_are_brute_force(
     check(hostile.make(fmt, shape, kinds=(kind,), size=size, dtype=dtype, importance=importance, seed=seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_scales_whose_inverse_is_subnormal_are_searched(dtype: torch.dtype) -> None:
     """Above 2^126 the inverse of a scale rounds another way than that of its half, so the half may be worse."""

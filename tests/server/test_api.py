@@ -329,6 +329,7 @@ def test_an_api_key_guards_the_api_alone() -> None:
             client.models.list()
 
 
+@pytest.mark.slow
 def test_draining_finishes_what_is_under_way_and_takes_nothing_new() -> None:
     body = {"model": "demo", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
     answers: list[httpx.Response] = []

@@ -103,6 +103,7 @@ def test_answers_are_those_of_transformers(service: tuple[str, Path, str]) -> No
     assert httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["details"]["images"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("kind", ["gemma3", "llava"])
 def test_two_ranks_answer_as_transformers(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def right(message: str) -> str:
     return text(greedy(tokenizer()(prompt, add_special_tokens=False).input_ids, 40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dark", "width", "height"), [(False, 1000, 700), (True, 420, 740)], ids=["light", "dark, narrow"]
 )
@@ -103,6 +104,7 @@ def test_stop_ends_the_answer_and_errors_are_shown() -> None:
         assert slow.service.engine.counters.finished == {"cancelled": 1}
 
 
+@pytest.mark.slow
 def test_while_an_answer_is_written_its_end_is_marked_and_who_reads_above_stays_there() -> None:
     async def main(url: str) -> None:
         async with browser.opened(url, width=800, height=320, dark=False) as page:
@@ -133,6 +135,7 @@ def test_while_an_answer_is_written_its_end_is_marked_and_who_reads_above_stays_
         asyncio.run(main(slow.url))
 
 
+@pytest.mark.slow
 def test_a_system_prompt_an_edit_and_another_answer_are_sent(server: Server) -> None:
     async def main() -> None:
         async with browser.opened(server.url, width=1400, height=800, dark=False) as page:
@@ -166,6 +169,7 @@ def test_a_system_prompt_an_edit_and_another_answer_are_sent(server: Server) -> 
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_earlier_chats_are_kept_come_back_and_are_deleted(server: Server) -> None:
     names = "[...document.querySelectorAll('#chats button:first-child')].map(x => x.textContent).join()"
 
@@ -312,6 +316,7 @@ HOSTILE = (
 )
 
 
+@pytest.mark.slow
 def test_an_answer_is_rendered_and_nothing_in_it_is_run(server: Server) -> None:
     allowed = (
         "p, code, strong, em, a, ul, ol, li, blockquote, table, thead, tbody, tr, th, td, pre, div, span, button, hr, "
@@ -357,6 +362,7 @@ def test_a_server_with_a_key_asks_for_it() -> None:
         asyncio.run(main(found.url))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [TEMPLATE, None], ids=["chat", "no template"])
 def test_the_first_message_is_answered_with_nothing_set(template: str | None) -> None:
     """The demo model's context is 256 tokens: as many as a fixed number of tokens may easily ask for."""
@@ -378,6 +384,7 @@ def test_the_first_message_is_answered_with_nothing_set(template: str | None) ->
         asyncio.run(main(found.url))
 
 
+@pytest.mark.slow
 def test_an_image_is_attached_shown_and_answered(tmp_path: Path) -> None:
     folder = processors.add(images.make(tmp_path / "model", "llava"), "llava")
     raw = processors.png(processors.picture(1))

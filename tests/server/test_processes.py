@@ -351,6 +351,7 @@ def test_what_cannot_be_served_is_one_line(arguments: list[str], says: str) -> N
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_listen_says_so_in_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ptqpipe", "serve", "--port", "0", str(DEMO), "--host", "203.0.113.1"],

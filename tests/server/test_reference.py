@@ -72,6 +72,7 @@ def test_a_model_whose_name_is_markup_runs_nothing_in_docs() -> None:
     assert "&lt;script&gt;alert(1)" in page.text
 
 
+@pytest.mark.slow
 def test_swagger_ui_shows_the_routes_within_its_policy(server: Server) -> None:
     pytest.importorskip("fastapi_offline")
     pytest.importorskip("aiohttp")

@@ -136,6 +136,7 @@ def test_a_resume_notices_a_source_that_only_looks_the_same(
     assert (tmp_path / ".out.partial" / "journal-0.jsonl").is_file()  # nothing is thrown away unasked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_untouched_source_is_resumed_though_its_folder_moved(
     command: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

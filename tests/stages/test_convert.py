@@ -313,6 +313,7 @@ def killed(model: Path, runs: list[tuple[Path, int]]) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_a_run_killed_at_twenty_random_points_resumes_to_the_same_bytes(model: Path, tmp_path: Path) -> None:
     (_, calls), ended = killed(model, [(tmp_path / "whole", 10**9)])
@@ -336,6 +337,7 @@ def test_a_run_killed_at_twenty_random_points_resumes_to_the_same_bytes(model: P
         assert partials(out.parent) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_a_resume_with_another_recipe_or_a_changed_source_is_refused(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -371,6 +373,7 @@ def torchrun(*args: object, world: int, **env: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.interpreter), 4])
 @pytest.mark.usefixtures("forks")
 def test_several_processes_write_the_same_bytes_as_one(model: Path, tmp_path: Path, world: int) -> None:
@@ -381,6 +384,7 @@ def test_several_processes_write_the_same_bytes_as_one(model: Path, tmp_path: Pa
     assert run.stdout.count("Done: ") == 1  # one rank speaks
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_a_rank_that_fails_fails_the_run_which_resumes(tmp_path: Path) -> None:
     tensors = tiny.llama(layers=3)
@@ -430,6 +434,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_an_interrupt_ends_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
     model = tiny.save(tmp_path / "m", tiny.llama(layers=6))

@@ -66,6 +66,7 @@ def cost_of(folder: Path, stats: Path) -> float:
     return total
 
 
+@pytest.mark.slow
 def test_codes_on_both_sides_cost_the_model_less(made: Path) -> None:
     one, both = (cost_of(made / name, made / "both-stats") for name in KINDS)
     assert 0 < both < 0.8 * one
@@ -98,6 +99,7 @@ def test_verify_finds_codes_on_both_sides_again(made: Path) -> None:
     assert verify(made / "both", source=DEMO, statistics=made / "one-stats").faults
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "refine"),
     [("fp8", 3), ("fp8_dynamic", 0), ("int8_w8a8", 3), ("int4_g32", 3), ("mxfp8", 0), ("mxfp4", 0), ("nvfp4_w4a4", 0)],
@@ -111,6 +113,7 @@ def test_every_format_whose_rows_have_scales_of_their_own_is_done_so(
     assert verify(tmp_path / "out", source=DEMO, statistics=made / "both-stats").faults == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "metric"), [(True, None), (False, "kl")], ids=["by statistics", "by its own"])
 def test_layerwise_tune_has_the_codes_of_convert(
     given: bool, metric: str | None, made: Path, text: Path, tmp_path: Path

@@ -71,6 +71,7 @@ def convert(arguments: list[str], out: Path, *how: str, resume: bool = False) ->
     return done.returncode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [with_statistics, with_codes])
 def test_two_processes_and_a_killed_one_write_the_bytes_of_one(
     given: Callable[[Path], list[str]], tmp_path: Path

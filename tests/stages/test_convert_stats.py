@@ -85,6 +85,7 @@ def output_errors(folder: Path) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_DATA)
 def test_every_recipe_with_data_converts_and_verifies(name: str, model: Path, stats: Path, tmp_path: Path) -> None:
     recipe = RECIPES / f"{name}.yaml"
@@ -133,6 +134,7 @@ def held_out(model: Path, folder: Path, *, alike: bool) -> tuple[Path, dict[str,
     return write_statistics(folder, model, inputs, held=held), held
 
 
+@pytest.mark.slow
 def test_the_gate_judges_by_held_out_samples(model: Path, tmp_path: Path) -> None:
     inputs = {name: x[:512] for name, x in inputs_of_llama(tiny.llama(), tokens=896).items()}
     stats = write_statistics(tmp_path / "stats", model, inputs)
@@ -156,6 +158,7 @@ def test_the_gate_judges_by_held_out_samples(model: Path, tmp_path: Path) -> Non
     assert verify(tmp_path / "out", source=model, statistics=folder).faults == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [{"algorithm": "gptq"}, {"weighting": "diagonal"}, {"weighting": "block"}])
 def test_a_weight_that_held_out_samples_do_not_gain_by_goes_back(
     algorithm: dict[str, str], model: Path, tmp_path: Path
@@ -233,6 +236,7 @@ def test_weights_without_statistics_are_shown_as_before(model: Path, tmp_path: P
     assert "output error" not in told + invoked("verify", tmp_path / "out", "--source", model)
 
 
+@pytest.mark.slow
 def test_weighted_scales_are_proven_and_said_to_be(model: Path, stats: Path, tmp_path: Path) -> None:
     """Nearest codes at scales that a search proves: there the word has a meaning."""
     words = ("--stats", stats, "--algorithm", "rtn")
@@ -330,6 +334,7 @@ def test_as_many_units_run_at_once_as_memory_has_room_for(
     assert at_once[0] == room
 
 
+@pytest.mark.slow
 def test_a_factorization_takes_the_memory_that_is_said() -> None:
     """In a process of its own: the kernel's high-water mark, set back before, beside what is resident."""
     script = (
@@ -547,6 +552,7 @@ def test_verify_with_statistics_finds_codes_that_do_not_follow_from_them(
         assert any("is not what the checkpoint was made with" in fault.message for fault in faults)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_python_and_the_command_line_do_the_same_with_statistics(model: Path, stats: Path, tmp_path: Path) -> None:
     done = ptqpipe.convert(model, stats=stats, low_rank=2, container="ptqpipe", out=tmp_path / "python", workers=1)

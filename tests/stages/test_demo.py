@@ -21,6 +21,7 @@ def test_every_line_of_the_table_fits_80_columns() -> None:
     assert "+935.22 %" in lines[-1]
 
 
+@pytest.mark.slow
 def test_a_format_is_shown_when_it_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands between the model and the table is real; the model's own runs are not."""
     events: list[str] = []

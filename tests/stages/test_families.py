@@ -202,6 +202,7 @@ def test_a_plan_gives_kv_b_proj_no_format_of_4_bits(make: Make) -> None:
     assert not any(name.startswith(MTP) for plan in known.values() for name in plan.chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "fp8"), [("deepseek_v3", False), ("deepseek_v3", True), ("deepseek_v32", False), ("glm4_moe", True)]
 )
@@ -260,6 +261,7 @@ def test_a_model_that_carries_a_state_between_its_blocks_is_refused_in_one_line(
         assert not (tmp_path / "stats").exists()
 
 
+@pytest.mark.slow
 def test_a_model_without_a_number_of_positions_has_no_limit(make: Make, tmp_path: Path) -> None:
     model, data = make("bloom"), tmp_path / "data.jsonl"
     data.write_text(json.dumps({"input_ids": [1, 2, 3] * 2000}) + "\n")

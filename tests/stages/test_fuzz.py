@@ -370,6 +370,7 @@ def at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_mutated_source_is_one_line_and_nothing_or_a_sound_output(kind: str, tmp_path: Path) -> None:
     rng = random.Random(kind)
@@ -411,6 +412,7 @@ def change_record(folder: Path, rng: random.Random) -> None:
     path.write_bytes((mutate_json if rng.random() < 0.8 else mutate_bytes)(path.read_bytes(), rng))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "container"), OUTPUTS)
 def test_a_mutated_output_has_a_fault_unless_it_means_the_same(
     scheme: str, container: str | None, tmp_path: Path
@@ -432,6 +434,7 @@ def test_a_mutated_output_has_a_fault_unless_it_means_the_same(
     assert faults > OUTPUT_MUTATIONS // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "container"), OUTPUTS)
 def test_other_commands_on_a_mutated_output_are_one_line_or_do_their_work(
     scheme: str, container: str | None, tmp_path: Path

@@ -60,6 +60,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("line", "named"), CALLS, ids=[line.split(" -")[0] for line, _ in CALLS])
 def test_every_command_fetches_what_is_named(known: Hub, line: str, named: set[str]) -> None:
     done = run(line)
@@ -71,6 +72,7 @@ def test_every_command_fetches_what_is_named(known: Hub, line: str, named: set[s
     assert TOKEN not in done.output
 
 
+@pytest.mark.slow
 def test_a_service_fetches_what_is_named(known: Hub, tmp_path: Path) -> None:
     """As a process of its own, which knows the hub by the environment alone."""
     home = {"HF_ENDPOINT": known.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}

@@ -56,6 +56,7 @@ def test_a_model_in_the_working_folder_is_called_as_that_folder(
     assert name_of(Path(".")) == "here"
 
 
+@pytest.mark.slow
 def test_outputs_and_records_have_the_name_that_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command's default output, and the name in its record, through a link to a folder of another name."""
     monkeypatch.chdir(tmp_path)

@@ -56,6 +56,7 @@ def logits_of(model: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", image_text.RUN)
 @pytest.mark.filterwarnings("error:.*no place")
 def test_the_language_model_computes_what_the_whole_model_computes_of_text(
@@ -76,6 +77,7 @@ def test_the_language_model_computes_what_the_whole_model_computes_of_text(
     assert bool(image_text.RUN[kind]) == bool(refusal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "weights"), [("qwen3_vl", 2 * 7), ("gemma4", 2 * 7 + 2 * 5)]
 )  # two share keys, values

@@ -42,6 +42,7 @@ def make_pairs(model: Path, out: Path) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "apply"),
     [
@@ -63,6 +64,7 @@ def test_learned_rotations_keep_the_logits(tmp_path: Path, kind: str, apply: str
     check_same_logits(model, tmp_path / "out", ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "apply"),
     [
@@ -94,6 +96,7 @@ def test_a_folder_of_matrices_is_the_model_with_them_folded_in(tmp_path: Path, k
                 assert ours.read_bytes(name, start=start, stop=stop) == raw[start:stop]
 
 
+@pytest.mark.slow
 def test_matrices_of_another_model_and_damaged_ones_are_refused(llama: tuple[Path, Path], tmp_path: Path) -> None:
     model, stats = llama
     options = replace(OPTIONS, dtype="fp32", learn=12)
@@ -113,6 +116,7 @@ def test_matrices_of_another_model_and_damaged_ones_are_refused(llama: tuple[Pat
             Source.open(tmp_path / "matrices")
 
 
+@pytest.mark.slow
 def test_a_head_that_is_the_embedding_keeps_its_stream_unless_it_becomes_a_tensor_of_its_own(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama_tied")
     options = replace(OPTIONS, dtype="fp32")
@@ -121,6 +125,7 @@ def test_a_head_that_is_the_embedding_keeps_its_stream_unless_it_becomes_a_tenso
         find_factors(model, tmp_path / "matrices", stats=stats, options=options)
 
 
+@pytest.mark.slow
 def test_rotations_are_learned_from_pairs_alone(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
     options = TransformOptions("rotate", block=32, learn=2, format="fp8")
@@ -236,6 +241,7 @@ def test_a_killed_run_keeps_what_it_has_learned_and_ends_with_the_same_bytes(
     assert tiny.bytes_of(out) == want
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_two_processes_learn_once_and_write_the_same_bytes(llama: tuple[Path, Path], tmp_path: Path) -> None:
     model, stats = llama

@@ -111,6 +111,7 @@ def test_packed_loading_computes_with_the_whole_weight(tmp_path: Path) -> None:
     assert torch.allclose(packed, plain, rtol=1e-4, atol=1e-3)  # other products of the layers that are packed or fused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"stats": True, "algorithm": "gptq"}, {"stats": True}])
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4a16", "fp8", "fp8_tensor", "fp8_block", "nvfp4_w4a4"])
 def test_every_scheme_gains_and_verifies(
@@ -184,6 +185,7 @@ def test_stacks_of_experts_have_stacks_of_factors(transposed: bool, tmp_path: Pa
     assert float((floats - tensors[name].float()).square().sum()) < float(tensors[name].float().square().sum()) / 100
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_machines_and_interruptions_change_no_byte(model: Path, stats: Path, tmp_path: Path) -> None:
     options = ["--recipe", str(RECIPE), "--stats", str(stats), "-q"]
@@ -232,6 +234,7 @@ def mean_kl(ckpt: Path, tokens: torch.Tensor) -> float:
     return float((logs[0].exp() * (logs[0] - logs[1])).sum(dim=-1).mean())
 
 
+@pytest.mark.slow
 def test_the_demo_model_diverges_less(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

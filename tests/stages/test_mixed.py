@@ -70,6 +70,7 @@ def test_the_choice_is_the_best_of_all_choices() -> None:
         assert solve(costs, sizes, low - 1) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [Budget(bits=4.6), Budget(bits=6.0), Budget(bits=9.0), Budget(nbytes=300_000)])
 def test_the_forecast_is_the_bytes_that_convert_writes(model: Path, tmp_path: Path, budget: Budget) -> None:
     plan = plan_mixed(model, budget)
@@ -98,6 +99,7 @@ def test_the_forecast_is_the_bytes_that_convert_writes(model: Path, tmp_path: Pa
         assert plan.bits(plan.solution) <= (budget.bits or 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", [("block", "full"), ()])
 @pytest.mark.parametrize("bits", [4.6, 6.0, 9.0])
 def test_with_statistics_the_recipe_converts_with_them(bits: float, moments: tuple[str, ...], tmp_path: Path) -> None:
@@ -209,6 +211,7 @@ def test_recipes_survive_names_of_any_characters(tmp_path: Path) -> None:
     assert weight_bytes(converted(model, plan, tmp_path)) == plan.file_bytes
 
 
+@pytest.mark.slow
 def test_recipes_are_compact(tmp_path: Path) -> None:
     tensors = llama(layers=12, hidden=64, inner=64)
     plan = plan_mixed(save(tmp_path / "model", tensors), Budget(bits=5.5))
@@ -279,6 +282,7 @@ def run(arguments: Sequence[str]) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_recipe_that_converts(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "recipe.yaml"
     code, output = run([str(model), "--budget", "5bits", "-o", str(out)])

@@ -61,6 +61,7 @@ def test_a_measured_cost_is_the_kl_of_the_model_with_that_group_converted(
     assert plan.costs[(group.id, "nvfp4")] == pytest.approx(float(scores.kl.double().mean()), rel=1e-4, abs=5e-8)
 
 
+@pytest.mark.slow
 def test_an_interrupted_measurement_continues(model: Path, text: Path, tmp_path: Path) -> None:
     record = tmp_path / "m.jsonl"
     whole, calls = measured(model, text, record)
@@ -102,6 +103,7 @@ def test_experts_are_found_in_merged_parameters() -> None:
     assert torch.equal(find_place(model, Member(name, (6, 4), Slice(name)), transposed), transposed)
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_transformers_runs_what_a_plan_wrote(shared_dir: Path, tmp_path: Path) -> None:
     """Logits of the mixed checkpoint read by transformers alone, and by our own decode."""

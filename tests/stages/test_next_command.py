@@ -182,6 +182,7 @@ def test_codes_can_be_written_in_another_container_that_holds_the_same_weights(
             assert a[name].dequantize().equal(b[name].dequantize())
 
 
+@pytest.mark.slow
 def test_static_input_scales_of_tuned_codes_are_those_of_their_statistics(
     model: Path, w4a4_stats: Path, text: Path, stats: Path, tmp_path: Path
 ) -> None:
@@ -334,6 +335,7 @@ def test_nearest_codes_with_statistics_have_weighted_scales_as_the_help_says(
     assert not [entry for entry in record(tmp_path / "none")["weights"].values() if "weighting" in entry]
 
 
+@pytest.mark.slow
 def test_the_commands_that_generate_transform_and_plan_print_do_their_work(
     model: Path, stats: Path, tmp_path: Path
 ) -> None:

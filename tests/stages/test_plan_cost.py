@@ -170,6 +170,7 @@ def test_moments_of_rotated_inputs(model: Path) -> None:
     assert cost._rotated(full, 0) is full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", ["diagonal", "full"])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_costs_by_windows_know_that_tokens_add_up(tokens: int, known: str) -> None:

@@ -60,6 +60,7 @@ WRITTEN = (
 )
 
 
+@pytest.mark.slow
 def test_no_file_of_a_pipeline_names_the_folder_that_it_ran_in(pipeline: Path) -> None:
     files = [path for path in pipeline.rglob("*") if path.is_file()]
     assert {pipeline / name for name in WRITTEN} <= set(files)

@@ -127,6 +127,7 @@ def test_a_run_that_was_stopped_resumes_to_the_same_bytes(model: Path, tmp_path:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", list(SCHEMES))
 def test_every_weight_of_every_format_has_some_blocks_looked_at(model: Path, tmp_path: Path, scheme: str) -> None:
     record = ptqpipe.convert(model, out=tmp_path / "one", format=scheme, workers=1).record

@@ -85,6 +85,7 @@ def sha256(t: torch.Tensor) -> str:
 # --- The peers' checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 @pytest.mark.parametrize(("name", "container"), DIRECTIONS)
 def test_golden_weights_decode_to_the_recorded_bytes_in_every_layout(
@@ -112,6 +113,7 @@ def test_golden_weights_decode_to_the_recorded_bytes_in_every_layout(
                 assert weight not in hashes or sha256(now) == hashes[weight]
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 @pytest.mark.parametrize(("name", "container"), [d for d in DIRECTIONS if d[0] != "quark-mxfp4"])
 def test_golden_there_and_back_gives_every_tensor_that_can_come_back(
@@ -208,6 +210,7 @@ def test_a_quantized_kv_cache_survives_the_way_through_our_own_layout(
     assert config["kv_cache_scheme"]["num_bits"] == 8
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 @pytest.mark.parametrize("name", [n for n in GOLDEN if n != "gptoss-mxfp4"])
 def test_dequantized_golden_weights_are_the_recorded_bf16_bytes(shared_dir: Path, tmp_path: Path, name: str) -> None:

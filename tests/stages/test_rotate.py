@@ -151,6 +151,7 @@ def test_the_engine_says_what_transformers_says(tmp_path: Path) -> None:
     assert found == models.greedy_of(ptqpipe.load_model(tmp_path / "out"), prompt, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("container", ["compressed_tensors", "ptqpipe"])
 def test_verify_knows_the_rotation_and_dequantize_takes_it_back(container: str, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -182,6 +183,7 @@ def test_verify_sees_a_rotation_that_config_json_lost(packed: Path, model: Path,
     assert any("not the numbers of the source" in fault.message for fault in ptqpipe.verify(copy, source=model).faults)
 
 
+@pytest.mark.slow
 def test_statistics_are_rotated_with_the_weights(model: Path, tmp_path: Path) -> None:
     """GPTQ on a rotated layer is GPTQ on the weight and the inputs that somebody else has rotated."""
     inputs = inputs_of_llama(tiny.llama())
@@ -205,6 +207,7 @@ def test_statistics_are_rotated_with_the_weights(model: Path, tmp_path: Path) ->
             assert float((a != b).float().mean()) < 0.01  # the last bits of the moments
 
 
+@pytest.mark.slow
 def test_gptq_in_order_learns_for_rotated_inputs(model: Path, tmp_path: Path) -> None:
     text = families.write_windows(tmp_path / "text.jsonl", samples=24)
     ptqpipe.convert(model, format="mxfp4", data=text, rotate="down_proj:64", samples=16, seqlen=16, out=tmp_path / "q")
@@ -219,6 +222,7 @@ def test_gptq_in_order_learns_for_rotated_inputs(model: Path, tmp_path: Path) ->
         assert float(error) < 0.2  # GPTQ's codes are not the nearest ones; a rotation that got lost gives about 2
 
 
+@pytest.mark.slow
 def test_tune_rotates_every_layer_that_it_is_asked_for(model: Path, tmp_path: Path) -> None:
     text, codes = families.write_windows(tmp_path / "text.jsonl", samples=24), tmp_path / "codes"
     what = ["--data", str(text), "--samples", "16", "--seqlen", "16", "--format", "mxfp4", "--rotate", "down_proj:64"]

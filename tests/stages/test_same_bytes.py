@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.stages import same_bytes
 
 
+@pytest.mark.slow
 def test_every_format_and_container_has_the_recorded_bytes(tmp_path: Path) -> None:
     recorded = json.loads(same_bytes.RECORDED.read_text())
     found = {name: same_bytes.digest(made) for name, made in same_bytes.conversions(tmp_path)}

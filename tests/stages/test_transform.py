@@ -166,6 +166,7 @@ def test_a_search_leaves_alone_what_its_format_does_not_divide(tmp_path: Path) -
     check_same_logits(model, tmp_path / "out", ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apply", ["awq", "aqas", "smooth_swiglu", "smoothquant,awq", "aqas,rotate"])
 def test_searches_and_sequences_keep_the_logits(tmp_path: Path, apply: str) -> None:
     model, ids = make_model(tmp_path / "model", "mixtral"), token_ids()
@@ -384,6 +385,7 @@ def test_other_tensors_and_files_keep_their_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_and_runs_that_were_interrupted_write_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,6 +430,7 @@ def cli(*args: object, launcher: tuple[str, ...] = ()) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_two_processes_write_the_same_bytes_as_one(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
@@ -459,6 +462,7 @@ def test_the_command_says_what_it_did_or_one_line(tmp_path: Path) -> None:
 # --- Real models
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 @pytest.mark.parametrize("apply", ["smoothquant", "awq,rotate"])
 def test_the_bench_model_keeps_its_logits(tmp_path: Path, shared_dir: Path, apply: str) -> None:
@@ -468,6 +472,7 @@ def test_the_bench_model_keeps_its_logits(tmp_path: Path, shared_dir: Path, appl
     check_same_logits(model, tmp_path / "out", ids)
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_powers_of_two_change_no_bit_of_the_bench_model(tmp_path: Path, shared_dir: Path) -> None:
     model, ids = shared_dir / "assets" / "models" / "bench-4m" / "hf", token_ids(vocabulary=2048)

@@ -101,6 +101,7 @@ def content_of(codes: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.slow
 def test_the_codes_that_were_learned_are_the_codes_that_are_written(tuned: tuple[str, Path], tmp_path: Path) -> None:
     scheme, codes = tuned
     out = tmp_path / "out"
@@ -127,6 +128,7 @@ def test_the_codes_that_were_learned_are_the_codes_that_are_written(tuned: tuple
     assert CliRunner().invoke(main, ["verify", str(out), "--source", str(DEMO)]).exit_code == 0
 
 
+@pytest.mark.slow
 def test_codes_may_differ_from_weights_by_what_would_be_a_loss_of_the_nearest_ones(
     codes_of_run: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +146,7 @@ def test_codes_may_differ_from_weights_by_what_would_be_a_loss_of_the_nearest_on
         convert_stage.convert(job, machine=ONE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["layerwise", "gptq", "learned"])
 def test_a_weight_that_its_siblings_scale_would_erase_is_refused_before_codes_are_chosen(
     method: str, text: Path, tmp_path: Path
@@ -166,6 +169,7 @@ def test_every_block_says_what_it_gained_and_none_got_worse(tuned: tuple[str, Pa
         assert entry["kept"] == (entry["learned_loss"] < entry["start_loss"])
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_codes(
     codes_of_run: Callable[[str, str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +257,7 @@ def of_method(method: str, **more: Any) -> TuneOptions:
     return replace(OPTIONS, method=method, **more)
 
 
+@pytest.mark.slow
 def test_layers_that_make_up_for_earlier_ones_lose_less_than_layers_by_themselves(rows: Path, tmp_path: Path) -> None:
     losses = {}
     for share in (0.0, 1.0):
@@ -264,6 +269,7 @@ def test_layers_that_make_up_for_earlier_ones_lose_less_than_layers_by_themselve
     assert losses[1.0][-1] < losses[0.0][-1]
 
 
+@pytest.mark.slow
 def test_learning_after_error_feedback_loses_no_more(rows: Path, tmp_path: Path) -> None:
     recipe = RecipeOptions(scheme="nvfp4_w4a4")
     options = of_method("gptq+learned")
@@ -275,6 +281,7 @@ def test_learning_after_error_feedback_loses_no_more(rows: Path, tmp_path: Path)
         assert 0.0 < entry["moved"] < 0.9
 
 
+@pytest.mark.slow
 def test_error_feedback_that_was_stopped_goes_on_to_the_same_codes(
     codes_of_run: Callable[[str, str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +305,7 @@ def test_error_feedback_that_was_stopped_goes_on_to_the_same_codes(
     assert len(calls) == 1 + len(whole["blocks"])
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_while_it_wrote_a_layer_goes_on_to_the_same_codes(
     codes_of_run: Callable[[str, str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +330,7 @@ def test_a_run_that_was_killed_while_it_wrote_a_layer_goes_on_to_the_same_codes(
     assert {path.name for path in (tmp_path / "cut").iterdir()} == {path.name for path in undisturbed.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_reverse_pass_runs_again_unless_it_had_reached_the_first_layer(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,6 +364,7 @@ def test_a_reverse_pass_runs_again_unless_it_had_reached_the_first_layer(
     assert again.content["digest"] == whole.content["digest"]
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_samples_that_do_not_judge_and_of_no_more_than_are_enough(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +389,7 @@ def test_gradients_are_those_of_samples_that_do_not_judge_and_of_no_more_than_ar
     assert torch.equal(ran[1].windows, windows[[0, 2, 5, 8, 11]])
 
 
+@pytest.mark.slow
 def test_a_reverse_pass_in_bfloat16_finds_the_moments_of_one_in_float32(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,6 +469,7 @@ def test_the_tuned_block_computes_what_the_converted_checkpoint_does(kind: str, 
     assert float((plain - wanted).abs().max()) > 1e-3 * float(wanted.abs().max())
 
 
+@pytest.mark.slow
 def test_a_recipe_tunes_and_converts(text: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("version: 1\nrules: [{match: '*', format: nvfp4}]\n")
@@ -489,6 +501,7 @@ def test_a_model_that_only_our_container_can_hold_is_tuned(tmp_path: Path) -> No
     assert algorithms == {"learned"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gptq", "layerwise"])
 def test_moments_that_tune_collects_are_those_of_calibrate(method: str, tmp_path: Path) -> None:
     """No window is held out in either; a mixture of experts has moments by expert, and stand-ins for idle ones."""
@@ -505,6 +518,7 @@ def test_moments_that_tune_collects_are_those_of_calibrate(method: str, tmp_path
         assert all(torch.equal(t.view(torch.uint8), given[name].view(torch.uint8)) for name, t in own.items())
 
 
+@pytest.mark.slow
 def test_hidden_states_that_do_not_fit_in_memory_wait_on_disk(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -530,6 +544,7 @@ def test_hidden_states_that_do_not_fit_in_memory_wait_on_disk(
     assert small.content["digest"] == roomy.content["digest"]
 
 
+@pytest.mark.slow
 def test_a_layer_that_gptq_in_order_does_not_improve_keeps_its_nearest_codes(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -544,6 +559,7 @@ def test_a_layer_that_gptq_in_order_does_not_improve_keeps_its_nearest_codes(
         assert (entry["start_loss"], entry["learned_loss"]) == (1.0, 2.0)
 
 
+@pytest.mark.slow
 def test_one_window_of_eight_judges_gptq_in_order_where_the_data_have_no_more_than_the_samples(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -571,6 +587,7 @@ def test_one_window_of_eight_judges_gptq_in_order_where_the_data_have_no_more_th
     assert all(torch.equal(codes[0][name].view(torch.uint8), codes[1][name].view(torch.uint8)) for name in before)
 
 
+@pytest.mark.slow
 def test_a_weight_that_loses_on_the_rows_that_are_tried_keeps_its_nearest_codes(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -584,6 +601,7 @@ def test_a_weight_that_loses_on_the_rows_that_are_tried_keeps_its_nearest_codes(
         assert entry["start_loss"] == entry["learned_loss"]
 
 
+@pytest.mark.slow
 def test_a_weight_that_loses_by_what_it_makes_up_for_is_quantized_without(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ def copied(begun: Path, home: Path) -> Path:
     return home / "codes"
 
 
+@pytest.mark.slow
 def test_no_text_gets_worse_and_the_start_stays_where_nothing_is_better(
     whole: tuple[Path, dict[str, Any]], begun: Path
 ) -> None:
@@ -120,6 +121,7 @@ def test_no_text_gets_worse_and_the_start_stays_where_nothing_is_better(
     assert told.startswith("end to end, 6 steps: no codes lowered the KL divergence on held-out samples and sample")
 
 
+@pytest.mark.slow
 def test_each_of_several_data_is_judged_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lowers the mean of all may make one of them worse."""
     written = SAMPLE.read_text(encoding="utf-8")
@@ -147,6 +149,7 @@ def test_each_of_several_data_is_judged_by_itself(tmp_path: Path, monkeypatch: p
     }
 
 
+@pytest.mark.slow
 def test_the_codes_that_descent_ends_with_are_the_codes_that_are_written(
     begun: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +183,7 @@ def test_the_codes_that_descent_ends_with_are_the_codes_that_are_written(
     assert CliRunner().invoke(main, ["verify", str(out), "--source", str(DEMO)]).exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_again_and_again_goes_on_to_the_same_codes(
     begun: Path, whole: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path
 ) -> None:

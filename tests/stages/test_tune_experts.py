@@ -50,6 +50,7 @@ def as_mixture(llama: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_w4a4", "fp8"])
 @pytest.mark.parametrize("metric", ["kl", "output"])
 def test_a_mixture_of_one_expert_has_the_codes_of_the_dense_model(
@@ -73,6 +74,7 @@ def test_a_mixture_of_one_expert_has_the_codes_of_the_dense_model(
     assert not sparse
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "llama4", "deepseek_v3"])
 def test_experts_are_done_in_order_whatever_their_layout(
     kind: str, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -84,6 +84,7 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return home, content
 
 
+@pytest.mark.slow
 def test_what_was_trained_is_what_is_written_and_the_record_says_so(trained: tuple[Path, dict[str, Any]]) -> None:
     home, content = trained
     found = content["end_to_end"]
@@ -110,6 +111,7 @@ def test_what_was_trained_is_what_is_written_and_the_record_says_so(trained: tup
     assert record["kept"]["model.norm.weight"]["reason"] == "trained with the codes"
 
 
+@pytest.mark.slow
 def test_global_scales_are_larger_and_shared_as_before(
     trained: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path
 ) -> None:
@@ -270,6 +272,7 @@ def test_what_cannot_be_trained_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_while_floats_are_trained_goes_on_to_the_same_values(text: Path, tmp_path: Path) -> None:
     """Really trained, at a small model's usual steps: fewer nats on both texts. The codes stay as GPTQ leaves them."""
     options = TuneOptions(

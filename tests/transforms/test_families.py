@@ -112,6 +112,7 @@ def moved(folder: Path, out: Path, structure: Structure) -> Counter[str]:
     return Counter(edge.kind for edge in edges)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "norms"), KINDS, ids=[kind for kind, _ in KINDS])
 def test_the_model_stays_what_it_was(tmp_path: Path, kind: str, norms: Norms) -> None:
     source = make(tmp_path / "source", kind)

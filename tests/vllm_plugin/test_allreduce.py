@@ -83,6 +83,7 @@ def measured(rank: int, world: int) -> dict[str, Any]:
     return {"tried": tried, "thresholds": reducer.quantized.thresholds, "sums": group.sums}
 
 
+@pytest.mark.slow
 def test_auto_measures_against_vllm_s_own_sum() -> None:
     """Of every size that the gate tries, and that sum is what small messages get."""
     for rank in on_ranks(2, measured):

@@ -30,6 +30,7 @@ from tests.stages.pipeline.runs import LENGTH, ONE, few, files_of, made, ran, we
 from tests.transforms.models import token_ids
 
 
+@pytest.mark.slow
 def test_best_is_tune_and_convert_in_one_call_and_leaves_nothing_else(model: Path, text: Path, tmp_path: Path) -> None:
     printed = ran("convert", model, *few(text), "-o", tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
@@ -85,6 +86,7 @@ def test_fast_weights_scales_by_small_statistics(model: Path, text: Path, tmp_pa
     assert max(columns.values()) <= 96  # no moment of pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["nvfp4_w4a4", "mxfp4"])
 def test_four_bit_activations_are_quantized_behind_a_transform(
     scheme: str, model: Path, text: Path, tmp_path: Path
@@ -123,6 +125,7 @@ def rotated(model: Path, data: tuple[object, ...], folder: Path, scheme: str) ->
     return turned
 
 
+@pytest.mark.slow
 def test_eight_bit_activations_are_quantized_behind_rotations(model: Path, text: Path, tmp_path: Path) -> None:
     done = made(model, tmp_path / "out", work_of(text), "fp8")
     assert done.record["transformed"]["transform"].startswith("rotate_residual")
@@ -140,6 +143,7 @@ def test_eight_bit_activations_are_quantized_behind_rotations(model: Path, text:
             assert before.get_slice(name).get_dtype() == now.get_slice(name).get_dtype()
 
 
+@pytest.mark.slow
 def test_a_model_whose_head_is_the_embedding_has_its_values_rotated_and_the_record_says_so(
     text: Path, tmp_path: Path
 ) -> None:
@@ -151,6 +155,7 @@ def test_a_model_whose_head_is_the_embedding_has_its_values_rotated_and_the_reco
     assert any("warning: rotate_residual is left out: the head is the embedding" in line for line in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["fp8", "nvfp4_w4a4"])
 def test_a_head_that_becomes_a_tensor_of_its_own_lets_the_stream_be_rotated(
     scheme: str, text: Path, tmp_path: Path
@@ -198,6 +203,7 @@ def test_rotations_that_gain_nothing_are_left_out(
     assert sum("what was learned gains nothing" in line for line in said) == 2
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_gets_gptq_for_its_experts(text: Path, tmp_path: Path) -> None:
     """They are one stack each while the model runs, and the order of calls says nothing of them."""
     moe = make_model(tmp_path / "moe", "mixtral", dtype=torch.bfloat16)
@@ -210,6 +216,7 @@ def test_a_mixture_of_experts_gets_gptq_for_its_experts(text: Path, tmp_path: Pa
     assert len(moved) > len(experts) / 2  # the held-out window may give some back to plain rounding
 
 
+@pytest.mark.slow
 def test_what_was_quantized_behind_a_transform_is_compared_with_the_model_itself(
     model: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -239,6 +246,7 @@ def test_what_was_quantized_behind_a_transform_is_compared_with_the_model_itself
     assert f"the factors of '{folding['edge']}' are damaged" in refused.output
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_and_its_layers_are_tuned(model: Path, text: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     words = ("--budget", "6.5bits", "--for", "vllm", "--keep-stages", kept)

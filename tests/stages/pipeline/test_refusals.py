@@ -62,6 +62,7 @@ def test_a_head_stays_the_embedding_where_nothing_is_rotated(
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["nvfp4_w4a4", "mxfp4", "nvfp4"])
 def test_no_more_lies_beside_the_output_than_the_header_says(
     scheme: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

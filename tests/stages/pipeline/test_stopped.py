@@ -38,6 +38,7 @@ STAGES = [  # in their order: each goes on where the one before was stopped
 ]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_in_every_stage_ends_with_the_same_bytes(
     model: Path, text: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +73,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_codes_that_are_written_are_gone_and_a_killed_run_goes_on_without_them(
     model: Path, text: Path, undisturbed: Path, tmp_path: Path
@@ -114,6 +116,7 @@ main(sys.argv[2:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.usefixtures("forks")
 def test_kill_9_inside_or_right_behind_the_reverse_pass_and_resume_give_the_bytes_of_an_undisturbed_run(
@@ -131,6 +134,7 @@ def test_kill_9_inside_or_right_behind_the_reverse_pass_and_resume_give_the_byte
     assert files_of(tmp_path / "out") == files_of(undisturbed)
 
 
+@pytest.mark.slow
 def test_the_call_that_continues_is_told_and_another_one_is_refused(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +152,7 @@ def test_the_call_that_continues_is_told_and_another_one_is_refused(
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
+@pytest.mark.slow
 def test_a_run_that_replaces_an_output_goes_on_where_it_was_stopped(
     model: Path, text: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

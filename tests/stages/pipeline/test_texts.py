@@ -12,6 +12,7 @@ from ptqpipe.options import PipelineOptions
 from tests.stages.pipeline.runs import LENGTH, made, ran, weights_of, work_of
 
 
+@pytest.mark.slow
 def test_the_field_of_the_rows_can_be_named(model: Path, text: Path, tmp_path: Path) -> None:
     """In text and in what is measured on; a run with one field is not continued with another."""
     rows = [json.loads(line)["input_ids"] for line in text.read_text().splitlines()]
@@ -27,6 +28,7 @@ def test_the_field_of_the_rows_can_be_named(model: Path, text: Path, tmp_path: P
         made(model, tmp_path / "named", work_of(other, quality="fast", field="input_ids"), mode="resume")
 
 
+@pytest.mark.slow
 def test_the_models_own_text_is_half_of_what_four_bit_inputs_learn_from_unless_the_call_says_otherwise(
     model: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -52,6 +54,7 @@ def test_the_model_writes_its_own_text(model: Path, tmp_path: Path) -> None:
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("own", "lines"), [("self", 4), ("self=3", 6)])
 def test_a_text_is_mixed_with_the_models_own_by_weights(
     own: str, lines: int, model: Path, text: Path, tmp_path: Path
@@ -80,6 +83,7 @@ def test_a_folder_stands_for_the_texts_in_it_and_python_takes_the_same_options(
     assert weights_of(done.out) == weights_of(two.out)
 
 
+@pytest.mark.slow
 def test_a_folder_and_a_data_set_are_texts_to_measure_on_as_they_are_texts_to_learn_from(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

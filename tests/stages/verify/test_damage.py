@@ -178,6 +178,7 @@ def reshape(folder: Path, name: str, shape: list[int]) -> None:
     damage.edit_header(path, edit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", list(DAMAGES))
 def test_damage_is_a_fault_that_names_it(good: Path, model: Path, tmp_path: Path, what: str) -> None:
     act, words, _ = DAMAGES[what]
@@ -206,6 +207,7 @@ def test_a_change_of_any_recorded_byte_is_seen_without_a_source(good: Path, tmp_
     assert "its sha256 differs" in found(check(folder, None))
 
 
+@pytest.mark.slow
 def test_a_change_that_the_record_was_made_to_describe_is_seen_against_the_source(
     good: Path, model: Path, tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def needed(field: str) -> str:
     return next((what for pattern, what in NEEDS.items() if re.fullmatch(pattern, field)), "alone")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_every_field_of_a_record_that_is_changed_is_a_fault(made: Path, output: str) -> None:
     ckpt = made / output

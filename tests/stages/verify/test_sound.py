@@ -37,6 +37,7 @@ CONVERSIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "container"), CONVERSIONS)
 def test_what_convert_writes_is_sound_and_its_scales_are_proven_again(
     model: Path, tmp_path: Path, scheme: str, container: str | None
@@ -167,6 +168,7 @@ def test_a_kv_cache_scale_that_another_layout_calls_otherwise_is_not_lost(
     assert "k_proj.k_scale: is in the source, but the checkpoint has neither" in found(check(there, foreign))
 
 
+@pytest.mark.slow
 def test_a_sequence_of_random_bit_flips_is_never_accepted(good: Path, model: Path, tmp_path: Path) -> None:
     """Any bit of the weight files, their index, the config and what is carried along; the record has its own claims."""
     folder = damage.copy(good, tmp_path / "damaged")
@@ -186,6 +188,7 @@ def test_a_sequence_of_random_bit_flips_is_never_accepted(good: Path, model: Pat
     assert check(folder, model).ok
 
 
+@pytest.mark.slow
 def test_the_report_is_the_same_for_any_number_of_workers(good: Path, model: Path) -> None:
     one, four = (verify(good, source=model, optimal=True, workers=n) for n in (1, 4))
     assert one.ok, found(one)
@@ -223,6 +226,7 @@ def test_json_has_null_for_what_is_infinite(good: Path, model: Path) -> None:
     assert [weight[key] for key in ("relative_mse", "versus_absmax", "versus_rtn")] == [None] * 3
 
 
+@pytest.mark.slow
 def test_every_block_is_proven_on_request(good: Path, model: Path) -> None:
     report = check(good, model, all_blocks=True)
     assert report.ok, found(report)
