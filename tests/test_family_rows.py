@@ -215,6 +215,7 @@ def test_readers_that_fail_are_named_where_a_rule_quantizes_it_all_the_same(
             assert (fact, [module]) not in list(failing_facts(config, others, container=container))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "module", "container"), FAILING_KEPT)
 def test_readers_that_take_a_kept_module_for_quantized_are_named_beside_quantized_ones_alone(
     kind: str, module: str, container: str

@@ -237,6 +237,7 @@ def layer_pairs() -> set[tuple[str, str]]:
     return {(one.importer.split(".")[0], [*one.imported.split("."), "__init__"][1]) for one in own}
 
 
+@pytest.mark.slow
 def test_layers_import_all_that_their_rows_say() -> None:
     pairs = layer_pairs()
     assert [

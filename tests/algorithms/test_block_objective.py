@@ -22,6 +22,7 @@ def brute_force(w: torch.Tensor, fmt: Format, moments: torch.Tensor, g: torch.Te
     return torch.stack(costs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8", "e2m1/8/e4m3", "e2m1/16/ue5m3"])
 @pytest.mark.parametrize("tokens", [4000, 40, 3])
 def test_the_scale_is_the_argmin_over_every_code(name: str, tokens: int) -> None:

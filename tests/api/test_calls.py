@@ -327,6 +327,7 @@ def test_large_objects_are_one_short_line(model: Path, tmp_path: Path) -> None:
     assert [row for row in rows if "\n" in row or len(row) > 60 + len(str(tmp_path))] == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_a_service_that_cannot_start_says_why_in_pythons_words(model: Path) -> None:
     with pytest.raises(UsageError, match="does not exist, and is not a hub name"):

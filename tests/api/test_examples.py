@@ -63,6 +63,7 @@ def test_every_block_of_the_page_runs(there: Path, tmp_path: Path, monkeypatch: 
     assert ptqpipe.diff("FROM-MEMORY", "OUT").same_tensors
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(there: Path) -> None:
     content = json.loads((ROOT / "examples" / "quantize.ipynb").read_text(encoding="utf-8"))
     assert (content["nbformat"], len({cell["id"] for cell in content["cells"]})) == (4, len(content["cells"]))

@@ -77,6 +77,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, *, scale: float | None = 
     return bool(((found.double() - expected).abs() <= tolerance + 1e-300).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_statistics_equal_those_of_the_whole_model_in_float64(kind: str, tmp_path: Path) -> None:
     done = run(tmp_path, kind)
@@ -120,6 +121,7 @@ def test_statistics_equal_those_of_the_whole_model_in_float64(kind: str, tmp_pat
 HELD = ("held_second_moment", "held_block_moment", "held_full_moment")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_held_out_moments_are_those_of_the_other_windows_and_change_nothing_else(kind: str, tmp_path: Path) -> None:
     plain = run(tmp_path, kind, samples=7, holdout=0)
@@ -162,6 +164,7 @@ def test_one_window_is_held_out_for_every_eight_where_the_data_have_them(tmp_pat
         load_samples([data], model, samples=8, seqlen=24, holdout=-1)
 
 
+@pytest.mark.slow
 def test_resuming_with_other_held_out_windows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = calibrate_run.write_block
 
@@ -181,6 +184,7 @@ def test_resuming_with_other_held_out_windows_is_refused(tmp_path: Path, monkeyp
     assert {p.name: p.read_bytes() for p in done.out.iterdir()} == {p.name: p.read_bytes() for p in whole.out.iterdir()}
 
 
+@pytest.mark.slow
 def test_modules_with_one_input_share_one_entry(tmp_path: Path) -> None:
     modules = run(tmp_path, "qwen2_moe").content["modules"]
     base = "model.layers.1"
@@ -242,6 +246,7 @@ def test_samples_on_disk_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest
     assert {p.name for p in tmp_path.iterdir()} == {"llama", "data.jsonl", "stats", "small"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_a_killed_run_continues_to_the_same_statistics(tmp_path: Path) -> None:
     whole = run(tmp_path)
@@ -327,6 +332,7 @@ def test_two_processes_give_the_statistics_of_one(kind: str, tmp_path: Path) -> 
             assert torch.allclose(x, y, rtol=2.0**-23, atol=2.0**-40 * float(x.abs().max())), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "count"), [("llama", 2), ("llama", 3), ("llama", 40), ("mixtral", 3), ("gpt_oss", 40), ("gemma2", 3)]
 )
@@ -414,6 +420,7 @@ def test_a_block_whose_outputs_overflow_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / ".stats.partial").exists()
 
 
+@pytest.mark.slow
 def test_a_quantized_checkpoint_is_calibrated_as_it_decodes(tmp_path: Path) -> None:
     import ptqpipe
 

@@ -69,6 +69,7 @@ def test_the_field_can_be_named(tokenizer: Path, tmp_path: Path) -> None:
     assert sampled(file, tokenizer, field="answer") == ids("<bos> w7 w8 w9")
 
 
+@pytest.mark.slow
 def test_parquet_rows_are_those_of_jsonl(tokenizer: Path, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -156,6 +157,7 @@ def test_of_long_data_rows_evenly_spread_are_tokenized(tmp_path: Path, monkeypat
     assert "every" not in every.files[0].to_json()
 
 
+@pytest.mark.slow
 def test_a_long_text_is_thinned_by_its_pieces(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "LONG", 5 * PIECE)
     file = tmp_path / "a.txt"

@@ -82,6 +82,7 @@ def test_moments_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None
     assert not [name for name in statistics.modules if "visual" in name or "vision" in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gptq", "gptq+learned"])
 def test_codes_are_tuned_on_images(tmp_path: Path, method: str) -> None:
     folder = processors.add(images.make(tmp_path / "model", "qwen3_vl"), "qwen3_vl")

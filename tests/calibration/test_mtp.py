@@ -60,6 +60,7 @@ def seen(folder: Path, windows: torch.Tensor) -> dict[str, torch.Tensor]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_statistics_are_of_what_enters_the_layer(kind: str, make: Make, data: Path, tmp_path: Path) -> None:
     calibrate(make(kind), [str(data)], tmp_path / "stats", options=WINDOWS)
@@ -77,6 +78,7 @@ def test_statistics_are_of_what_enters_the_layer(kind: str, make: Make, data: Pa
             assert f"{base}self_attn" in stats.attentions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gptq", "layerwise", "learned"])
 def test_tune_chooses_the_codes_of_the_layer_behind_the_tuned_model(
     method: str, make: Make, data: Path, tmp_path: Path
@@ -95,6 +97,7 @@ def test_tune_chooses_the_codes_of_the_layer_behind_the_tuned_model(
     assert report.ok, [fault.message for fault in report.faults]
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_quantized_and_calibrated_is_verified_with_its_statistics(
     make: Make, data: Path, tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def stats(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return out
 
 
+@pytest.mark.slow
 def test_they_are_what_the_reverse_pass_gives(model: Path, text: Path, stats: Path) -> None:
     """Of the samples that are not held out, for every linear layer but the head."""
     windows = load_samples([str(text)], model, samples=ROWS, seqlen=24, seed=0, holdout=8).windows
@@ -220,6 +221,7 @@ def test_costs_of_rotated_weights_are_by_gradients_that_are_spread_over_each_blo
     assert costs[DOWN, "nvfp4"] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_of_a_weight_without_its_gradients_costs_are_by_tokens(model: Path, stats: Path, tmp_path: Path) -> None:
     """As experts have them, and statistics of older versions."""
     folder = copy_of(stats, tmp_path / "stats", without=f"{DOWN}.gradient_")

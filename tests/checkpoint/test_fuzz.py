@@ -145,6 +145,7 @@ def accepted(folder: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_mutated_headers_are_refused_or_read_as_the_library_reads_them(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
@@ -160,6 +161,7 @@ def test_mutated_headers_are_refused_or_read_as_the_library_reads_them(seed: int
     assert 0.02 < count / (HEADER_MUTATIONS // 4) < 0.9  # both outcomes are exercised
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_mutated_indexes_are_refused_or_agree_with_the_shards(seed: int, tmp_path: Path) -> None:
     rng = random.Random(1000 + seed)

@@ -126,6 +126,7 @@ def test_a_read_only_target_is_one_line(here: Path) -> None:
     assert "permissions" in refused("convert", "model", "-o", "shut/out")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_a_disk_that_fills_up_is_one_line_and_the_run_resumes(here: Path) -> None:
     """The file system's own refusal, by the largest file that this process may write."""

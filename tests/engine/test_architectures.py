@@ -165,6 +165,7 @@ def test_tokens_that_see_others_without_attention_are_refused() -> None:
         ModelRunner(model, CacheOptions(1 << 24, 64, 2))
 
 
+@pytest.mark.slow
 def test_models_that_are_served_pass_as_empty_ones() -> None:
     for config in CONFIGS.values():
         with torch.device("meta"):

@@ -295,6 +295,7 @@ def has_prefill_kernel() -> bool:
     return paged_prefill(x, pages, pages, where, scaling=1.0) is not None
 
 
+@pytest.mark.slow
 def test_packed_halves_have_the_bits_of_the_whole_step(found: list[dict[str, Any]]) -> None:
     for rank in found:
         for whole, cut in rank["packed"][0]:

@@ -89,6 +89,7 @@ def test_the_file_says_everything(checkpoints: dict[str, Path], tmp_path: Path, 
     assert 0.5 < kl["top1_agreement"] < 1
 
 
+@pytest.mark.slow
 def test_the_file_shows_where_the_divergence_lies_and_what_both_models_write(
     checkpoints: dict[str, Path], tmp_path: Path, cache: Path
 ) -> None:

@@ -93,6 +93,7 @@ def test_no_process_is_forked(model: Any, tokenizer: Any, data: Path, monkeypatc
     assert "DISABLE_MULTIPROC" not in os.environ
 
 
+@pytest.mark.slow
 def test_multiple_choice_picks_the_likeliest_answer(
     metrics: dict[tuple[str, str], TaskMetric], model: Any, tokenizer: Any
 ) -> None:
@@ -156,6 +157,7 @@ def test_answers_longer_than_the_context_are_refused_and_cut_questions_told(
                 run_tasks(model, tokenizer, request)
 
 
+@pytest.mark.slow
 def test_limit_takes_the_first_samples(model: Any, tokenizer: Any, data: Path) -> None:
     found = run_tasks(model, tokenizer, TaskRequest(("local_piqa",), task_data=data, limit=1))
     assert [metric.samples for metric in found] == [1, 1]
@@ -237,6 +239,7 @@ def test_local_tasks_need_no_index_of_thousands_of_others(data: Path, monkeypatc
     assert asked == [False, True]
 
 
+@pytest.mark.slow
 def test_local_data_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--task-data DIR"):
         check_tasks(TaskRequest(("local_piqa",)))

@@ -107,6 +107,7 @@ def test_what_is_written_is_released_to_the_system_and_read_after_it_was_acquire
         assert "write" in order[arrivals[0] : arrivals[1]]
 
 
+@pytest.mark.slow
 def test_compiled_every_float32_operation_is_rounded_by_itself_and_values_move_in_16_bytes(compiled: list[str]) -> None:
     for ptx in compiled:
         operations = set(re.findall(r"^\s+(?:@\S+ )?([a-z][a-z0-9_.:]*\.f32(?:x2)?)\b", ptx, re.M))

@@ -59,6 +59,7 @@ def save_stacked(kind: str, folder: Path) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("model", "container", "scheme"),

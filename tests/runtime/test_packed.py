@@ -41,6 +41,7 @@ def bound(x: torch.Tensor, w: torch.Tensor, exact: torch.Tensor, *, decoded_bf16
     return sums * (2 * w.shape[1] * U + (V if decoded_bf16 else 0)) + 2.1 * V * exact.abs() + 1e-30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("shape", [(48, 128), (33, 256), (250, 480), (16, 2080), (5, 2080)])
 @pytest.mark.parametrize("layout", ["rows", "panels"])

@@ -248,6 +248,7 @@ def test_a_linear_layer_that_does_more_is_left_alone() -> None:
         assert not multiplies_only(layer)
 
 
+@pytest.mark.slow
 def test_a_model_that_asks_for_a_weight_itself_gets_its_decode(tmp_path: Path) -> None:
     """Mamba multiplies with dt_proj.weight, StarCoder initializes c_proj.weight, RWKV writes to what it has loaded."""
     configs = (

@@ -140,6 +140,7 @@ def test_ranks_say_what_one_process_says(world: World, name: str) -> None:
     check_one_process_says_the_same(world.jobs[name], world.found[name])
 
 
+@pytest.mark.slow
 def test_a_packed_head_is_split_by_words(world: World) -> None:
     check_one_process_says_the_same(world.jobs["head"], world.found["head"])
     assert {done.bytes_packed[1] for done in world.found["head"]} == {2 * 96 * 128 // world.size}
@@ -215,6 +216,7 @@ def test_ranks_read_what_peers_wrote(world: World, name: str) -> None:
     check_one_process_says_the_same(world.jobs[name], world.found[name])
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 @pytest.mark.parametrize("name", ["real", "real-nvfp4"])
 def test_a_real_model_writes_the_same_text(world: World, name: str) -> None:

@@ -47,6 +47,7 @@ def bytes_of_part(stored: StoredWeight, rows: int, columns: int) -> int:
     return rows * columns * fmt.element.bits // 8 + (rows // high + 2) * -(-columns // wide) * each + 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("container", "scheme"), LAYOUTS)
 @pytest.mark.parametrize(
     ("name", "rows", "columns"),

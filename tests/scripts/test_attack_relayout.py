@@ -42,6 +42,7 @@ def lines(script: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return status, [json.loads(line) for line in printed]
 
 
+@pytest.mark.slow
 def test_nothing_is_wrong_with_a_sound_checkpoint(
     script: ModuleType, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def decoded(checkpoint: Path, out: Path) -> None:
     shutil.copy(DEMO / "config.json", out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_w4a4", "mxfp4", "fp8"])
 def test_decoded_weights_measure_what_their_checkpoint_measures(baseline: Any, tmp_path: Path, fmt: str) -> None:
     exact: dict[str, Any] = {"input_amax": 336.0} if fmt == "nvfp4_w4a4" else {}  # 1/8 has an exact reciprocal
@@ -74,6 +75,7 @@ def test_decoded_weights_measure_what_their_checkpoint_measures(baseline: Any, t
     assert 0 < dump["kl"] < 1
 
 
+@pytest.mark.slow
 def test_inputs_alone_are_quantized_before_the_float_weights(baseline: Any, tmp_path: Path) -> None:
     for fmt in ("nvfp4", "mxfp4"):
         ptqpipe.convert(DEMO, format=fmt, out=tmp_path / fmt)
@@ -219,6 +221,7 @@ def test_who_changes_more_weights_than_plain_rounding_is_compared_only_where_the
         assert told in text
 
 
+@pytest.mark.slow
 def test_the_document_shows_what_the_results_give(modules: Any) -> None:
     root = SCRIPTS.parent
     lines = modules("bench_quality").read_lines(root / "benchmarks" / "quality.jsonl")

@@ -58,6 +58,7 @@ def test_abs_max_without_a_global_scale_gets_worse_as_blocks_shrink(rows: list[d
     assert mse[0] > mse[1] > mse[2]
 
 
+@pytest.mark.slow
 def test_exact_scales_get_better_as_blocks_shrink_in_every_row(rows: list[dict[str, object]]) -> None:
     exact = [row for row in rows if row["rule"] == "exact"]
     assert len(exact) == 2 * 5

@@ -68,6 +68,7 @@ def test_only_what_includes_a_changed_file_is_compiled_again(tree: Path, changed
     assert compiled(tree) == set()  # the objects of before are still there
 
 
+@pytest.mark.slow
 def test_no_file_is_missed_that_the_compiler_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the kernels themselves."""
     monkeypatch.setattr("setuptools.setup", lambda **given: None)

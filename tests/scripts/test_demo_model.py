@@ -45,6 +45,7 @@ def test_every_linear_fits_each_block_size_up_to_128() -> None:
     assert all(rows % 64 == 0 and columns % 128 == 0 for rows, columns in linears.values()), linears
 
 
+@pytest.mark.slow
 def test_the_held_out_loss_is_what_the_readme_says() -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)

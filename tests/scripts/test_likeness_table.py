@@ -13,6 +13,7 @@ from ptqpipe.stages.demo import MODEL
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_a_model_expects_its_own_kind_of_text_and_not_noise(tmp_path: Path) -> None:
     results = tmp_path / "likeness.jsonl"

@@ -106,6 +106,7 @@ def test_the_learning_rate_rises_to_one_and_falls_to_nothing() -> None:
     assert factors[99] == pytest.approx(0.02)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_and_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ def test_the_committed_pictures_say_what_the_script_draws(pictures: Path, name: 
     assert texts(ROOT / "docs" / "images" / name) == drawn
 
 
+@pytest.mark.slow
 def test_each_tool_stands_with_the_lowest_of_its_measured_methods(pictures: Path) -> None:
     rows = re.findall(r"^\| (\S+) .*?\| (yes|no) \| ([^|]*) \|", best_model(), re.MULTILINE)
     lowest: dict[tuple[str, str], float] = {}

@@ -36,6 +36,7 @@ def by_hand(block: np.ndarray, fmt: Format, g: float | None, h: np.ndarray) -> i
     return chosen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", "e2m1/16/e4m3", "mxfp4", "mxfp6_e2m3", "e2m1/8/ue5m3"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_oracle_is_what_a_second_hand_computes(name: str, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +58,7 @@ def test_the_oracle_is_what_a_second_hand_computes(name: str, weighted: bool, mo
             assert found.flatten().tolist() == expected, (kind, at_once)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", "e2m1/16/e4m3", "mxfp8", "e3m2/8/ue4m4/global"])
 def test_no_single_scale_is_better(name: str) -> None:
     fmt = get_format(name)

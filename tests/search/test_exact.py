@@ -31,6 +31,7 @@ RESEARCH = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEPLOYED + RESEARCH)
 def test_exact_is_brute_force(name: str) -> None:
     fmt = get_format(name)
@@ -53,6 +54,7 @@ def test_exact_is_brute_force_with_hostile_weights(name: str, hostile: str) -> N
         assert torch.equal(found, brute_force.search(w, fmt, global_scale=g, importance=h)), kind
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(["nvfp4", "e2m1/16/e4m3", "mxfp4", "e2m1/8/ue5m3"]),

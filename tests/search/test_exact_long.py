@@ -54,6 +54,7 @@ def test_rows_are_brute_force(dtype: torch.dtype, weighted: bool) -> None:
     assert torch.equal(exact.search(w, CHANNEL, importance=h), brute_force.search(w, CHANNEL, importance=h))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["uniform", "half of them zero", "one column alone"])
 def test_rows_are_brute_force_with_hostile_weights(name: str) -> None:
     kinds = long_weights(22)
@@ -133,6 +134,7 @@ def test_fewer_than_two_scales_a_row_are_scored(dtype: torch.dtype) -> None:
     assert 1 <= sum(scored) <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("bins", [5, 8, 10])
 def test_no_score_is_below_its_bound(bins: int, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,7 @@ def assert_least(w: torch.Tensor, name: str, importance: torch.Tensor | None = N
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rows"), [("int4_g32", 48), ("int8_channel", 150)])
 def test_scales_whose_inverse_is_subnormal_are_searched(name: str, rows: int) -> None:
     """Above 2^126 the inverse of a scale rounds another way than that of its half, so the half may be worse."""
@@ -128,6 +129,7 @@ def test_an_outlier_that_hardly_counts_is_clipped_once_in_the_bound() -> None:
     assert_least(w, "int4_g128", importance)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(NAMES), st.integers(0, 2**31), st.sampled_from([0.0, 1.0, 4.0]))
 def test_compiled_scales_are_those_of_torch(name: str, seed: int, spread: float) -> None:

@@ -44,6 +44,7 @@ def test_codes_are_those_of_brute_force_whatever_was_stored(name: str) -> None:
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8_channel", "e2m1/64/bf16", "e2m1/64/fp16/global"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_numbers_are_those_of_least_score_among_all(name: str, dtype: torch.dtype) -> None:

@@ -48,6 +48,7 @@ def check(case: hostile.Case) -> None:
             assert not fault, fault
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_are_brute_force(name: str) -> None:
     """12,000 blocks in all."""

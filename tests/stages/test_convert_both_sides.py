@@ -72,6 +72,7 @@ def test_codes_on_both_sides_cost_the_model_less(made: Path) -> None:
     assert 0 < both < 0.8 * one
 
 
+@pytest.mark.slow
 def test_the_record_says_in_which_metric_a_weight_was_quantized(made: Path) -> None:
     for name, metric in (("one", "output"), ("both", "kl")):
         record = json.loads((made / name / "ptqpipe.json").read_text())
@@ -94,6 +95,7 @@ def test_the_moments_on_disk_have_the_diagonal_that_plan_reads(made: Path) -> No
         assert not any(map(stats.knows_outputs, stats.modules))
 
 
+@pytest.mark.slow
 def test_verify_finds_codes_on_both_sides_again(made: Path) -> None:
     assert verify(made / "both", source=DEMO, statistics=made / "both-stats").faults == ()
     assert verify(made / "both", source=DEMO, statistics=made / "one-stats").faults

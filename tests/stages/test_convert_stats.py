@@ -533,6 +533,7 @@ def test_the_command_line_takes_gptq_where_statistics_are_given_alone(model: Pat
     assert "Traceback" not in refused.output
 
 
+@pytest.mark.slow
 def test_verify_with_statistics_finds_codes_that_do_not_follow_from_them(
     model: Path, stats: Path, tmp_path: Path
 ) -> None:

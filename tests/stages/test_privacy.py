@@ -68,6 +68,7 @@ def test_no_file_of_a_pipeline_names_the_folder_that_it_ran_in(pipeline: Path) -
     assert [path for path in pipeline.rglob("*") if path.name.endswith(".partial")] == []  # a journal may, and is gone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["stats/stats.json", "codes/rounding.json", "gptq/ptqpipe.json", "tuned/ptqpipe.json"])
 def test_data_are_known_by_base_name_and_sha256(file: str, pipeline: Path) -> None:
     content = json.loads((pipeline / file).read_text())

@@ -131,6 +131,7 @@ def test_global_scales_are_larger_and_shared_as_before(
     assert scales[f"{layer}.q_proj.weight"] == scales[f"{layer}.k_proj.weight"] == scales[f"{layer}.v_proj.weight"]
 
 
+@pytest.mark.slow
 def test_verify_knows_what_was_trained(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     home, content = trained
     count = len(content["end_to_end"]["trained"])

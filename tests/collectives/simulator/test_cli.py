@@ -64,6 +64,7 @@ def test_outliers_show_the_median_block_beside_all() -> None:
     assert f"{1000 * row['rel_l2']:.1f}/{1000 * row['rel_l2_block']:.1f}" in text
 
 
+@pytest.mark.slow
 def test_all_schemes_worlds_and_machines_fit_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ptqpipe.cli.lines._is_terminal", lambda stream: True)
     monkeypatch.setenv("COLUMNS", "80")
@@ -119,6 +120,7 @@ def test_inputs_and_weight_of_a_file_make_partials(partials: Path) -> None:
     assert all(0.004 < float(str(r["rel_l2"])) < 0.012 for r in found)
 
 
+@pytest.mark.slow
 def test_plots_are_written_as_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = run(*SMALL, "--topology", "pcie5,tpu-v5e", "--plot", tmp_path / "plots")

@@ -65,6 +65,7 @@ def expected(scheme: str, ranks: int, codec: str, block: int, rotate: int) -> to
     return reduced(case, partials, start=0, elements=ELEMENTS, node=2).bfloat16()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_processes_hold_the_bits_of_the_simulated_two_shot(tmp_path: Path) -> None:
     ranks = 3
@@ -76,6 +77,7 @@ def test_processes_hold_the_bits_of_the_simulated_two_shot(tmp_path: Path) -> No
             assert torch.equal(found, expected("two-shot", ranks, *case)), (name, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_processes_hold_the_bits_of_the_simulated_one_shot(tmp_path: Path) -> None:
     run_ranks(tmp_path, 2, ["int8:64:0:1"])
