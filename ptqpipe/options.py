@@ -138,11 +138,11 @@ class CodeOptions:
     scales: str = option("auto", choices=("auto", "first", "entry"))
     refine: int = option(
         3,
-        "For --algorithm gptq: sweeps of coordinate descent over scales and codes after the error feedback; at most "
-        "one where it makes up for errors on both sides of a weight.",
+        "For --algorithm gptq: passes of coordinate descent over scales and codes after GPTQ's error feedback; at most "
+        "one with statistics of calibrate --moments kl.",
         metavar="N",
         bounds=(0, 1000),
-        usual="sweeps",
+        usual="passes",
     )
     low_rank: int = option(
         0,
@@ -210,14 +210,14 @@ class CheckpointOptions:
     rotate: str | None = option(
         None,
         "Rotate the inputs of these layers by Hadamard blocks of BLOCK columns while the model runs, such as "
-        "down_proj:64; their weights are rotated, too. Of other programs vLLM does it, on one GPU.",
+        "down_proj:64; their weights are rotated to match. Besides ptqpipe only vLLM runs this, on one GPU.",
         metavar="ROLE:BLOCK,...",
         shown="none",
     )
     mtp: str = option(
         "keep",
-        "Format of the multi-token prediction layers, with which readers draft several tokens in a step: kept as they "
-        "are, or their experts and projections in FP8 or NVFP4.",
+        "Format of multi-token prediction layers, which serve speculative decoding: unchanged (keep), or their experts "
+        "and projections in FP8 or NVFP4.",
         choices=("keep", "fp8", "nvfp4"),
     )
     shard_bytes: int | None = option(
@@ -231,13 +231,13 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """What `convert` does besides quantizing, in one run: with a text, under a budget, for a reader, measured."""
+    """What `convert` does in one run besides quantizing: calibrate on text, keep to a budget, fit a reader, measure."""
 
     data: tuple[str, ...] = option(
         (),
-        "Text like what the model will serve, by which codes are chosen: .txt, .jsonl, .parquet, a folder of them, a "
-        "data set NAME:CONFIG:SPLIT, or self for text that the model writes. Repeatable; FILE=2 gives it the weight 2, "
-        "and self beside files has as many windows as they.",
+        "Text to calibrate on, like what the model will serve: .txt, .jsonl, .parquet, a folder of them, a data set "
+        "NAME:CONFIG:SPLIT, or self for text that the model generates. Repeatable; FILE=2 gives a file the weight 2, "
+        "and self gets as many windows as all files together.",
         metavar="FILE|DIR|NAME|self",
     )
     field: str | None = option(
@@ -248,8 +248,8 @@ class PipelineOptions:
     )
     quality: str | None = option(
         None,
-        "How much is computed with --data: scales alone (fast), GPTQ of each layer by itself (good), or the way that "
-        "measured best for the format (best).",
+        "How much is computed with --data: scales only (fast), GPTQ on each layer independently (good), or the method "
+        "that measured best for the format (best).",
         choices=("fast", "good", "best"),
         shown="best",
     )
@@ -277,8 +277,8 @@ class PipelineOptions:
     )
     untie: bool = option(
         False,
-        "Write an output head that shares the embedding as a tensor of its own, so that --quality best can rotate what "
-        "all layers read, too: mostly less loss where inputs are quantized, for an embedding's size more on disk.",
+        "Store an output head that is tied to the embedding as a separate tensor, so that --quality best can rotate "
+        "the residual stream, too: usually less loss with quantized activations, for that tensor's size more on disk.",
     )
     eval: tuple[str, ...] = option(
         (),
@@ -293,7 +293,7 @@ class PipelineOptions:
     )
     seed: int = option(0, "Seed that chooses the windows of --data.", metavar="N")
     keep_stages: str | None = option(
-        None, "Folder that keeps what is made on the way: statistics, codes, own text.", metavar="DIR"
+        None, "Folder that keeps intermediate results: statistics, codes, generated text.", metavar="DIR"
     )
 
     @property

@@ -49,10 +49,9 @@ ptqpipe calibrate MODEL --data wikitext:wikitext-2-raw-v1:train -o stats
     metavar="KINDS",
     help="Second moments of the inputs to collect, with commas: diagonal, block (16x16), full. GPTQ, the default of "
     "convert --stats, needs full, which takes 4 bytes for every pair of a layer's inputs, twice with held-out windows. "
-    "diagonal,block is small and fits convert --algorithm rtn. kl runs the model backwards once: plan then chooses by "
-    "KL divergence, and, beside full, convert --stats loses less of it. pairs, which runs it backwards, too, keeps "
-    "inputs and gradients of some tokens, for "
-    "transform --learn.",
+    "diagonal,block is small and enough for convert --algorithm rtn. kl adds a backward pass: plan then minimizes KL "
+    "divergence, and so does convert --stats if full is given, too. pairs adds a backward pass that stores inputs and "
+    "gradients of some tokens, for transform --learn.",
 )
 @computing_dtype("fp32", "fp64", "bf16", "fp16", "auto")
 @click.option("-o", "--out", **OUT, help="Folder of statistics to write.")
@@ -106,22 +105,22 @@ def calibrate(given: Given) -> None:
     multiple=True,
     default=(1.0,),
     metavar="X",
-    help="Temperature of the draws, up to 2. Repeatable: windows take turns in them.  [default: 1]",
+    help="Sampling temperature, up to 2. Repeatable: windows alternate between the values.  [default: 1]",
 )
 @click.option(
     "--length",
     type=int,
     multiple=True,
     metavar="N",
-    help="Tokens of a text; several of them fill a window. Repeatable: windows take turns in them.  "
+    help="Tokens in each text; several texts fill a window. Repeatable: windows alternate between the values.  "
     "[default: a window]",
 )
 @click.option(
     "--prompts",
     multiple=True,
     metavar="FILE",
-    help="Text that the model goes on with: a row of the file, as --data takes it, cut to half a text. Repeatable.  "
-    "[default: one token, drawn evenly]",
+    help="Prompts that the texts begin with: each a row of the file, as --data reads it, cut to half of --length. "
+    "Repeatable.  [default: one random token]",
 )
 @computing_dtype("fp32", "bf16", "fp16", "auto")
 @click.option("-o", "--out", **OUT, help="File of token ids to write (.jsonl).")
@@ -130,9 +129,9 @@ def calibrate(given: Given) -> None:
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @QUIET
 def generate(given: Given) -> None:
-    """Let a model write its own calibration text.
+    """Let a model generate its own calibration text.
 
-    This helps where no data are at hand: calibrate and tune take the file as --data.
+    For when you have no text: calibrate and tune take the file as --data.
     """
     from ptqpipe.stages import generate as stage
 
@@ -171,16 +170,16 @@ ptqpipe tune MODEL --data text.jsonl --method gptq+learned -o codes
     type=click.Choice(["gptq", "kl", "layerwise", "gptq+learned", "learned"]),
     default="gptq",
     show_default=True,
-    help="How codes are found: by GPTQ in the order of the model, each layer compensating for the error that earlier "
-    "layers introduced (gptq), the same and then gradient descent on the KL divergence of the whole model, which is in "
-    "memory (kl), by GPTQ of each layer by itself, in half the time (layerwise), by gradient descent on each layer's "
-    "output (learned), or by both (gptq+learned).",
+    help="How codes, the quantized values, are found: by GPTQ in the order of the model, each layer compensating for "
+    "the error of earlier layers (gptq), by that and then gradient descent on the KL divergence of the whole model, "
+    "held in memory (kl), by GPTQ on each layer independently, in half the time (layerwise), by gradient descent on "
+    "each layer's output (learned), or by gptq and then learned (gptq+learned).",
 )
 @click.option(
     "--metric",
     type=click.Choice(["kl", "output"]),
-    help="What an error costs, for --method gptq, layerwise and kl: what it adds to the KL divergence of the model, by "
-    "gradients of the model run backwards (kl), or its square at the layer's output, in half of the time (output).  "
+    help="Objective of --method gptq, layerwise and kl: the KL divergence of the model, estimated with gradients from "
+    "a backward pass (kl), or the squared error of each layer's output, in half of the time (output).  "
     "[default: kl; of layerwise and gptq+learned, output]",
 )
 @click.option(
@@ -202,8 +201,8 @@ ptqpipe tune MODEL --data text.jsonl --method gptq+learned -o codes
     type=names,
     default="",
     metavar="KINDS",
-    help="After the codes, train what stays float, with commas: head, embeddings, norms, biases, and global for the "
-    "global scales; for --method kl. These values are then no longer the model's own; the record lists them.  "
+    help="After the codes, also train tensors that stay float, with commas: head, embeddings, norms, biases, and "
+    "global for the global scales; for --method kl. The record, ptqpipe.json, lists the trained tensors.  "
     "[default: none]",
 )
 @click.option("-o", "--out", **OUT, help="Folder of codes to write.")
@@ -212,8 +211,8 @@ ptqpipe tune MODEL --data text.jsonl --method gptq+learned -o codes
 def tune(given: Given) -> None:
     """Learn how a model's weights are rounded.
 
-    MODEL is tuned one decoder layer at a time, from the codes that convert would write with these options.
-    `ptqpipe convert MODEL --rounding OUT` then writes the learned ones.
+    MODEL is tuned one decoder layer at a time, starting from what convert would write with these options.
+    `ptqpipe convert MODEL --rounding OUT` then writes the result.
     """
     from ptqpipe.stages.tune import run as stage, text
     from ptqpipe.tuning import options as of_tune
@@ -278,8 +277,8 @@ ptqpipe plan MODEL --budget 9GB --measure text.txt --for vllm -o mixed.yaml
     "--stats",
     type=PATH,
     metavar="DIR",
-    help="Folder of `ptqpipe calibrate`; with it the sensitivity of a layer is what its error costs the model's KL "
-    "divergence (of --moments kl), else its output error.",
+    help="Folder of statistics that `ptqpipe calibrate` wrote. The sensitivity of a layer is then the KL divergence "
+    "that its error adds (with calibrate --moments kl), or else its output error.",
 )
 @click.option(
     "--measure",
@@ -300,7 +299,7 @@ def plan(given: Given) -> None:
     """Choose a format for every layer under a budget.
 
     Integer programming minimizes the sum of sensitivities and writes a recipe for convert. Without --stats and
-    --measure the sensitivity of a layer is the error of its weights. What --measure finds is kept in
+    --measure the sensitivity of a layer is the error of its weights. Results of --measure are kept in
     OUT.measured.jsonl, from which an interrupted call continues.
     """
     from ptqpipe.stages.pipeline import call

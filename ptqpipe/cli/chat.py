@@ -32,7 +32,7 @@ def _options_of_serve(function: F) -> F:
     "--api-key",
     metavar="KEY",
     envvar="PTQPIPE_API_KEY",
-    help="Key that the service at --url asks for.  [default: $PTQPIPE_API_KEY]",
+    help="API key of the service at --url.  [default: $PTQPIPE_API_KEY]",
 )
 @click.option("--system", default="", metavar="TEXT", help="System prompt, for all answers.  [default: none]")
 @click.option("--temperature", type=float, default=0.7, show_default=True, help="Randomness of the answers, 0 to 2.")
@@ -54,7 +54,7 @@ def chat(given: Given) -> None:
     """Talk with a checkpoint in the terminal.
 
     CKPT is loaded as `ptqpipe serve` does. Through a pipe, standard input is one question and standard output its
-    answer. /help lists what can be typed instead of a message.
+    answer. Type /help for the commands of the chat.
     """
     if (given.ckpt is None) == (given.url is None):
         raise UsageError("name a checkpoint to load, or the --url of a running service: one of them")

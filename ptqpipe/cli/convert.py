@@ -60,8 +60,8 @@ ptqpipe convert MODEL --budget 4.75bits --data self --for vllm -o OUT
 def convert(given: Given) -> None:
     """Quantize a model to a packed FP4 or FP8 checkpoint.
 
-    MODEL is a folder, or a name on the hub. With --data, --budget, --eval or --report all stages that the call needs
-    run one after another. Without them, under torchrun, the work is divided among the ranks; the bytes are the same.
+    MODEL is a folder, or a name on the hub. --data, --budget, --eval and --report add the stages that they need, such
+    as calibration. Without them torchrun can divide the work among ranks; the output is the same.
     """
     if given.push is not None:
         from ptqpipe.stages.push import check_push
@@ -215,9 +215,14 @@ def dequantize(given: Given) -> None:
     "--apply",
     required=True,
     metavar="NAMES",
-    help="Transforms in their order, with commas: smoothquant, awq, aqas, smooth_swiglu, rotate.",
+    help="Transforms to apply, in order, with commas: smoothquant, awq, aqas, smooth_swiglu, rotate.",
 )
-@click.option("--stats", type=PATH, metavar="DIR", help="Folder of `ptqpipe calibrate`; Hadamard rotations need none.")
+@click.option(
+    "--stats",
+    type=PATH,
+    metavar="DIR",
+    help="Folder of statistics that `ptqpipe calibrate` wrote; Hadamard rotations need none.",
+)
 @click.option("--alpha", type=float, help="Exponent of the inputs in SmoothQuant, or the strength of Smooth-SwiGLU.")
 @click.option(
     "--power-of-two", "powers_of_two", is_flag=True, help="Round factors to powers of two: exact in every float type."
@@ -226,7 +231,7 @@ def dequantize(given: Given) -> None:
     "--edges",
     type=names,
     metavar="KINDS",
-    help="Where factors move, with commas: from a norm to the layers that read it (norm), within latent "
+    help="Between which layers factors move, with commas: from a norm to the layers that read it (norm), within latent "
     "attention (latent), from v_proj to o_proj (value), from up_proj to down_proj (up).  "
     "[default: each transform's own]",
 )
@@ -240,10 +245,10 @@ def dequantize(given: Given) -> None:
     type=int,
     metavar="STEPS",
     default=0,
-    help="Learn rotations for --format in so many steps, such as 200, on statistics with --moments diagonal,pairs.  "
+    help="Learn rotations for --format in this many steps, such as 200; needs --stats of --moments diagonal,pairs.  "
     "[default: 0, Hadamard matrices]",
 )
-@click.option("--untie", is_flag=True, help="Write an output head that shares the embedding as a tensor of its own.")
+@click.option("--untie", is_flag=True, help="Store an output head that is tied to the embedding separately.")
 @click.option(
     "--format",
     metavar="NAME",
@@ -264,8 +269,8 @@ def dequantize(given: Given) -> None:
 def transform(given: Given) -> None:
     """Fold smoothing factors or rotations into a model.
 
-    The result computes the same as MODEL and quantizes better. Statistics of MODEL do not fit it: calibrate the result
-    again before `ptqpipe convert --stats`.
+    The result computes the same function as MODEL and loses less when quantized. It needs statistics of its own:
+    calibrate it again before `ptqpipe convert --stats`.
     """
     from ptqpipe.stages.transform import run as stage
     from ptqpipe.stages.transform.plan import TransformOptions
@@ -290,7 +295,7 @@ def transform(given: Given) -> None:
 def demo(given: Given) -> None:
     """Convert a small built-in model to three formats.
 
-    The checkpoints are verified, and a table shows what each format costs, a row as soon as it is measured.
+    The checkpoints are verified, and a table shows what each format costs.
     """
     from ptqpipe.stages import demo as stage
 

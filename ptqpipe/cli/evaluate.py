@@ -37,7 +37,7 @@ ptqpipe eval CKPT --tasks local_piqa --task-data FOLDER --limit 200
     "--seqlen", type=int, metavar="N", help="Tokens in each window.  [default: the model's positions, at most 2048]"
 )
 @click.option(
-    "--stride", type=int, metavar="N", help="Tokens from the start of a window to the next.  [default: the window]"
+    "--stride", type=int, metavar="N", help="Tokens from the start of a window to the next.  [default: --seqlen]"
 )
 @click.option("--max-tokens", type=int, metavar="N", help="Tokens of each text to use, from its beginning.")
 @click.option(
@@ -45,7 +45,7 @@ ptqpipe eval CKPT --tasks local_piqa --task-data FOLDER --limit 200
     type=names,
     default="",
     metavar="A,B",
-    help="Tasks of lm-eval, or local_piqa, local_lambada, ..., with commas.",
+    help="Tasks of lm-eval to run, with commas; local_piqa, local_lambada, ... read the files in --task-data.",
 )
 @click.option("--task-data", type=PATH, metavar="DIR", help="Folder with the files of the local_ tasks.")
 @click.option("--include-path", type=PATH, metavar="DIR", help="Folder of further task files (YAML) for lm-eval.")
@@ -57,7 +57,7 @@ ptqpipe eval CKPT --tasks local_piqa --task-data FOLDER --limit 200
 @click.option(
     "--cache-dir",
     type=PATH,
-    help="Folder where the baseline's log-probabilities are kept for further runs.  [default: ~/.cache/ptqpipe]",
+    help="Folder that keeps the log-probabilities of --source for later runs.  [default: ~/.cache/ptqpipe]",
 )
 @click.option(
     "--cache-size", type=Size(), default="16GiB", show_default=True, help="Limit of --cache-dir; 0 keeps nothing."
@@ -68,7 +68,7 @@ ptqpipe eval CKPT --tasks local_piqa --task-data FOLDER --limit 200
     default=0,
     show_default=True,
     metavar="N",
-    help="Beginnings of --data that both models continue, 32 tokens each, shown by `ptqpipe report`.",
+    help="Prompts from --data that both models continue by 32 tokens, to be shown by `ptqpipe report`.",
 )
 @click.option("-o", "--out", type=PATH, help="JSON file to write.  [default: <ckpt>.eval.json]")
 @click.option("--overwrite", is_flag=True, help="Replace an eval file that holds more than this call measures.")

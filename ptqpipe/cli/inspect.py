@@ -22,7 +22,7 @@ ptqpipe verify CKPT --source MODEL --optimal
 @click.option("--source", type=MODEL, metavar="MODEL", help="The model that CKPT was made from.")
 @click.option("--stats", type=PATH, metavar="DIR", help="The statistics that CKPT was made with, if there were any.")
 @click.option(
-    "--optimal", is_flag=True, help="Prove block scales optimal once more by brute force, on a sample of blocks."
+    "--optimal", is_flag=True, help="Prove again, by brute force on a sample of blocks, that block scales are optimal."
 )
 @click.option("--all", "all_blocks", is_flag=True, help="Let --optimal prove every block instead of a sample.")
 @click.option("--all-faults", is_flag=True, help="List every fault instead of the first few.")
@@ -31,9 +31,9 @@ ptqpipe verify CKPT --source MODEL --optimal
 def verify(given: Given) -> None:
     """Check a checkpoint's bytes and claims.
 
-    The exit code is 1 if there is a fault. Hashes, sizes and config files are checked from the bytes of CKPT; errors
-    need --source, with which the weights are also quantized again. docs/verify.md lists the few claims that cannot be
-    checked.
+    The exit code is 1 if there is a fault. CKPT alone is enough to check hashes, sizes and config files. With --source
+    errors are recomputed, and the weights are quantized again to compare. docs/verify.md lists the few claims that
+    cannot be checked.
     """
     from ptqpipe.stages.verify import run as stage
     from ptqpipe.stages.verify.text import render, to_json
@@ -155,9 +155,9 @@ ptqpipe recipes nvfp4_gptq > mine.yaml
 @click.argument("name", required=False)
 @JSON
 def recipes(given: Given) -> None:
-    """List the recipes that have a name, or print one.
+    """List the built-in recipes, or print one.
 
-    `ptqpipe convert MODEL --recipe NAME` takes the name; docs/recipes.md tells how to write another.
+    `ptqpipe convert MODEL --recipe NAME` uses it; docs/recipes.md explains how to write your own.
     """
     from ptqpipe.stages import recipes as stage
 
@@ -171,9 +171,9 @@ def recipes(given: Given) -> None:
 @command(example="ptqpipe doctor")
 @JSON
 def doctor(given: Given) -> None:
-    """Tell what this machine has, and what it lacks.
+    """Show what this machine has, and what it lacks.
 
-    Processor and kernels, torch, GPU, extras, memory, disk and hub. The exit code is 0 whatever is found.
+    Processor and kernels, torch, GPU, optional packages, memory, disk and hub. The exit code is always 0.
     """
     from ptqpipe.stages import doctor as stage
 

@@ -274,7 +274,7 @@ def run_options(*, computes: bool = False, spills: str = "", restart: bool = Tru
     """
     limit = f"Limit of resident memory{f'; {spills} beyond it are kept on disk' if spills else ''}."
     again = (
-        click.option("--resume", is_flag=True, help="Continue an interrupted run; where there is none, start."),
+        click.option("--resume", is_flag=True, help="Continue an interrupted run, or start if there is none."),
         click.option("--overwrite", is_flag=True, help="Replace an existing output."),
     )
     return options(

@@ -1,4 +1,4 @@
-"""The command that serves: with this package's engine, or with vLLM (``--engine vllm``) started and watched."""
+"""The serve command: with ptqpipe's own engine, or with vLLM (``--engine vllm``), which it starts and monitors."""
 
 import os
 import sys
@@ -54,7 +54,7 @@ VLLM_OPTIONS = options(
         type=click.Choice(["own", "vllm"]),
         default="own",
         show_default=True,
-        help="Engine that computes: this package's own, or vLLM of another environment, started and watched.",
+        help="Engine that computes: ptqpipe's own, or vLLM in another environment, started and monitored.",
     ),
     click.option(
         "--vllm-python",
@@ -100,7 +100,7 @@ VLLM_OPTIONS = options(
     default="off",
     show_default=True,
     metavar="int8|off|auto",
-    help="How ranks send their sums in prefill: in int8, unquantized (off), or as is measured to be faster (auto).",
+    help="How ranks send their sums in prefill: in int8, unquantized (off), or whichever measures faster (auto).",
 )
 @click.option(
     "--overlap/--no-overlap",
@@ -109,7 +109,7 @@ VLLM_OPTIONS = options(
     help="Overlap the prefill all-reduces with computation.",
 )
 @click.option(
-    "--batch-invariant", is_flag=True, help="Make every answer independent, to the bit, of what else is served."
+    "--batch-invariant", is_flag=True, help="Make every answer bit-identical, whatever other requests are running."
 )
 @click.option("--host", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=int, default=8000, show_default=True, help="Port to listen on; 0 takes any free one.")
@@ -159,7 +159,7 @@ VLLM_OPTIONS = options(
     type=Size(),
     help="Memory for keys and values on each rank.  [default: a quarter of the free memory]",
 )
-@click.option("--no-prefix-caching", is_flag=True, help="Compute common beginnings of prompts again for each request.")
+@click.option("--no-prefix-caching", is_flag=True, help="Do not reuse the keys and values of common prompt prefixes.")
 @click.option(
     "--speculative",
     type=click.Choice(["mtp"]),
@@ -184,7 +184,7 @@ VLLM_OPTIONS = options(
     "--allowed-local-media-path",
     "media",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder whose files messages may name as images; without it images come as data URIs alone.",
+    help="Folder whose image files messages may name; without it images must be data URIs.",
 )
 @click.option(
     "--drain",
@@ -201,7 +201,7 @@ VLLM_OPTIONS = options(
 def serve(given: Given) -> None:
     """Serve a checkpoint with OpenAI's API.
 
-    CKPT is a folder, quantized or not; a page to chat is at /. With --engine vllm, flags of vLLM itself go after --.
+    CKPT is a folder, quantized or not. The chat page is at /. With --engine vllm, give vLLM's own flags after --.
     """
     if _handed_to_vllm(given):
         return

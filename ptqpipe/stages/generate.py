@@ -77,7 +77,7 @@ def generate(
         raise OutputExists(f"{out} exists; --overwrite replaces it, or give another -o")
     texts = Texts(options.temperature, options.length, _begins(options.prompts, path))
     if log is not None:
-        header = f"{model} writes {samples} windows of {seqlen} tokens and {held_out} to hold out; it is loaded first"
+        header = f"{model} generates {samples} windows of {seqlen} tokens and {held_out} to hold out; loading the model"
         log(with_note(header, config))
     begin = getattr(config.get_text_config(), "bos_token_id", None)
     loaded = load_model(path, dtype=options.dtype, device=str(machine.device))

@@ -30,16 +30,16 @@ def check(structure: Structure, block: int, *, untie: bool) -> None:
     elif not any(edge.kind == "final" for edge in structure.edges) or not structure.embeddings:
         reason = "the last norm, the head or the embedding cannot be found"
     elif structure.norms.tied:
-        reason = f"readers take the embedding of {kind} for its head, whatever config.json says"
+        reason = f"readers use the embedding of {kind} as output head, whatever config.json says"
     elif head is not None:
         reason = (
-            f"the head is the embedding by config.json, but '{head}' is stored, too: delete it, or set "
-            "tie_word_embeddings to false where they differ"
+            f"config.json ties the output head to the embedding, but '{head}' is stored, too: delete it, or set "
+            "tie_word_embeddings to false if they differ"
         )
     elif structure.others:
         reason = f"it is not known whether '{structure.others[0]}' reads the residual stream"
     elif structure.tied and not untie:
-        reason = "the head is the embedding, which changes otherwise; --untie writes a head of its own"
+        reason = "the output head is tied to the embedding; --untie stores a head of its own, which can be rotated"
     else:
         return
     raise UsageError(f"rotate_residual is refused: {reason}")

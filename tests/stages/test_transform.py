@@ -248,7 +248,7 @@ def test_a_tied_head_that_is_stored_besides_is_not_untied(tmp_path: Path) -> Non
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     options = TransformOptions("rotate", block=16, untie=True)
-    with pytest.raises(UsageError, match=r"by config.json, but 'lm_head\.weight' is stored, too: delete it"):
+    with pytest.raises(UsageError, match=r"to the embedding, but 'lm_head\.weight' is stored, too: delete it"):
         transform(model, tmp_path / "out", options=options)
 
 

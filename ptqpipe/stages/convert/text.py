@@ -19,7 +19,7 @@ from ptqpipe.stages.common import sqnr_db
 from ptqpipe.tensor_names import name_pattern, role_of
 
 _WEIGHT_ERROR = (
-    "SQNR and vs abs-max are errors of the weights, which codes that are chosen by data let grow where inputs are small"
+    "SQNR and vs abs-max measure the error of the weights, which calibration lets grow where inputs are small"
 )
 
 

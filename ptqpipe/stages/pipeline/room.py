@@ -74,8 +74,8 @@ class Disk(NamedTuple):
         parts = {
             "codes": self.codes,
             "statistics": self.small,
-            "pairs that rotations are learned from": self.pairs,
-            "hidden states if memory has no room for them": self.hidden,
+            "inputs and gradients that rotations are learned from": self.pairs,
+            "hidden states that may not fit in memory": self.hidden,
             "log-probabilities": self.logits,
         }
         return ", ".join(f"{disk_size(nbytes)} of {what}" for what, nbytes in parts.items() if nbytes)

@@ -138,18 +138,18 @@ class Pipeline:
             if wanted:
                 found.append(Step(name, words, run))
 
-        add(self._own_weight is not None, "generate", "the model writes its own text", self._generate)
-        turned = "rotations that are learned from gradients at inputs, folded in while the model is read"
+        add(self._own_weight is not None, "generate", "the model generates text to calibrate on", self._generate)
+        turned = "learn rotations from the gradients at the inputs of layers, and fold them into the weights"
         add(way and way.rotations, "rotate", turned, self._rotate)
         known = self.needs_statistics and way is not None
         add(known, "calibrate", "statistics of the inputs of every layer, a few kB each", self._calibrate)
-        folded = f"{way and way.transform}: factors that are folded in while the model is read"
+        folded = f"{way and way.transform}: find scaling factors, and fold them into the weights"
         add(way and way.transform, "transform", folded, self._transform)
         add(work.budget, "plan", f"a format for every layer at {work.budget}", self._plan)
         add(way and way.method, "tune", words_of(Way(method=way.method if way else "")), self._tune)
         add(True, "convert", f"into {self.out}", self._convert)
-        add(True, "verify", "hashes and claims of the result", self._verify)
-        add(work.eval, "eval", f"KL divergence to the model on {', '.join(work.eval)}", self._eval)
+        add(True, "verify", "check hashes and recorded claims of the result", self._verify)
+        add(work.eval, "eval", f"KL divergence from the original model on {', '.join(work.eval)}", self._eval)
         add(work.report, "report", f"{self.beside('report.html')}", self._report)
         return found
 

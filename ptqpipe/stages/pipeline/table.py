@@ -14,11 +14,11 @@ class Way(NamedTuple):
     """How codes are found.
 
     rotations  which are learned and folded into the float model first (``transform --apply``); empty: none
-    steps      in which they are learned (``transform --learn``)
-    transform  what is folded in then (``transform --apply``); empty: nothing
+    steps      number of steps in which they are learned (``transform --learn``)
+    transform  which transform is folded in after that (``transform --apply``); empty: none
     method     of ``tune``; empty: nearest codes, at scales that are weighted by the second moments of the inputs
-    own_text   whether the model's own text is mixed in, as if ``--data self`` stood beside the others
-    without    why something that the table has is left out of this run
+    own_text   whether text that the model generates is added to the data, as with ``--data self``
+    without    reasons why a part of the table's entry is left out of this run
     """
 
     rotations: str = ""
@@ -47,15 +47,16 @@ TABLE: dict[str, dict[str, Way]] = {
     WEIGHTS: _row(Way(method="gptq")),
     INT8: _row(Way(method="gptq")),
     FP8: _row(Way("rotate", 200, method="gptq")),
-    # Where inputs have 4 bits the codes learn what these lose, too: of one text alone it is more on every other one.
+    # With 4-bit inputs the codes also compensate for the error of the inputs. Learned from one kind of text, that
+    # raises the error on other kinds; so text that the model generates is added.
     MXFP4: _row(Way("rotate", 200, "aqas", "gptq", own_text=True)),
     NVFP4: _row(Way("rotate", 50, "aqas", "gptq", own_text=True)),  # more steps raise the loss of the model
 }
 
 _WORDS = {
-    "": "scales weighted by the inputs, nearest codes",
-    "layerwise": "GPTQ of each layer by itself",
-    "gptq": "GPTQ in the order of the model, by its KL divergence",
+    "": "scales weighted by the inputs, rounding to nearest",
+    "layerwise": "GPTQ on each layer independently",
+    "gptq": "GPTQ layer after layer, minimizing the model's KL divergence",
 }
 
 
@@ -67,7 +68,7 @@ def kind_of(schemes: Sequence[Scheme]) -> str:
 def words_of(way: Way) -> str:
     """What a way does, in words."""
     before = [*(["learned rotations"] if way.rotations else []), *([way.transform] if way.transform else [])]
-    text = ", on the data and the model's own text" if way.own_text else ""
+    text = ", on the data and on text that the model generates" if way.own_text else ""
     return (f"{', '.join(before)}, then " if before else "") + _WORDS[way.method] + text
 
 

@@ -22,7 +22,7 @@ def header(run: "Pipeline", steps: Sequence["Step"]) -> Iterator[str]:
     for number, step in enumerate(steps, 1):
         yield f"  {number} {step.name}: {step.words}"
     if str(run.disk):
-        yield f"  beside the output at most {run.disk}"
+        yield f"  disk for temporary files, at most: {run.disk}"
     yield f"  memory: {run.memory}"
     yield from (f"  warning: {line}" for line in run.warnings)
 

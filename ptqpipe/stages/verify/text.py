@@ -146,7 +146,7 @@ def _weights_table(report: VerifyReport) -> str:
         lines.append("output error: relative to plain rounding to nearest, as recorded in ptqpipe.json")
     if measured and not all(w.nearest for members in groups.values() for w in members):
         lines.append(
-            "SQNR to vs abs-max: errors of the weights, which calibrated codes let grow where inputs are small"
+            "SQNR to vs abs-max measure the error of the weights, which calibration lets grow where inputs are small"
         )
     return "\n".join(lines + _unproven(report))
 

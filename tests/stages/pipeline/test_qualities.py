@@ -34,7 +34,7 @@ from tests.transforms.models import token_ids
 def test_best_is_tune_and_convert_in_one_call_and_leaves_nothing_else(model: Path, text: Path, tmp_path: Path) -> None:
     printed = ran("convert", model, *few(text), "-o", tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
-    for words in ("1 tune: GPTQ in the order of the model", "[1/3] tune", "[3/3] verify", "Next: ptqpipe eval"):
+    for words in ("1 tune: GPTQ layer after layer", "[1/3] tune", "[3/3] verify", "Next: ptqpipe eval"):
         assert words in printed
     again = ran("convert", model, "--eval", text, "-o", tmp_path / "measured", "--workers", 1)
     assert f"Next: ptqpipe report {tmp_path / 'measured'} --source {model}" in again
@@ -151,8 +151,10 @@ def test_a_model_whose_head_is_the_embedding_has_its_values_rotated_and_the_reco
     said: list[str] = []
     done = made(model, tmp_path / "out", work_of(text), "fp8", say=said.append)
     assert done.record["transformed"]["transform"] == "rotate_values"
-    assert "the head is the embedding" in done.record["pipeline"]["without"][0]
-    assert any("warning: rotate_residual is left out: the head is the embedding" in line for line in said)
+    assert "the output head is tied to the embedding" in done.record["pipeline"]["without"][0]
+    assert any(
+        "warning: rotate_residual is left out: the output head is tied to the embedding" in line for line in said
+    )
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def test_no_more_lies_beside_the_output_than_the_header_says(
     work = PipelineOptions(data=("self",), samples=8, seqlen=LENGTH)
     run = prepare(model, RecipeOptions(scheme), None, tmp_path / "out", work, "new", ONE)
     done = stage.run(run, say=said.append)
-    assert f"  beside the output at most {run.disk}" in said
+    assert f"  disk for temporary files, at most: {run.disk}" in said
     memory = next(line for line in said if line.startswith("  memory: "))
     assert re.search(r"generate about 66\d MiB \(the whole model.*, tune about 66\d MiB \(one decoder layer", memory)
     output = sum(path.stat().st_size for path in done.out.iterdir())

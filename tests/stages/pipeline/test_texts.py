@@ -39,7 +39,7 @@ def test_the_models_own_text_is_half_of_what_four_bit_inputs_learn_from_unless_t
     fields = made(model, tmp_path / "fields", work_of(text, field="input_ids"), "mxfp4", say=said.append)
     assert "own text is left out: --field input_ids is in no row of it" in fields.record["pipeline"]["without"][0]
     assert any("warning: the model's own text is left out" in line for line in said)
-    assert not any("the model writes its own text" in line for line in said)
+    assert not any("the model generates text to calibrate on" in line for line in said)
     assert weights_of(half.out) != weights_of(fields.out)
 
 
@@ -47,7 +47,7 @@ def test_the_model_writes_its_own_text(model: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     words = ("--data", "self", "--samples", 8, "--seqlen", LENGTH, "--quality", "good", "--workers", 1)
     printed = ran("convert", model, *words, "--keep-stages", kept, "-o", tmp_path / "out")
-    assert "1 generate: the model writes its own text" in printed
+    assert "1 generate: the model generates text to calibrate on" in printed
     assert len((kept / "own-text.jsonl").read_text().splitlines()) == 9
     again = ("--data", kept / "own-text.jsonl", *words[2:])
     ran("convert", model, *again, "-o", tmp_path / "two")
