@@ -1,11 +1,11 @@
 """ptqpipe quantizes Hugging Face checkpoints to FP4 and FP8, in little memory, with block scales proven optimal.
 
-    ptqpipe.quantize_model("Qwen/Qwen3-8B", "nvfp4", data="text.jsonl", out="packed")    # the one call
+    ptqpipe.quantize_model("Qwen/Qwen3-8B", "nvfp4", data="text.jsonl", out="packed")    # everything in one call
     ptqpipe.convert("path/to/model", format="nvfp4")          # without data
-    ptqpipe.verify("packed", source="path/to/model")          # every command is a function of its name
+    ptqpipe.verify("packed", source="path/to/model")          # every command is a function
     q = ptqpipe.quantize(w, "nvfp4"); q.dequantize()          # one matrix
 
-docs/python.md tells the rest. Names resolve on first use, so that importing the package (or asking for ``--help``) does
+docs/python.md has the rest. Names resolve on first use, so that importing the package (or asking for ``--help``) does
 not import torch. Importing it makes transformers' ``from_pretrained`` read these checkpoints, too: see
 ``runtime/hook.py``.
 """

@@ -138,7 +138,7 @@ CALLS: list[tuple[tuple[str, ...], int, str]] = [
     (("chat", "modle"), 2, "did you mean 'model'?"),
     (("serve", "gguf"), 1, "GGUF"),
     (("serve", "model", "--engine", "vllm"), 2, "pip install --no-deps /"),
-    (("serve", "model", "--speculative", "mtp", "--port", "0"), 2, "of which no multi-token prediction layer is known"),
+    (("serve", "model", "--speculative", "mtp", "--port", "0"), 2, "no multi-token prediction layer is known"),
     (("serve", "model", "--speculative", "mtp", "--tp", "2", "--port", "0"), 2, "on one rank, not on 2; leave it or"),
     (("serve", "model", "--speculative", "eagle"), 2, "'mtp'"),
     (("serve", "model", "--speculative-tokens", "2"), 2, "add --speculative mtp"),
@@ -148,7 +148,7 @@ CALLS: list[tuple[tuple[str, ...], int, str]] = [
     (("calibrate", "images", "--data", "text.txt", "-o", "out"), 1, "has no tokenizer that transformers reads"),
     (("tune", "images", "--data", "text.txt", "-o", "out"), 1, "has no tokenizer that transformers reads"),
     (("calibrate", "model", "--data", "text.txt", "-o", "out"), 1, "it has none of tokenizer.json"),
-    (("calibrate", "model", "--data", "self", "-o", "out"), 2, "--data self belongs to convert; write such"),
+    (("calibrate", "model", "--data", "self", "-o", "out"), 2, "--data self is an option of convert; here"),
     (("tune", "model", "--data", "self=2", "-o", "out"), 2, "ptqpipe generate MODEL -o own.jsonl"),
     (("serve", "model"), 1, "it has none of tokenizer.json"),
     (("plan", "model", "--budget", "4.75", "-o", "out.yaml"), 2, "write 4.75bits"),
@@ -201,7 +201,7 @@ WRITE = [
     ("eval", "model-NVFP4A16", "--data", "text.txt"),
 ]
 ENDINGS = {"generate": ".jsonl", "plan": ".yaml", "report": ".html", "eval": ".json"}
-PLACES = {"/proc/x": "'/proc' takes no new files", "text.txt/x": "text.txt' is a file"}
+PLACES = {"/proc/x": "'/proc' is not writable", "text.txt/x": "text.txt' is a file"}
 
 
 @pytest.mark.parametrize("call", WRITE, ids=[" ".join(call) for call in WRITE])

@@ -1,6 +1,6 @@
 """Algorithms that choose the codes of a unit of weights, one file each; their table is ``ptqpipe.options.ALGORITHMS``.
 
-    unit.py        what all of them take and give
+    unit.py        their common arguments and results
     rtn.py, gptq.py, learned.py   the algorithms
     calibrated.py  what algorithms with statistics share: weighted scales, and a check against round to nearest
 

@@ -202,7 +202,7 @@ class Recheck:
         if not self._fmt.scale.enumerable:
             remedy = f"keep the weight: --ignore '{name.removesuffix('.weight')}'"
         raise NumericsError(
-            f"{name}: the {self._fmt.name} block at row {r * height}, column {c * width} {found}, {wanted}: a fault of "
+            f"{name}: the {self._fmt.name} block at row {r * height}, column {c * width} {found}, {wanted}: a bug in "
             f"ptqpipe ({kernels_of(self._device)}), not of the model; please report it with the command that you ran, "
             f"and {remedy}",
             weight=name,

@@ -198,7 +198,9 @@ def _sources(names: Sequence[str]) -> list[tuple[list[str], float | None]]:
     given; else all files together, with None."""
     given = [weighted(name) for name in files_of(names)]
     if any(name == "self" and not Path(name).exists() for name, _ in given):
-        raise UsageError("--data self belongs to convert; write such text first: ptqpipe generate MODEL -o own.jsonl")
+        raise UsageError(
+            "--data self is an option of convert; here generate the text first: ptqpipe generate MODEL -o own.jsonl"
+        )
     if all(weight is None for _, weight in given):
         return [([name for name, _ in given], None)]
     return [([name], 1.0 if weight is None else weight) for name, weight in given]

@@ -1,12 +1,12 @@
 """Reading and writing safetensors checkpoints: headers, index, shards, journal, atomic finish; knows no formats.
 
-header.py, files.py, reader.py, direct.py    a folder that is there: its headers, its files, any bytes of any tensor
+header.py, files.py, reader.py, direct.py    an existing folder: headers, files, any bytes of any tensor
 held.py                                      a folder whose tensors are in memory
-source.py, fingerprint.py, finite.py         which folder a name means, what its content is known by, NaN in it
-layout.py, writer.py, finish.py              a folder that is made: where every byte will lie, tensors, the end
-partial.py, journal.py                       the hidden folder that it grows in, and what is on disk already
+source.py, fingerprint.py, finite.py         which folder a name means, the fingerprint of its content, NaN in it
+layout.py, writer.py, finish.py              a folder being written: the place of every byte, its tensors, the end
+partial.py, journal.py                       the hidden folder until it is complete, and what is already written
 block_folder.py, tensor_file.py              folders of statistics and learned codes: one file a decoder layer
-fields.py, single_file.py                    JSON files that are read, and one file that is replaced at once
+fields.py, single_file.py                    reading JSON files, and replacing one file atomically
 """
 
 from ptqpipe.checkpoint.block_folder import BlockFolder, Finished, OpenFolder

@@ -315,7 +315,7 @@ def _classified(folder: Path) -> Iterator[tuple[Path, str]]:
             if is_weight_file(name):
                 yield path, "weights or index of another set or format"
             elif not path.exists():
-                raise CheckpointError(f"{shown(str(path))} is a link to nothing; download the checkpoint again")
+                raise CheckpointError(f"{shown(str(path))} is a broken link; download the checkpoint again")
             elif kind := kind_of(path.stat().st_mode):
                 _refuse_kind(path, kind)
             else:

@@ -49,7 +49,7 @@ def check_shards(paths: Paths, layout: ShardLayout) -> None:
         if size != shard.file_bytes or head != shard.header:
             raise OutputError(
                 f"{shown(str(path))} has been changed from outside ({size} bytes, expected {shard.file_bytes}); "
-                "--overwrite begins again"
+                "--overwrite starts over"
             )
 
 

@@ -77,7 +77,7 @@ def read_journal(path: Path) -> JournalContent:
             damaged = damaged or number
         elif damaged:
             raise OutputError(
-                f"{shown(str(path))} is damaged at line {damaged} of {len(lines)}; --overwrite begins again"
+                f"{shown(str(path))} is damaged at line {damaged} of {len(lines)}; --overwrite starts over"
             )
         else:
             _apply(path, content, payload, number=number)
@@ -102,7 +102,7 @@ def read_journals(folder: Path) -> JournalContent:
         if content.identity is None:
             continue
         if union.identity is not None and content.identity.run_id != union.identity.run_id:
-            raise OutputError(f"{shown(str(path))} belongs to another run; --overwrite begins again")
+            raise OutputError(f"{shown(str(path))} belongs to another run; --overwrite starts over")
         union.identity = union.identity or content.identity
         union.units.update(content.units)
         union.tensors.update(content.tensors)
@@ -118,8 +118,8 @@ def check_same_run(found: RunIdentity, wanted: RunIdentity, *, partial: Path) ->
     changed = [key for key in keys if found.parts.get(key) != wanted.parts.get(key)]
     what = " and ".join(changed) or ("the plan" if found.run_id != wanted.run_id else "the layout of the shards")
     raise OutputError(
-        f"{shown(str(partial))} was begun by another run: {what} changed since; "
-        "restore it and --resume, or --overwrite to begin again"
+        f"{shown(str(partial))} was started by another run: {what} changed since; "
+        "restore it and --resume, or --overwrite to start over"
     )
 
 
@@ -129,9 +129,9 @@ def _check_same_files(found: RunIdentity, wanted: RunIdentity, *, partial: Path)
     if names:
         name = shown(names[0]) + (f" (one of {len(names)} files)" if len(names) > 1 else "")
         raise OutputError(
-            f"{shown(str(partial))} was begun before the source's {name} was written to, replaced or copied; what is "
+            f"{shown(str(partial))} was started before the source's {name} was written to, replaced or copied; what is "
             "finished may come from other bytes, though its size and what the fingerprint reads are the same: "
-            "--overwrite begins again"
+            "--overwrite starts over"
         )
 
 
@@ -194,7 +194,7 @@ def _apply(path: Path, content: JournalContent, payload: dict[str, Any], *, numb
         if payload.get("version") != VERSION:
             raise OutputError(
                 f"{shown(str(path))} has version {shown(payload.get('version'))}, expected {VERSION}; "
-                "resume with the ptqpipe that began the run, or --overwrite to begin again"
+                "resume with the ptqpipe that began the run, or --overwrite to start over"
             )
         content.identity = RunIdentity(**{key: payload[key] for key in _IDENTITY})
     else:

@@ -91,7 +91,9 @@ class Paths:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             raise WrongOutput(f"{shown(str(out))} cannot be the output: {reason}; choose another -o") from None
         if file is not None:
-            raise WrongOutput(f"{shown(str(file))} is a file, {shown(str(out))} cannot lie in it; choose another -o")
+            raise WrongOutput(
+                f"{shown(str(file))} is a file, {shown(str(out))} cannot be created in it; choose another -o"
+            )
         if not resolved.name:
             raise WrongOutput(f"{shown(str(out))} cannot be the output, it is the root folder; choose another -o")
         return cls(resolved)
@@ -205,7 +207,7 @@ def check_place(out: Path) -> None:
             tempfile.TemporaryFile(dir=place).close()
         except FileNotFoundError:  # of a file system that is made by the kernel
             raise WrongOutput(
-                f"{shown(str(place))} takes no new files, {shown(str(out))} cannot lie in it; choose another -o"
+                f"{shown(str(place))} is not writable, {shown(str(out))} cannot be created in it; choose another -o"
             ) from None
 
 
@@ -291,7 +293,7 @@ def join(paths: Paths, identity: RunIdentity, rank: int) -> tuple[RankLock, RunI
     begun = (read_journals(paths.partial) if paths.partial.is_dir() else JournalContent()).identity
     if begun is None:
         raise OutputError(
-            f"{shown(str(paths.partial))} was not begun by rank 0; do all ranks see the same file system?"
+            f"{shown(str(paths.partial))} was not started by rank 0; do all ranks see the same file system?"
         )
     own = paths.partial / journal_name(rank)
     former = read_journal(own).identity if own.exists() else None

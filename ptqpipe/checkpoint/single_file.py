@@ -43,15 +43,15 @@ def check_file(
                 raise OutputExists(f"{name} exists and is not {what}; remove it, or give another -o")
         folder = next(parent for parent in (place.absolute().parent, *place.absolute().parents) if parent.exists())
         if not folder.is_dir():
-            raise WrongOutput(f"{shown(str(folder))} is a file, {name} cannot lie in it; give another -o")
+            raise WrongOutput(f"{shown(str(folder))} is a file, {name} cannot be created in it; give another -o")
         with contextlib.suppress(FileNotFoundError):
             os.lstat(folder / place.name)  # says whether the file system takes such a name
         try:
             with tempfile.TemporaryFile(dir=folder) as probe:
                 _reserve(probe.fileno(), nbytes)
         except FileNotFoundError:  # of a file system that is made by the kernel
-            where = f"{shown(str(folder))} takes no new files"
-            raise WrongOutput(f"{where}, {name} cannot lie in it; give another -o") from None
+            where = f"{shown(str(folder))} is not writable"
+            raise WrongOutput(f"{where}, {name} cannot be created in it; give another -o") from None
 
 
 def write_file(path: Path, content: str) -> None:

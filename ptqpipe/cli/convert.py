@@ -131,7 +131,9 @@ def _pipeline(given: Given, work: PipelineOptions) -> None:
 
     call.check_alone(stats=given.stats, rounding=given.rounding, dry_run=given.dry_run)
     if ranks_of().world > 1:
-        raise UsageError("a run of several stages is one process; start it without torchrun")
+        raise UsageError(
+            "with --data, --budget, --eval or --report convert is a single process; start it without torchrun"
+        )
     mode, machine = given.mode, given.machine(given.device)
     prepared = prepare(given.model, given.recipe, given.recipe_path, given.out, work, mode, machine)
     prepared.command = this_call()

@@ -1,7 +1,7 @@
-"""Families of models: one table of what names and shapes do not show, for every command.
+"""Families of models: one table of the facts that tensor names and shapes do not show, used by every command.
 
 A row says how a config.json names the family, which of its modules are not quantized like the rest and why, what its
-readers make one matrix of, how its experts lie in stacks, and where factors may move. The default keep rules of a
+readers fuse into one matrix, how its experts lie in stacks, and where factors may move. The default keep rules of a
 recipe, the checks of a finished checkpoint, plans and transforms read the same rows, so that what is written and what
 is verified cannot drift apart. It must not know formats or files.
 """

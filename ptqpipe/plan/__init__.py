@@ -1,11 +1,11 @@
-"""The plan: the fate of every tensor of a checkpoint, decided from names, dtypes, shapes and config alone.
+"""The plan: what happens to every tensor of a checkpoint, decided from names, dtypes, shapes and config alone.
 
 Every tensor ends either in exactly one *unit* (tensors quantized together, since they share one global scale) or among
 the *kept* ones, with the reason. No weight is read. The plan must not know how a weight is stored on disk
 (containers) nor how its scales are found (search).
 
     types.py   what a plan is made of
-    groups.py  what has one fate: fused siblings, stacks
+    groups.py  tensors that are treated alike: fused siblings, stacks
     make.py    which tensors could be quantized (matrices, experts of stacks, Conv1D), with the rules of a recipe
 """
 

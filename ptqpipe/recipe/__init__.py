@@ -4,9 +4,9 @@ A recipe decides bytes: which weights are quantized to what, by which search, st
 know machines (workers, devices, memory).
 
     model.py      Rule and Recipe, patterns of names, and their JSON
-    recipes/      those that come with ptqpipe and go by name
+    recipes/      the built-in recipes
     file.py       the YAML file, and the options of a call that override it (their table is ``ptqpipe/options.py``)
-    write.py      recipes that are made by a program
+    write.py      recipes that plan makes
 """
 
 from ptqpipe.options import RecipeOptions

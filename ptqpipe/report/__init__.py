@@ -1,4 +1,4 @@
-"""Reports that people look at: numbers and names in (``content.py``), one HTML or markdown file out.
+"""Reports for people: numbers and names in (``content.py``), one HTML or markdown file out.
 
 Must not know checkpoints or tensors: ``stages/report/`` gathers. jinja2 is imported when a report is rendered.
 """

@@ -1,4 +1,4 @@
-"""Running quantized checkpoints: loading them with the semantics that their formats state.
+"""Running quantized checkpoints: loads them to compute exactly as their formats say.
 
     model = ptqpipe.runtime.load("path/to/checkpoint")          weights packed in memory; tp=N, rank=r: a rank's part
     model = ptqpipe.runtime.load_model("path/to/checkpoint")    weights decoded to floats, the oracle

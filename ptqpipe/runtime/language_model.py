@@ -31,9 +31,9 @@ def causal_model_of(config: Any, path: Path) -> tuple[Any, Any]:
         raise CheckpointError(f"{path} is a {config.model_type!r} model, which transformers has no causal model for")
     if not _takes_text_alone(model_class, config):
         raise CheckpointError(
-            f"{path} is a {config.model_type!r} model of images and text, which runs with images alone (calibrate, "
-            "tune, generate, eval, serve need one that continues text); convert it without statistics, which runs "
-            "nothing, and serve that with vLLM"
+            f"{path} is a {config.model_type!r} model, which generates no text without an image, as calibrate, tune, "
+            "generate, eval and serve need; convert it without --data and --stats, which does not run the model, and "
+            "serve the result with vLLM"
         )
     return model_class, config
 

@@ -266,7 +266,7 @@ def read_generation_config(path: Path) -> Any:
 def no_model(path: Path, error: Exception) -> CheckpointError:
     """The error for a checkpoint whose config.json describes no model."""
     what = f"{type(error).__name__}: {first_line(error)}"
-    return CheckpointError(f"transformers makes no model of {path / 'config.json'} ({what}); check the file")
+    return CheckpointError(f"transformers cannot create a model from {path / 'config.json'} ({what}); check the file")
 
 
 @contextmanager

@@ -101,7 +101,7 @@ def require_mtp(source: Source) -> None:
     names, layers = family_of(config).mtp, layer_count(config)
     if names is None or layers is None:
         raise UsageError(
-            f"--speculative mtp: {path} is a {config.get('model_type')!r} model, of which no multi-token prediction "
+            f"--speculative mtp: {path} is a {config.get('model_type')!r} model, for which no multi-token prediction "
             "layer is known; serve without it"
         )
     raise UsageError(

@@ -36,7 +36,7 @@ class Processor:
                 self._made = _load(path, config)
         except Exception as error:  # of what kind depends on the processor's own code
             raise CheckpointError(
-                f"transformers makes no processor for images of {path}: {first_line(error)}; check its "
+                f"transformers cannot create an image processor from {path}: {first_line(error)}; check its "
                 "preprocessor_config.json"
             ) from None
         self.token: int = token

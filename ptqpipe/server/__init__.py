@@ -1,8 +1,8 @@
 """An OpenAI-compatible HTTP server over the engine.
 
-    schema.py       the bodies of requests, and what of them the engine can do
+    schema.py       the bodies of requests, and which of their fields the engine supports
     errors.py       errors in OpenAI's shape
-    calls.py        one HTTP request's way through the engine's service; leaving early cancels it
+    calls.py        one HTTP request through the engine's service; a client that disconnects cancels it
     endpoints.py    /v1/completions and /v1/chat/completions
     logprobs.py     log probabilities in both shapes
     metrics.py      /metrics, under vLLM's names where they mean the same

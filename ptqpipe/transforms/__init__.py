@@ -1,13 +1,13 @@
 """Transforms: a float checkpoint in, an equivalent float checkpoint out that loses less when it is quantized.
 
-One file a transform, found by its name. Two kinds:
+One file for each transform, found by its name. Two kinds:
 
 * a *scaling* moves a factor per channel from one weight into another, over an edge of the model (``structure.py``); its
   file offers ``solve(problem, options) -> Solution``, ``EDGES`` and whether it needs a quantizer;
 * a *rotation* multiplies by orthogonal matrices that cancel each other; its file offers ``fold(...) -> foldings``.
 
-Tensors and structure in, factors out: nothing here knows files, statistics folders or searches. What quantizes is
-handed in as a callable.
+Tensors and structure in, factors out: nothing here knows files, statistics folders or searches. Quantizers are
+passed in as callables.
 """
 
 from collections.abc import Callable, Mapping, Sequence

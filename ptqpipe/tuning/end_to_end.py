@@ -58,8 +58,8 @@ def check(prepared: Conversion, samples: Samples, options: TuneOptions, machine:
     rows, seqlen = len(samples.windows) + len(samples.held_out), samples.windows.shape[1]
     if rows <= max(1, BATCH_TOKENS // seqlen):
         raise UsageError(
-            f"--method kl judges by samples that it does not learn from, and the data give {rows} of {seqlen} tokens, "
-            f"which is one batch; give --samples {BATCH_TOKENS // seqlen + 1} or more"
+            f"--method kl needs held-out samples, but the data give {rows} of {seqlen} tokens, which is one batch; "
+            f"give --samples {BATCH_TOKENS // seqlen + 1} or more"
         )
     _other(prepared, samples)
     if options.train:
@@ -257,8 +257,8 @@ def _other(prepared: Conversion, samples: Samples) -> torch.Tensor:
     count = len(tokens) // seqlen
     if not count:
         raise UsageError(
-            f"--method kl judges by the sample text of the package, too, which has {len(tokens)} tokens, less than "
-            f"--seqlen {seqlen}; lower it"
+            f"--method kl also tests on the sample text of the package, which has {len(tokens)} tokens, less than "
+            f"--seqlen {seqlen}; lower --seqlen"
         )
     most = max(1, round((len(samples.windows) + len(samples.held_out)) / HELD_SHARE))
     return tokens[: count * seqlen].view(count, seqlen)[:: -(-count // most)]

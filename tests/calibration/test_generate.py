@@ -195,7 +195,7 @@ def test_a_place_for_no_file_is_found_before_the_model_is_loaded(
         raise AssertionError("loaded")
 
     monkeypatch.setattr("ptqpipe.stages.generate.load_model", never)
-    for out, words in ((tmp_path, "is a folder"), (Path("/proc/x.jsonl"), "takes no new files")):
+    for out, words in ((tmp_path, "is a folder"), (Path("/proc/x.jsonl"), "is not writable")):
         result = CliRunner().invoke(main, ["generate", str(folder), "--seqlen", "8", "-q", "-o", str(out)])
         assert result.exit_code in (1, 2)
         assert words in result.stderr

@@ -265,7 +265,7 @@ FOLDER_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "config a list": (lambda f: (f / "config.json").write_text("[]"), "holds list"),
     "config nested": (lambda f: (f / "config.json").write_text("[" * 10**5), "not JSON"),
     "config a folder": (lambda f: (f / "config.json").mkdir(), "cannot be read"),
-    "extra a dead link": (lambda f: (f / "tokenizer.json").symlink_to("gone"), "link to nothing"),
+    "extra a dead link": (lambda f: (f / "tokenizer.json").symlink_to("gone"), "is a broken link"),
 }
 
 

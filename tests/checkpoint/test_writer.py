@@ -135,7 +135,7 @@ def test_several_ranks_write_the_same_bytes_and_resume_with_another_number(sourc
 
 
 def test_a_rank_without_rank_0_is_refused(out: Path) -> None:
-    assert "was not begun by rank 0" in refused(lambda: open_writer(out, rank=1, world=2))
+    assert "was not started by rank 0" in refused(lambda: open_writer(out, rank=1, world=2))
     with open_writer(out, world=2), pytest.raises(OutputError, match="begun by another run"):
         open_writer(out, rank=1, world=2, run_id="other")
 

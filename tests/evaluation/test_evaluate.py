@@ -157,9 +157,9 @@ def test_the_header_says_what_is_measured_and_stored_and_the_result_comes_in_wor
     assert header[:3] == [
         "nvfp4 against demo_model, in float32 on cpu",
         "sample text: 1,000 tokens in 4 windows of 256",
-        "(the sample text of the package; --data with text like yours tells more)",
+        "(the sample text of the package; for a better test give text like yours with --data)",
     ]
-    assert f"log-probabilities go to {tmp_path / 'cache'}/logits/" in header[3]
+    assert f"log-probabilities are cached in {tmp_path / 'cache'}/logits/" in header[3]
     assert "at most 2.04 MB" in header[3]  # 996 tokens x (2 bytes x 1024 words + 4)
     found = json.loads((tmp_path / "a.json").read_text())
     shown = first.stdout.splitlines()
@@ -314,7 +314,7 @@ def test_the_place_of_the_file_is_looked_at_before_anything_is_measured(
     for out, words in (
         (tmp_path, "is a folder"),
         (tmp_path / "notes", "not an eval file"),
-        ("/proc/x", "takes no new files"),
+        ("/proc/x", "is not writable"),
     ):
         refused = run(MODEL, "--data", TEXT, "-o", out)
         assert refused.exit_code in (1, 2)

@@ -341,7 +341,7 @@ def test_torchruns_ranks_are_joined(tmp_path: Path) -> None:
         ([str(DEMO), "--max-model-len", "100000"], "this model can 256"),
         ([str(DEMO), "--max-num-seqs", "0"], "--max-num-seqs is 0"),
         ([str(DEMO), "--tp", "0"], "--tp is 0"),
-        ([str(DEMO), "--batch-invariant", "--allreduce", "int8"], "--batch-invariant goes with --dtype bfloat16"),
+        ([str(DEMO), "--batch-invariant", "--allreduce", "int8"], "--batch-invariant needs --dtype bfloat16"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(arguments: list[str], says: str) -> None:

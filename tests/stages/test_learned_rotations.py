@@ -226,7 +226,7 @@ def test_a_killed_run_keeps_what_it_has_learned_and_ends_with_the_same_bytes(
     assert died.returncode == -9
     assert not out.exists()
     for other in (replace(OPTIONS, learn=5), replace(OPTIONS, block=16)):
-        with pytest.raises(OutputError, match="was begun by another run: options changed"):
+        with pytest.raises(OutputError, match="was started by another run: options changed"):
             transform(model, out, stats=stats, options=other, mode="resume")
     learned: list[int] = []
 

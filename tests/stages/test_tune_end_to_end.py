@@ -201,7 +201,7 @@ def test_a_run_that_is_stopped_again_and_again_goes_on_to_the_same_codes(
     [
         (
             {"options": replace(OPTIONS, samples=16)},
-            "judges by samples that it does not learn from.*give --samples 33 or more",
+            "needs held-out samples.*give --samples 33 or more",
         ),
         (
             {"machine": Machine(workers=1, memory_bytes=700 << 20)},

@@ -160,10 +160,10 @@ def _check_shared(samples: Samples, options: CalibrateOptions, ranks: Ranks) -> 
     backwards = _backwards(options)
     if backwards and samples.images:
         raise UsageError(
-            f"--moments {backwards[0]} does not go with rows with images; leave it out, or give rows of text"
+            f"--moments {backwards[0]} cannot be used with rows with images; leave it out, or give rows of text"
         )
     if "pairs" in options.moments and ranks.world > 1:
-        raise UsageError(f"--moments pairs does not go with {ranks.world} processes; start one, without torchrun")
+        raise UsageError(f"--moments pairs needs a single process, not {ranks.world}; start it without torchrun")
 
 
 def _backwards(options: CalibrateOptions) -> list[str]:

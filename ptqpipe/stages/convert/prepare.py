@@ -95,7 +95,7 @@ def check_used(options: RecipeOptions, recipe: Recipe, *, statistics: bool) -> N
         ("--input-amax", options.input_amax, static and not statistics, f"{kinds}, without --stats"),
     ):
         if given is not None and not used:
-            raise UsageError(f"{option} {given} would change nothing: it is for {needs}; or leave it out")
+            raise UsageError(f"{option} {given} would change nothing: it needs {needs}; otherwise leave it out")
 
 
 @without_collections()

@@ -76,8 +76,8 @@ def _how(work: Conversion, machine: Machine) -> list[str]:
     if share.workers < wanted:
         enough = least + (wanted - 1) * WORKER_BYTES
         lines.append(
-            f"  {share.workers} units at a time, not {wanted}: --max-memory {option_size(machine.memory_bytes)} has no "
-            f"room for more; --max-memory {option_size_above(enough)} has"
+            f"  {share.workers} units at a time, not {wanted}: --max-memory {option_size(machine.memory_bytes)} "
+            f"allows no more; --max-memory {option_size_above(enough)} would"
         )
     at_once = share.workers if neediest is None else work.at_once(neediest, share)
     if neediest is not None and at_once < share.workers:

@@ -207,7 +207,7 @@ def _header(job: _Job) -> str:
         parts = f"{count} window{'s' * (count != 1)} of {job.window}{stride}"
         lines.append(f"{text.name}: {len(text.tokens):,} tokens in {parts}")
     if any(text.name == SAMPLE_NAME for text in job.texts):
-        lines.append("(the sample text of the package; --data with text like yours tells more)")
+        lines.append("(the sample text of the package; for a better test give text like yours with --data)")
     if job.options.tasks:
         lines.append(f"tasks: {', '.join(job.options.tasks)}")
     return "\n".join(lines)
@@ -292,17 +292,15 @@ def _reference(job: _Job, text: Text, path: Path, other: Callable[[], Any]) -> A
     if store is None:
         most = disk_size(store_bytes(job.windows(text), int(config.get_text_config().vocab_size)))
         job.log(
-            f"both models are loaded at once: {most} of the source's log-probabilities are more than --cache-size "
-            f"{option_size(options.cache_limit)} or the disk allows, or {options.cache_dir} cannot be written"
+            f"both models are loaded at once: {most} of the source's log-probabilities exceed --cache-size "
+            f"{option_size(options.cache_limit)} or the free disk space, or {options.cache_dir} is not writable"
         )
         return other()
     what = "the source's log-probabilities"
     if store.stored:
         job.log(f"{what} are in {store.folder} from an earlier run")
     else:
-        job.log(
-            f"{what} go to {store.folder}: at most {disk_size(store.most)}, for further runs (--cache-size 0: nowhere)"
-        )
+        job.log(f"{what} are cached in {store.folder}, at most {disk_size(store.most)} (--cache-size 0: no cache)")
     with counting_bar(_scored(job, text), "tokens", shown=job.progress, title=f"source, {text.name}") as advance:
         store.fill(job.windows(text), text.tokens, on_batch=lambda tokens: advance(tokens, ""))
     return store

@@ -33,11 +33,11 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
     """UsageError for options that contradict each other, and for texts that do not exist."""
     if work.quality is not None and not work.data:
         raise UsageError(
-            f"--quality {work.quality} says how much is computed with a text; add --data FILE, or --data self"
+            f"--quality {work.quality} says how much is computed with data; add --data FILE, or --data self"
         )
     if work.untie and not work.data:
         raise UsageError(
-            "--untie is for the rotations that --quality best learns from a text; add --data FILE, or --data self"
+            "--untie is for the rotations that --quality best learns from data; add --data FILE, or --data self"
         )
     windows = {name: getattr(work, name) for name in ("samples", "seqlen", "seed")}
     chosen = next((name for name, value in windows.items() if value != getattr(PipelineOptions(), name)), None)
@@ -46,7 +46,7 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
     if work.field is not None and not (work.data or work.eval):
         raise UsageError(f"--field {work.field} says how --data is read; add --data FILE, or leave it out")
     if work.field is not None and own_weight(work.data) is not None and len(work.data) > 1:
-        raise UsageError(f"--field {work.field} is in no row of the model's own text; leave it or --data self out")
+        raise UsageError(f"--field {work.field} is not in the rows that --data self generates; leave one of them out")
     if work.formats is not None and work.budget is None:
         raise UsageError("--formats names what --budget chooses from; add --budget, or give one --format")
     given = "--recipe" if recipe_path is not None else "--format" if recipe.scheme is not None else ""

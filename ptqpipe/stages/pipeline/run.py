@@ -134,8 +134,8 @@ def _open(run: Pipeline, identity: Mapping[str, str]) -> None:
     changed = _changed(former, identity)
     if changed:
         raise UsageError(
-            f"{begun} was begun with another value of {changed}; give what it had and --resume, or --overwrite to "
-            "begin again"
+            f"{begun} was started with another value of {changed}; give what it had and --resume, or --overwrite to "
+            "start over"
         )
     if run.work.keep_stages is not None:
         _keep(run, identity)
@@ -198,7 +198,7 @@ def _check_disk(run: Pipeline) -> None:
     free, need = shutil.disk_usage(place).free, run.weights_bytes + max(run.disk.codes, run.disk.pairs) + run.disk.small
     if need > free:
         raise OutputError(
-            f"{place} has {disk_size(free)} free, the output and what is made on the way need {disk_size(need)}; free "
+            f"{place} has {disk_size(free)} free, the output and temporary files need {disk_size(need)}; free "
             "some space, or choose another -o"
         )
 

@@ -238,7 +238,9 @@ def target_of(ckpt: Path, *, out: Path | None, kind: str | None) -> tuple[Path, 
     if kind is None:
         kind = "html" if out is None else KINDS.get(out.suffix.lower())
     if kind is None:
-        raise UsageError(f"{out} ends in neither .html nor .md, the kinds of reports; name it so, or give --kind")
+        raise UsageError(
+            f"{out} ends in neither .html nor .md, the two kinds of reports; change the name, or give --kind"
+        )
     target = out if out is not None else default_path(name_of(ckpt), kind=kind)
     check_kind(kind)
     check_file(target, own=is_report, what="a report of ptqpipe")

@@ -58,7 +58,9 @@ def find_items(opened: Source, original: Source | None) -> tuple[list[Item], lis
             rows = None if origins is None or where is None else origins.rows(where[expert or 0], stored.shape)
             items.append(Item(stored, expert, rows))
     if original is not None and len(lost) == len(opened.stored):
-        raise UsageError(f"{original.reader.path} has none of this checkpoint's weights; give the model it was made of")
+        raise UsageError(
+            f"{original.reader.path} has none of this checkpoint's weights; give the model that it was made from"
+        )
     if not lost:
         return items, []
     return items, [f"{len(lost)} weights are not in the source, the first {lost[0]}; their errors are unknown"]

@@ -93,7 +93,7 @@ class ServeOptions:
         host_names(self.host, self.allowed_hosts)
         if self.invariant and (self.dtype, self.device, self.allreduce) != ("bfloat16", "cpu", "off"):
             raise UsageError(
-                "--batch-invariant goes with --dtype bfloat16, --device cpu and --allreduce off, not with "
+                "--batch-invariant needs --dtype bfloat16, --device cpu and --allreduce off, not "
                 f"{self.dtype}, {self.device} and {self.allreduce}"
             )
         if self.speculative is None and self.speculative_tokens != 1:

@@ -198,7 +198,7 @@ def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], log: Calla
     for line in tree.clear():
         log(line)
     if not signals:
-        raise PtqError(f"vLLM ended {state}, with code {tree.code}; its own messages stand above")
+        raise PtqError(f"vLLM ended {state}, with code {tree.code}; see its messages above")
 
 
 def _watch(tree: ProcessTree, service: VllmService, signals: list[int], log: Callable[[str], None]) -> str:

@@ -207,7 +207,7 @@ def matrices_of(unit: LearningUnit, kept: Mapping[str, Any]) -> torch.Tensor:
     """float64 [count, block, block] of a unit, from its entry in the journal. OutputError where that is damaged."""
     raw = bytearray(base64.b64decode(str(kept["matrices"])))
     if len(raw) != unit.count * unit.block**2 * 8:
-        raise OutputError(f"the journal's matrices of the {unit.title} are damaged; --overwrite begins again")
+        raise OutputError(f"the journal's matrices of the {unit.title} are damaged; --overwrite starts over")
     return torch.frombuffer(raw, dtype=torch.float64).reshape(unit.count, unit.block, unit.block)
 
 

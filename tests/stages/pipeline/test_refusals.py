@@ -41,7 +41,7 @@ def test_a_text_to_measure_on_that_cannot_be_read_is_refused_before_any_work(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "--untie is for the rotations that --quality best learns from a text; add --data FILE, or --data self"),
+        ((), "--untie is for the rotations that --quality best learns from data; add --data FILE, or --data self"),
         (("--data", "TEXT"), "and nvfp4 has none; leave --untie out"),
         (
             ("--data", "TEXT", "--format", "fp8", "--quality", "good"),
@@ -137,7 +137,7 @@ def test_rotations_are_learned_from_as_many_rows_as_have_the_tokens_that_are_kep
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--quality best", "--quality best says how much is computed with a text; add --data"),
+        ("--quality best", "--quality best says how much is computed with data; add --data"),
         ("--formats nvfp4,fp8", "add --budget, or give one --format"),
         ("--samples 8", "--samples 8 says how --data is read; add --data FILE"),
         ("--seqlen 8 --eval TEXT", "--seqlen 8 says how --data is read"),
@@ -147,7 +147,7 @@ def test_rotations_are_learned_from_as_many_rows_as_have_the_tokens_that_are_kep
         ("--data none.txt", "none.txt does not exist"),
         ("--data EMPTY", "is a folder without .txt, .jsonl, .parquet files"),
         ("--data self --data TEXT --data self=2", "--data has self twice; give it once, self=2 for twice its share"),
-        ("--data self --data TEXT --field text", "--field text is in no row of the model's own text"),
+        ("--data self --data TEXT --field text", "--field text is not in the rows that --data self generates"),
         ("--data self --data none.txt", "none.txt does not exist"),
         ("--data TEXT --damping 0.1", "--damping is decided by --quality"),
         ("--data TEXT --stats s", "--stats is for a conversion alone"),
@@ -176,7 +176,7 @@ def test_a_disk_that_is_too_small_is_found_before_any_work(
 ) -> None:
     usage = type("Usage", (), {"free": 100_000})
     monkeypatch.setattr(stage.shutil, "disk_usage", lambda place: usage)
-    with pytest.raises(OutputError, match="has 100 kB free, the output and what is made on the way need"):
+    with pytest.raises(OutputError, match="has 100 kB free, the output and temporary files need"):
         made(model, tmp_path / "out", work_of(text), "nvfp4_w4a4")
     assert not list(tmp_path.iterdir())
 

@@ -147,7 +147,7 @@ def test_the_call_that_continues_is_told_and_another_one_is_refused(
     assert f"continue with: ptqpipe convert {model}" in stopped.output
     other = CliRunner().invoke(main, [*map(str, words), "--quality", "good", "--resume"])
     assert other.exit_code == 2
-    assert "was begun with another value of --quality" in other.output
+    assert "was started with another value of --quality" in other.output
     ran(*words, "--quality", "good", "--overwrite")
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
@@ -209,6 +209,6 @@ def test_a_run_is_not_resumed_with_another_requantize(
         patch.setattr(stages, "verify", stops(stages.verify, at=1))
         with pytest.raises(KeyboardInterrupt):
             made(source, tmp_path / "out", works[first])
-    with pytest.raises(UsageError, match="was begun with another value of --requantize"):
+    with pytest.raises(UsageError, match="was started with another value of --requantize"):
         made(source, tmp_path / "out", works[not first], mode="resume")
     made(source, tmp_path / "out", works[first], mode="resume")
