@@ -16,13 +16,17 @@ from ptqpipe.readers import READERS
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 HEAD = """# Model families
 
-What ptqpipe knows of families beyond names and shapes: `ptqpipe/families/table.py`, from which `python
-scripts/models_docs.py` writes this page. The defaults of `convert`, the checks of `verify`, `plan`, `calibrate` and
-`transform` read the same rows. A family that has no row here is converted by what holds for every model.
+What ptqpipe knows about model families beyond tensor names and shapes. `python scripts/models_docs.py` writes this
+page from `ptqpipe/families/table.py`, which `convert`, `verify`, `plan`, `calibrate` and `transform` also use. A family
+without a row here is converted by the rules for every model.
 
-Every row has a tiny model in the tests, in the layout in which its vendor publishes it, taken through `convert`,
-`verify --source` and, where transformers makes the family, both loaders (`tests/test_family_rows.py`). A part that
-stays unquantized is quantized where a rule of a recipe names it; `--for READER` refuses that where this reader fails.
+Every row is tested with a tiny model in its vendor's layout: `convert`, `verify --source` and, if transformers supports
+the family, both loaders (`tests/test_family_rows.py`). A rule of a recipe that names a part quantizes it even if it
+usually stays unquantized; `--for READER` refuses that if the reader is known to fail.
+
+Patterns in the tables are regular expressions for module names. *Below, or in*: the part stays unquantized only in
+formats of fewer bits, or in this format (empty: in all). *Transforms*: whether `transform` supports the
+family (empty: not known).
 """
 
 
@@ -30,14 +34,14 @@ def page() -> str:
     """The whole page."""
     lines = [HEAD, "## In every model", "", *_facts(COMMON), "", "## By family", ""]
     lines += [
-        "| model_type | stays unquantized | fused beside the usual | gate and up rows | transforms |",
+        "| model_type | stays unquantized | fused, besides q/k/v and gate/up | gate and up rows | transforms |",
         "|---|---|---|---|---|",
     ]
     for family in FAMILIES:
         kept = _patterns(fact for fact in family.facts if fact.by_default)
         parts = [f"{len(part.rows)} outputs of `{part.pattern.replace('|', chr(92) + '|')}`" for part in family.outputs]
         fused = ", ".join([*(" + ".join(group) for group in family.fuse), *parts])
-        rows = "take turns" if family.interleaved else ""
+        rows = "interleaved" if family.interleaved else ""
         folds = "yes" if family.norms is not None else f"no: {family.fixed}" if family.fixed else ""
         lines.append(f"| {', '.join(family.types)} | {kept} | {fused} | {rows} | {folds} |")
     lines += [

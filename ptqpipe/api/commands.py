@@ -1,6 +1,6 @@
 """The commands that prepare a conversion or write a checkpoint, as functions of the same names.
 
-Each takes what the command's options mean, under their names with underscores, and returns a `Result`. Checkpoints and
+Each takes the command's options as keywords, with underscores for dashes, and returns a `Result`. Checkpoints and
 models are paths or names on the hub.
 """
 

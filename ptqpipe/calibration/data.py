@@ -2,7 +2,7 @@
 
 Rows are tokenized one by one with the model's own tokenizer (its special tokens included; message lists through its
 chat template) and follow each other in one stream. The stream is cut in windows of equal length; ``samples`` of them
-are chosen without replacement. Where a source has a weight, each is cut by itself and gives its share of the windows.
+are chosen without replacement. If a source has a weight, each is cut separately and gives its share of the windows.
 Of long data every second, fourth, ... row is tokenized, and of a data set by name the first ones, unless that is too
 little. The sha256 of the chosen tokens identifies them.
 """

@@ -7,8 +7,8 @@
         for x in runner.head_inputs(): ...  # what the language-model head sees
 
 Public for algorithms that need a block with its inputs and outputs. How it works: the model itself is run over every
-batch with blocks that only note what they are given (``capture.py``). The hidden states are kept of every batch, the
-further arguments (masks, position embeddings) once for each size of a batch: they depend on the shape alone, which is
+batch with blocks that only record their inputs (``capture.py``). The hidden states of every batch are kept; the
+further arguments (masks, position embeddings) once for each batch size: they depend on the shape alone, which is
 checked. Each block is then run alone. It must not know statistics or files of its own.
 """
 

@@ -1,4 +1,4 @@
-"""The hidden folder in which an output grows: its lock, its journals, and its files before they are renamed.
+"""The hidden folder in which an output is written: its lock, its journals, and its files before they are renamed.
 
     .NAME.partial/lock-<rank>           held by the process that writes
     .NAME.partial/journal-<rank>.jsonl  what is on disk

@@ -1,7 +1,7 @@
 """The engine: requests in, pieces of text and tokens out, one step at a time.
 
 A step is: the scheduler chooses tokens, the model computes them, the sampler adds one token to each sequence that is up
-to date, and what can be said about them goes out as `Piece`. Deterministic and single-threaded; ``service.py`` runs it
+to date, and new text is returned as `Piece`. Deterministic and single-threaded; ``service.py`` runs it
 beside a server. Must not know HTTP or how the model was loaded.
 """
 

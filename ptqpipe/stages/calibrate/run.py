@@ -1,12 +1,12 @@
 """calibrate: statistics of a model's linear inputs, collected layer by layer into a folder (`statistics.py`).
 
-One file per block, written when the block is done and noted in a journal, so a killed run continues behind it (its
-blocks are run again, not watched again). Several ranks share the samples; rank 0 writes what they found together.
+One file per block, written when the block is done and noted in a journal, so a killed run continues after it (finished
+blocks are run again, but not collected again). Several ranks share the samples; rank 0 writes their sums.
 The folder appears under its name when stats.json, its last file, is in it.
 
 Samples that are held out follow the others, and their moments are kept apart. With several devices each has a copy of
 the layer that is run, and a share of the batches of samples; only the order of sums depends on how many there are. That
-was run with copies on one CPU, never on GPUs.
+was tested with copies on one CPU, never on several GPUs.
 """
 
 import contextlib

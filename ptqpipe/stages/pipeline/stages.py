@@ -1,4 +1,4 @@
-"""The stages of a run of several: what each is given, where it writes, and in which order they come.
+"""The stages of one ``convert --data`` run: the inputs of each, where it writes, and their order.
 
 Must not know how a stage works, nor how a call is checked.
 """

@@ -1,13 +1,13 @@
 """tune: learned codes for the weights of a model, one decoder layer at a time, into a folder (`rounding.py`).
 
 The plan is convert's: tune changes the weights that a conversion with the same recipe quantizes. "layerwise" takes the
-scales and codes that it would write with statistics, "gptq" the nearest codes as a start. Moments are collected of the
-layer at hand and dropped with it, so they never lie on disk; a folder of statistics that has full ones is read instead.
+scales and codes that it would write with statistics, "gptq" the nearest codes as a start. Moments are collected for the
+current layer and then discarded, so they are never on disk; a folder of statistics with full moments is read instead.
 
 Two streams of hidden states go through the model: those of the float layers are the targets; those of the layers with
 learned codes, activations quantized as the scheme says, are the inputs that each layer will get. For "layerwise" the
-float stream is enough. Where errors cost KL divergence, the float model runs backwards first (`backwards.py`). A killed
-run runs the finished layers again and continues.
+float stream is enough. Where errors cost KL divergence, the float model runs backwards first (`backwards.py`). After an
+interruption finished layers are run again, not tuned again.
 """
 
 import contextlib
