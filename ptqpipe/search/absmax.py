@@ -1,4 +1,4 @@
-"""Abs-max: the largest magnitude of the block goes to the largest element, and the scale is rounded.
+"""Abs-max: maps the largest magnitude of the block to the largest element, and rounds the scale.
 
 A baseline. A block whose scale rounds to zero is lost, as in the plain rule of the literature; zero is no scale
 to write, so such a block gets a scale so large that all its elements round to zero (0.125 for E2M1 with E4M3 scales,

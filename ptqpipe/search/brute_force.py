@@ -1,4 +1,4 @@
-"""The oracle: scores every scale code of the format for every block and takes the least, ties to the smallest code.
+"""The oracle: scores every scale code of the format for every block and takes the best one, ties to the smallest code.
 
 Slow on purpose and free of any bound, so that the fast searches have something to be equal to. For bfloat16 and
 float16 scales "every code" is every positive normal number of that type; float32 scales cannot be enumerated.

@@ -1,4 +1,4 @@
-"""As exact, for weights that are made a little larger first, since rounding makes them smaller: better for the model.
+"""As exact, after enlarging the weights a little, since rounding shrinks them: lower error of the model.
 
 At the scale and codes of least squared error, sum w q = sum q^2: of the weights' own direction the part D is lost, D
 being the squared error over the sum of squares. Rounding errors point anywhere, but this one points the same way in

@@ -1,4 +1,4 @@
-"""Four over six: per block, the largest magnitude goes to 6 or to 4, whichever leaves the smaller squared error.
+"""Four over six: per block, maps the largest magnitude to 6 or to 4, whichever has the smaller squared error.
 
 A baseline (arXiv 2512.02010): two abs-max scales, amax/6 and 1.5 times that, both rounded to nearest and kept from
 underflow; 4 wins only where it is strictly better.

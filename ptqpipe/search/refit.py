@@ -1,4 +1,4 @@
-"""float32 scales: the best of a ladder, then alternating least squares. Good, not proven.
+"""float32 scales: the best of a list of candidates, then alternating least squares. Good, not proven.
 
 float32 scales cannot be enumerated, so nothing here claims the minimum: the name says so. For fixed codes q the best
 scale is <x, q> / <q, q>, for a fixed scale the best codes are the nearest ones; alternating the two never raises the

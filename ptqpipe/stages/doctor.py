@@ -149,7 +149,7 @@ def _hub(*, network: bool) -> Check:
     url = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     facts = {"offline": setting, "endpoint": url, "reachable": None}
     if setting is not None:
-        return Check("hub", "note", f"not asked, {setting} is set: names mean models in the cache", facts=facts)
+        return Check("hub", "note", f"not checked, {setting} is set: only models in the cache can be used", facts=facts)
     if not network:
         return Check("hub", "note", "not asked", facts=facts)
     try:
@@ -178,7 +178,7 @@ def render(checks: list[Check], columns: int | None = None) -> str:
     width = max(len(one.name) for one in checks)
     lines = []
     for one in checks:
-        told = [one.text, *([f"to change it: {one.remedy}"] if one.remedy else [])]
+        told = [one.text, *([f"to fix it: {one.remedy}"] if one.remedy else [])]
         room = max(20, (columns or sys.maxsize) - width - 8)
         parts = [part for text in told for part in wrap(text, room, break_long_words=False, break_on_hyphens=False)]
         heads = [f"{_WORDS[one.state]:<4}  {one.name:<{width}}  ", *[" " * (width + 8)] * (len(parts) - 1)]

@@ -108,5 +108,5 @@ def test_blocks_of_learned_codes_are_judged_by_what_tune_measured(pair: tuple[Pa
     }
     (folder / "ptqpipe.json").write_text(json.dumps(record))
     told = "".join(Page(render_html(gather(folder))).text)
-    assert "GPTQ chose the codes of each layer by itself" in told
+    assert "GPTQ chose the codes of each layer independently" in told
     assert "ptqpipe eval tuned --source MODEL measures" in " ".join(told.split())
