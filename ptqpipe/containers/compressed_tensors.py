@@ -269,7 +269,7 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
         )
     if any(scheme.rotation for scheme in schemes):
         found.append(
-            "of the readers vLLM alone rotates inputs, on one GPU; transformers 5.23 without ptqpipe, SGLang 0.5.23 "
+            "only vLLM, on one GPU, rotates inputs; transformers 5.23 without ptqpipe, SGLang 0.5.23 "
             "and TensorRT-LLM do not, and compute garbage"
         )
     found += expert_name_warnings(targets, config, container="compressed_tensors")

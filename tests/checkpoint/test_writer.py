@@ -136,7 +136,7 @@ def test_several_ranks_write_the_same_bytes_and_resume_with_another_number(sourc
 
 def test_a_rank_without_rank_0_is_refused(out: Path) -> None:
     assert "was not started by rank 0" in refused(lambda: open_writer(out, rank=1, world=2))
-    with open_writer(out, world=2), pytest.raises(OutputError, match="begun by another run"):
+    with open_writer(out, world=2), pytest.raises(OutputError, match="started by another run"):
         open_writer(out, rank=1, world=2, run_id="other")
 
 
@@ -236,7 +236,7 @@ def test_a_leftover_is_discarded_on_demand(source: Path, out: Path) -> None:
 
 def test_another_runs_leftover_is_not_resumed(source: Path, out: Path) -> None:
     interrupted(out, source)
-    assert "begun by another run" in refused(lambda: open_writer(out, mode="resume", run_id="other"))
+    assert "started by another run" in refused(lambda: open_writer(out, mode="resume", run_id="other"))
     other = ShardLayout.plan([specs(unit) for unit in SIZES], shard_bytes=10**6)
     message = refused(lambda: CheckpointWriter.open(out, other, run_id=RUN_ID, mode="resume"))
     assert "layout of the shards changed" in message

@@ -118,7 +118,9 @@ def test_no_text_gets_worse_and_the_start_stays_where_nothing_is_better(
     for name in files:
         assert (codes / name).read_bytes() == (start / name).read_bytes()
     told = next(line for line in render(Finished(codes, content, 1.0, 1)).splitlines() if "end to end" in line)
-    assert told.startswith("end to end, 6 steps: no codes lowered the KL divergence on held-out samples and sample")
+    assert told.startswith(
+        "end to end, 6 steps: no codes lowered the KL divergence on both held-out samples and sample"
+    )
 
 
 @pytest.mark.slow
@@ -225,5 +227,5 @@ def test_a_window_longer_than_the_sample_text_is_one_line(
     short = tmp_path / "sample.txt"
     short.write_text("Too short.")
     monkeypatch.setattr(end_to_end, "SAMPLE", short)
-    with pytest.raises(UsageError, match="less than --seqlen 64; lower it"):
+    with pytest.raises(UsageError, match="less than --seqlen 64; lower --seqlen"):
         run(text, tmp_path / "out")

@@ -97,7 +97,7 @@ def test_what_was_trained_is_what_is_written_and_the_record_says_so(trained: tup
     assert changes["embeddings"] == 0.0
     assert changes["norms"] == pytest.approx(0.1, abs=3e-3)
     told = render(Finished(home / "codes", content, 1.0, 1))
-    assert "end to end, 3 steps: no codes lowered the KL divergence on held-out samples and sample text both" in told
+    assert "end to end, 3 steps: no codes lowered the KL divergence on both held-out samples and sample text;" in told
     assert "then --train, step 7 of 8: KL divergence x 1000 on held-out samples 2 -> 1, sample text 3 -> 1.5; " in told
     assert f"trained: embeddings, norms ({list(kinds.values()).count('norms')}), global scales" in told
     with CheckpointReader.open(DEMO) as source, CheckpointReader.open(home / "out") as out:

@@ -75,7 +75,7 @@ class Disk(NamedTuple):
             "codes": self.codes,
             "statistics": self.small,
             "inputs and gradients that rotations are learned from": self.pairs,
-            "hidden states that may not fit in memory": self.hidden,
+            "hidden states, if they do not fit in memory": self.hidden,
             "log-probabilities": self.logits,
         }
         return ", ".join(f"{disk_size(nbytes)} of {what}" for what, nbytes in parts.items() if nbytes)
@@ -126,7 +126,10 @@ def memory_of(source: Source, work: PipelineOptions, way: Way | None, *, limit: 
         forward = min(least + more, max(least, limit)), least  # as much more as there is room for
         hidden = max(next((n for n in each if n <= limit), 0) for each in (backward, forward))
         if way.rotations:
-            found["rotate"] = _PROCESS + _learning(source, work), "the pairs of all that reads the residual stream"
+            found["rotate"] = (
+                _PROCESS + _learning(source, work),
+                "inputs and gradients of all layers that read the residual stream",
+            )
         found[name] = _PROCESS + hidden + _largest_layer(source, way.method), "one decoder layer at a time"
     if work.eval:
         window = min(DEFAULT_LENGTH, _config_number(config, *_POSITIONS) or DEFAULT_LENGTH)

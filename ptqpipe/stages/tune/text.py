@@ -75,8 +75,8 @@ def _end_to_end(found: Mapping[str, Any] | None) -> list[str]:
 def _of_descent(name: str, what: str, found: Mapping[str, Any], told: str) -> str:
     if not found["best"]:
         return (
-            f"{name}, {found['steps']} steps: no {what} lowered the KL divergence on {' and '.join(found['start'])} "
-            "both; the start is kept"
+            f"{name}, {found['steps']} steps: no {what} lowered the KL divergence on both "
+            f"{' and '.join(found['start'])}; the initial {what} are kept"
         )
     texts = [
         f"{name} {1e3 * before:.4g} -> {1e3 * found['result'][name]:.4g}" for name, before in found["start"].items()
@@ -88,6 +88,6 @@ def _row(name: str, entry: Mapping[str, Any]) -> list[str]:
     before, after = entry["start_loss"], entry["learned_loss"]
     if before is None:
         return [name, "-", "-", "", "", ""]
-    note = "" if entry["kept"] else "not better: the start is kept"
+    note = "" if entry["kept"] else "not better: unchanged"
     ratio = f"{after / before:.3f}" if before else "-"  # the format may hold a layer's weights exactly
     return [name, number(before), number(after), ratio, f"{entry['moved']:.1%}", note]
