@@ -55,7 +55,7 @@ def test_calibrated_models_are_judged_by_their_output_error(pair: tuple[Path, Pa
     assert bought < heads.index("Weight error by layer and role") < heads.index("What each choice gained")
     assert "0.250 of rounding" in text
     assert "on held-out samples" in text
-    assert "because they give up weight error for output error" in text
+    assert "because calibration accepts more weight error for less output error" in text
     told = render_markdown(report)
     assert "output error 0.250" in told
     assert "weight error" not in told
