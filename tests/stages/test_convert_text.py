@@ -64,7 +64,7 @@ def test_without_text_static_input_scales_are_said_to_be_one_constant(model: Pat
 def test_where_memory_has_no_room_for_the_workers_that_were_asked_for_it_says_what_has(plain: Conversion) -> None:
     for tell in (header_text, plan_text):
         told = tell(plain, Machine(workers=64, memory_bytes=2 << 30))
-        found = re.search(r"(\d+) units at a time, not 64: --max-memory 2GiB .*; --max-memory (\d+)MiB has", told)
+        found = re.search(r"(\d+) units at a time, not 64: --max-memory 2GiB .*; --max-memory (\d+)MiB would", told)
         assert found is not None, told
         assert int(found[1]) == ((2 << 30) - BASE_BYTES) // WORKER_BYTES
         assert "at a time" not in tell(plain, Machine(workers=64, memory_bytes=int(found[2]) << 20))

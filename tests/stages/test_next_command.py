@@ -152,7 +152,7 @@ def test_what_tune_gained_is_said_before_the_error_of_the_weights(model: Path, w
     assert "proven" not in told
     found = json.loads(ran("convert", model, "--rounding", w4a4, "-o", tmp_path / "json", "--json"))
     assert list(found["tuned_blocks"].values()) == ratios
-    assert "calibrated codes let grow" in ran("verify", tmp_path / "out", "--source", model)
+    assert "calibration lets grow" in ran("verify", tmp_path / "out", "--source", model)
 
 
 def test_container_and_ignored_modules_come_with_the_codes(model: Path, text: Path, tmp_path: Path) -> None:
