@@ -7,6 +7,7 @@ kernel, and found again by the reference when the checkpoint is verified. Judges
 config files.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -195,6 +196,13 @@ def _sample_relative_mse(rows: SourceRows, shape: tuple[int, int], fmt: Format, 
         error += float(_absmax_rows(w, fmt, amax).sum())
         energy += float(w.double().square().sum())
     return error / energy if energy else 0.0
+
+
+@functools.cache
+def usual_error(fmt: Format) -> float:
+    """What abs-max scales leave of normally distributed weights: squared error over their squares."""
+    w = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    return float(_absmax_rows(w, fmt, float(w.abs().max())).sum() / w.square().sum())
 
 
 def _absmax_rows(w: torch.Tensor, fmt: Format, amax: float) -> torch.Tensor:

@@ -201,11 +201,11 @@ class CheckpointOptions:
     )
     kv_cache: str = option(
         "none",
-        "Store scales for an FP8 key-value cache, one for each layer or one for each head. Needs --stats.",
+        "Store scales for an FP8 key-value cache, one for each layer or one for each head. Needs --stats or --data.",
         choices=("none", "fp8", "fp8_per_head"),
     )
     bias_correction: bool = option(
-        False, "Change biases so that the mean output of each layer stays what it was. Needs --stats."
+        False, "Change biases so that the mean output of each layer stays what it was. Needs --stats or --data."
     )
     rotate: str | None = option(
         None,

@@ -102,8 +102,8 @@ class Surroundings:
             raise CheckpointError(f"{type(self._model).__name__} ran {len(arguments)} of {len(self._blocks)} blocks")
         if first[0].dim() != 3:
             raise CheckpointError(
-                f"{type(self._model).__name__} passes {first[0].shape[-2]} hidden states a token between its decoder "
-                "layers; it cannot be run layer by layer (calibrate, tune); convert without statistics needs no run"
+                f"{type(self._model).__name__} passes several hidden states a token between its decoder layers; it "
+                "cannot be run layer by layer (calibrate, tune); convert without statistics needs no run"
             )
         return first[0], arguments, added
 

@@ -425,7 +425,7 @@ def _too_few(
     data, weight = ("the data give", "") if name == "the data" else (f"{name} gives", "its weight, ")
     remedy = f"give more data, or lower {weight}--samples{', --holdout' if holdout else ''} or --seqlen"
     length, rows = next(iter(lengths.items()), (0, 0))
-    if len(lengths) == 1 and rows > 1 and length <= seqlen and not weight:
+    if len(lengths) == 1 and rows > 1 and 1 < length <= seqlen and not weight:
         samples = rows - rows // (HELD_SHARE + 1)
         remedy = f"the rows are {rows} windows of {length} tokens: use --samples {samples} --seqlen {length}"
     return UsageError(f"{data} {tokens} tokens, {tokens // seqlen} windows of {seqlen}, expected {wanted}; {remedy}")

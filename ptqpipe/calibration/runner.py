@@ -8,8 +8,8 @@
 
 Public for algorithms that need a block with its inputs and outputs. How it works: the model itself is run over every
 batch with blocks that only record their inputs (``capture.py``). The hidden states of every batch are kept; the
-further arguments (masks, position embeddings) once for each batch size: they depend on the shape alone, which is
-checked. Each block is then run alone. It must not know statistics or files of its own.
+further arguments once for each batch size where they depend on the shape alone, as masks and position embeddings do,
+else of every batch. Each block is then run alone. It must not know statistics or files of its own.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ class Block:
         """Hidden states [samples, tokens, hidden] that leave this block when ``x`` enters it, with some ``parameters``
         (by their names in the block) instead of its own. Records gradients unless the caller is under
         ``torch.no_grad``."""
-        args, kwargs = self._runner.arguments_on(self.device)[self._runner.key(batch)][self.index]
+        args, kwargs = self._runner.arguments_on(self.device)[batch][self.index]
         if parameters:
             out = torch.func.functional_call(self.module, dict(parameters), (x, *args), kwargs)
         else:
@@ -177,7 +177,8 @@ class Runner:
         self.device = device
         self.activations = activations
         self.images = images
-        self.arguments: dict[int, Arguments] = {}
+        self.arguments: dict[int, Arguments] = {}  # of every batch; one and the same where they are equal
+        self.of_tokens = False  # whether they depend on more than the size of a batch, as Gemma 4's do on its tokens
         self.added: dict[int, Added] = {}
         self.key_values = KeyValueObserver()
         self.on_tokens: Callable[[int], None] = lambda tokens: None  # after each batch of a block, on any thread
@@ -241,21 +242,18 @@ class Runner:
         """Names of the blocks, in order."""
         return tuple(name for name, _ in self.skeleton.blocks)
 
-    def key(self, batch: int) -> int:
-        """Of a batch's arguments: its size, on which alone they depend; given images, its number."""
-        return batch if self.images else self.batches[batch].shape[0]
-
     @property
     def tokens(self) -> int:
         """How many tokens all batches have."""
         return sum(batch.numel() for batch in self.batches)
 
     def arguments_on(self, device: torch.device) -> dict[int, Arguments]:
-        """``arguments`` with their tensors on a device."""
+        """``arguments`` with their tensors on a device; those that batches share stay shared."""
         if device == self.device:
             return self.arguments
         if device not in self._moved:
-            self._moved[device] = {size: moved(of_blocks, device) for size, of_blocks in self.arguments.items()}
+            there = {id(shared): moved(shared, device) for shared in self.arguments.values()}
+            self._moved[device] = {batch: there[id(shared)] for batch, shared in self.arguments.items()}
         return self._moved[device]
 
     def blocks(self) -> Iterator[Block]:
@@ -371,20 +369,18 @@ class Runner:
             if not any(name == block or name.startswith(f"{block}.") for block in self.names):
                 for leaf, buffer in list(module._buffers.items()):
                     module._buffers[leaf] = None if buffer is None else buffer.to(self.device)
-        checked: set[int] = set()
+        known: dict[int, Arguments] = {}  # by the size of a batch
         for index, ids in enumerate(self.batches):
             shown = self.images[index] if self.images else None
             hidden, arguments, added = self._around.capture(ids, shown)
+            if not bool(torch.isfinite(hidden).all()):
+                raise not_finite("the hidden states behind the embedding are not finite", hidden.dtype)
             self.activations.put(index, hidden)
             self.added |= {index: added} if added else {}
-            known = self.arguments.setdefault(self.key(index), arguments)
-            if known is not arguments and ids.shape[0] not in checked:
-                checked.add(ids.shape[0])
-                if not same(known, arguments):
-                    raise CheckpointError(
-                        f"{type(skeleton.model).__name__} gives its decoder layers more of a sample than hidden "
-                        "states; it cannot be run layer by layer"
-                    )
+            first = known.setdefault(ids.shape[0], arguments)
+            shared = same(first, arguments)
+            self.arguments[index] = first if shared else arguments
+            self.of_tokens |= not shared
         skeleton.free(self._of_embedding())
 
 

@@ -258,7 +258,8 @@ def _rotated(member: Member, scheme: Scheme | None) -> Member:
 def unmatched_patterns(plan: Plan, recipe: Recipe) -> list[str]:
     """Patterns of the recipe's rules and of its own keep list that name no module of the model: most likely typos."""
     own = [keep.pattern for keep in recipe.keep if keep.reason in (IGNORED, BY_RECIPE)]
-    patterns = dict.fromkeys([*own, *(rule.match for rule in recipe.rules)])
+    known = {keep.pattern for keep in recipe.keep}.difference(own)  # of the family: a rule for its MTP layers
+    patterns = dict.fromkeys([*own, *(rule.match for rule in recipe.rules if rule.match not in known)])
     return [pattern for pattern in patterns if not _matches_any(pattern, plan)]
 
 

@@ -74,6 +74,11 @@ class InputQuantizer:
         if self.activation is Activation.NONE or x.numel() == 0:
             return x
         group = GROUP.get(self.activation)
+        if group is not None and x.shape[-1] % group:
+            raise UsageError(
+                f"{self.activation} activations have a scale for every {group} columns, but a layer has {x.shape[-1]} "
+                "inputs; load with activations 'none'"
+            )
         blocks = x.float() if group is None else x.float().reshape(*x.shape[:-1], -1, group)
         decoded = _QUANTIZE[self.activation](self, blocks)
         return (decoded if group is None else decoded.flatten(-2)).to(x.dtype)

@@ -160,6 +160,8 @@ def read_config(path: Path) -> Any:
     except ImportError:
         raise missing_package("running a model", "transformers", "ptqpipe[hf]") from None
     refuse_pipes(path)
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{path} has no config.json, without which transformers cannot run it")
     try:
         with quiet():  # what it says of a file that it does not understand becomes one error
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)

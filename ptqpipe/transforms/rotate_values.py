@@ -15,8 +15,13 @@ Read = Callable[[str], torch.Tensor]
 
 
 def check(structure: Structure, block: int, *, untie: bool) -> None:
-    """UsageError where heads do not divide into blocks, and where a gate for each channel is behind attention."""
+    """UsageError where there are no values to rotate, where heads do not divide into blocks, and where a gate for each
+    channel is behind attention."""
     edges = [edge for edge in structure.edges if edge.kind == "value"]
+    if not edges:
+        raise UsageError(
+            f"rotate_values is refused: in {structure.model_type} no projection gives values alone to another one"
+        )
     gated = next((edge for edge in edges if edge.gated), None)
     if gated is not None:
         raise UsageError(

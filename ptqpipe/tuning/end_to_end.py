@@ -160,6 +160,11 @@ def _learn(
                 streams=2,
             )
         )
+        if runner.of_tokens and (wrong := [kind for kind in ("embeddings", "norms") if kind in options.train]):
+            raise UsageError(
+                f"--train {wrong[0]}: {type(skeleton.model).__name__} gives its decoder layers more than hidden states of "
+                f"the tokens, which would change; leave {wrong[0]} out"
+            )
         learned, judged = divided(runner.held_from, settings.held_out)
         entering = OnDisk(partial) if isinstance(runner.activations, OnDisk) else InMemory()
         opened.callback(entering.close)

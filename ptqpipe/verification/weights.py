@@ -9,8 +9,8 @@ import torch
 
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import Role, StoredWeight
-from ptqpipe.formats import get_format
-from ptqpipe.measured import CHANGES, Measured, measure_weight, prove_weight
+from ptqpipe.formats import Format, get_format
+from ptqpipe.measured import CHANGES, Measured, measure_weight, prove_weight, usual_error
 from ptqpipe.qtensor import Illegal, illegal_numbers
 from ptqpipe.quantities import number
 from ptqpipe.record import UNKNOWN, Claim, Record
@@ -80,7 +80,7 @@ def check_weight(
     factor = 1.0 if claim is None else claim.enlarged
     measured = measure_weight(ckpt, stored.weight, rows, expert=expert, factor=factor)
     ours = claim is not None and claim.search != UNKNOWN
-    _judge(name, measured, stored.shape[0] * stored.shape[1], claim if ours else None, found)
+    _judge(name, fmt, measured, stored.shape[0] * stored.shape[1], claim if ours else None, found)
     if claim is not None and ours:
         keys = ("squared_error", "energy", "relative_mse") if claim.numbers.keys() & {"squared_error"} else ()
         tolerance = ROUNDED if record is not None and name in record.rounded else SUM_TOLERANCE
@@ -184,10 +184,12 @@ def _legal(ckpt: Source, stored: StoredWeight, name: str, expert: int | None, fo
     return legal and counts == Illegal()
 
 
-def _judge(name: str, measured: Measured, elements: int, claim: Claim | None, found: Findings) -> None:
+def _judge(name: str, fmt: Format, measured: Measured, elements: int, claim: Claim | None, found: Findings) -> None:
     """Errors and codes that no quantizer leaves on the weight of this name; ``claim`` is that of our own record."""
-    absmax = max(measured.absmax_relative_mse, 1e-12)
-    if measured.relative_mse > (TOTAL_RATIO if claim is None or claim.unweighted else DATA_RATIO) * absmax:
+    by_data = claim is not None and not claim.unweighted
+    # A source that was quantized once may lie on the grid of abs-max scales; codes that data chose leave it.
+    absmax = max(measured.absmax_relative_mse, usual_error(fmt) if by_data else 1e-12)
+    if measured.relative_mse > (DATA_RATIO if by_data else TOTAL_RATIO) * absmax:
         beside = f"relative MSE is {number(measured.relative_mse, 3)} where abs-max scales give {number(absmax, 3)}"
         message = f"{beside}: these are not the numbers of the source's weight"
         found.fault("error", name, message)

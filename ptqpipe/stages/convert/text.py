@@ -11,7 +11,7 @@ from ptqpipe.machine import WORKER_BYTES, Machine
 from ptqpipe.plan import pattern_hint, unmatched_patterns
 from ptqpipe.quantities import disk_size, memory_size, number, option_size, option_size_above, table
 from ptqpipe.report import can_be_proven, judged_by, judgement, mean_known, tuned_blocks
-from ptqpipe.rewriting import Done
+from ptqpipe.rewriting import BIAS_REASON, Done
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.schemes import Activation
@@ -98,6 +98,8 @@ def warnings_of(work: Conversion) -> list[str]:
         f"{pattern!r} of the recipe matches no tensor; {pattern_hint(pattern, plan) or 'is it a typo?'}"
         for pattern in unmatched_patterns(plan, work.outputs.recipe)
     ]
+    if work.outputs.recipe.bias_correction and not any(kept.reason == BIAS_REASON for kept in plan.kept):
+        unused.append("bias_correction changes nothing: no quantized weight has a bias of its own")
     return [*unused, *_unknown_family(work), *doubts(work.source.reader.config, work.source.tensors), *work.warnings]
 
 
