@@ -162,8 +162,8 @@ def _learn(
         )
         if runner.of_tokens and (wrong := [kind for kind in ("embeddings", "norms") if kind in options.train]):
             raise UsageError(
-                f"--train {wrong[0]}: {type(skeleton.model).__name__} gives its decoder layers more than hidden states of "
-                f"the tokens, which would change; leave {wrong[0]} out"
+                f"--train {wrong[0]}: {type(skeleton.model).__name__} gives its decoder layers more of the tokens than "
+                f"hidden states, which would change; leave {wrong[0]} out"
             )
         learned, judged = divided(runner.held_from, settings.held_out)
         entering = OnDisk(partial) if isinstance(runner.activations, OnDisk) else InMemory()

@@ -7,10 +7,12 @@ import pytest
 import torch
 import transformers
 
+from ptqpipe.calibration import runner
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import CheckpointError
 from ptqpipe.source import Source
+from tests import family_rows
 from tests.calibration.models import make_model, make_windows
 
 
@@ -27,6 +29,35 @@ def test_a_model_that_was_trained_with_a_loss_of_its_routers_runs_layer_by_layer
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_router_logits=False)
     with torch.no_grad():
         torch.testing.assert_close(found, whole(windows).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_read_the_tokens_get_those_of_their_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4 embeds tokens once more for every layer."""
+    monkeypatch.setattr(runner, "BATCH_TOKENS", 48)
+    family_rows.make(tmp_path, "gemma4_text")
+    windows = make_windows(samples=5)
+    with Source.open(tmp_path) as source, Runner.open(Skeleton.of(source, dtype=torch.float32), windows) as opened:
+        assert opened.of_tokens
+        for block in opened.blocks():
+            block.advance()
+        batches = enumerate(torch.split(windows, 2))
+        with opened.head(), torch.no_grad():
+            found = [opened.logits(ids, opened.activations.get(batch)) for batch, ids in batches]
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(found), whole(windows).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_batches_share_what_depends_on_their_size_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "BATCH_TOKENS", 48)
+    make_model(tmp_path, "gemma3")
+    with (
+        Source.open(tmp_path) as source,
+        Runner.open(Skeleton.of(source, dtype=torch.float32), make_windows(samples=5)) as opened,
+    ):
+        assert not opened.of_tokens
+        assert opened.arguments[0] is opened.arguments[1]
+        assert opened.arguments[0] is not opened.arguments[2]
 
 
 def test_layers_that_share_weights_are_refused_with_what_works(tmp_path: Path) -> None:

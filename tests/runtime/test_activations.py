@@ -279,3 +279,8 @@ def test_activations_that_no_word_names_are_refused(sources: Mapping[str, Path],
     with pytest.raises(UsageError, match=r"cannot simulate; use activations 'none'"):
         load_model(path)
     assert bool(torch.isfinite(logits(load_model(path, activations="none"))).all())
+
+
+def test_inputs_that_groups_do_not_divide_are_one_line() -> None:
+    with pytest.raises(UsageError, match="a scale for every 128 columns, but a layer has 64 inputs"):
+        InputQuantizer(Activation.FP8_GROUP)(torch.ones(2, 64))

@@ -28,7 +28,7 @@ from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.stages.convert import text as convert_text
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
-from ptqpipe.stages.convert.text import plan_text
+from ptqpipe.stages.convert.text import plan_text, warnings_of
 from ptqpipe.stages.verify import text as verify_text
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
@@ -473,6 +473,14 @@ def test_statistics_that_are_not_finite_are_one_line(model: Path, tmp_path: Path
     stats = write_statistics(tmp_path / "s", model, inputs)
     with pytest.raises(PtqError, match=r"model\.layers\.0\.mlp\.down_proj"):
         run(model, stats, tmp_path / "out", algorithm="gptq")
+
+
+def test_a_model_without_biases_has_none_to_correct(tmp_path: Path) -> None:
+    model = tiny.save(tmp_path / "model", tiny.llama())
+    stats = write_statistics(tmp_path / "stats", model, inputs_of_llama(tiny.llama()))
+    options = RecipeOptions("mxfp4a16", bias_correction=True)
+    with prepare(model, options=options, stats=stats, out=tmp_path / "out") as work:
+        assert "bias_correction changes nothing: no quantized weight has a bias of its own" in warnings_of(work)
 
 
 def test_corrected_biases_give_the_mean_output_of_the_float_layer(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import ptqpipe
 from ptqpipe.errors import UsageError
 from ptqpipe.options import RecipeOptions
 from ptqpipe.stages.convert.prepare import prepare
+from ptqpipe.stages.convert.text import warnings_of
 from ptqpipe.stages.verify.run import verify
 from tests import families, tiny
 
@@ -72,6 +73,11 @@ def test_sglang_builds_the_layer_unquantized_beside_modelopt(make: Make, tmp_pat
         # Of ModelOpt's layout vLLM makes no experts with a scale of each row (get_quant_method of its modelopt.py).
         with pytest.raises(UsageError, match=r"vllm runs no experts in fp8_dynamic from modelopt"):
             prepare(make(kind), options=options, out=tmp_path / "out", reader="vllm")
+
+
+def test_the_rule_of_the_layer_is_no_typo_of_the_recipe(make: Make, tmp_path: Path) -> None:
+    with prepare(make("glm4_moe"), options=RecipeOptions("fp8", mtp="fp8"), out=tmp_path / "out") as work:
+        assert not [line for line in warnings_of(work) if "matches no tensor" in line]
 
 
 def test_models_without_the_layer_are_refused_in_one_line(make: Make, tmp_path: Path) -> None:

@@ -141,6 +141,9 @@ def rotations(structure: Structure) -> list[str]:
         with pytest.raises(UsageError, match="a gate multiplies each channel"):
             rotate_values.check(structure, 16, untie=True)
         found = []
+    elif not found:
+        with pytest.raises(UsageError, match="no projection gives values alone"):
+            rotate_values.check(structure, 16, untie=True)
     try:
         rotate_residual.check(structure, 16, untie=True)
     except UsageError:
