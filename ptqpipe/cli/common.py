@@ -186,7 +186,7 @@ def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
         yield
     except PtqError as error:
         if is_unfinished(out) and not (left and mode == "new"):
-            error.add_note("what is finished is kept (--resume continues it, --overwrite begins anew)")
+            error.add_note("what is finished is kept (--resume continues it, --overwrite starts over)")
         raise
     except KeyboardInterrupt:
         if not is_unfinished(out):

@@ -103,7 +103,7 @@ def test_an_error_says_what_became_of_what_was_finished(
     monkeypatch.setattr("ptqpipe.stages.calibrate.run.calibrate", fails)
     result = run("calibrate", "model", "--data", "a file", "-o", "out", *options)
     assert result.exit_code == 1
-    kept = "; what is finished is kept (--resume continues it, --overwrite begins anew)"
+    kept = "; what is finished is kept (--resume continues it, --overwrite starts over)"
     assert result.stderr.strip() == "Error: there is NaN" + (kept if told else "")
 
 

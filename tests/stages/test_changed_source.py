@@ -129,7 +129,7 @@ def test_a_resume_notices_a_source_that_only_looks_the_same(
     assert (weights.stat().st_size, weights.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     with CheckpointReader.open(source) as reader:
         assert reader.fingerprint() == fingerprint
-    changed = rf"source's '{weights.name}' was written to, replaced .*(--overwrite|overwrite=True) begins"
+    changed = rf"source's '{weights.name}' was written to, replaced .*(--overwrite|overwrite=True) starts over"
     with pytest.raises(OutputError, match=changed):
         COMMANDS[command](source, out, "resume")
     assert not out.exists()
