@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests but those that take seconds each, which are a tenth of them and three quarters of the time; `scripts/test.sh
+# The tests but those that take seconds each, which are a sixth of them and four fifths of the time; `scripts/test.sh
 # tests` runs these, too, as CI does. Arguments go to pytest. As many processes as there are processors, 4 at most, in the
 # environment that setup.sh makes; see there.
 set -euo pipefail

@@ -20,7 +20,8 @@ def check(structure: Structure, block: int, *, untie: bool) -> None:
     edges = [edge for edge in structure.edges if edge.kind == "value"]
     if not edges:
         raise UsageError(
-            f"rotate_values is refused: in {structure.model_type} no projection gives values alone to another one"
+            f"rotate_values is refused: {structure.model_type} has no value projection into which a rotation can be "
+            "folded; --apply rotate_residual rotates the rest"
         )
     gated = next((edge for edge in edges if edge.gated), None)
     if gated is not None:

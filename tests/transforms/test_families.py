@@ -142,7 +142,7 @@ def rotations(structure: Structure) -> list[str]:
             rotate_values.check(structure, 16, untie=True)
         found = []
     elif not found:
-        with pytest.raises(UsageError, match="no projection gives values alone"):
+        with pytest.raises(UsageError, match="no value projection into which"):
             rotate_values.check(structure, 16, untie=True)
     try:
         rotate_residual.check(structure, 16, untie=True)

@@ -6,7 +6,7 @@ Both classes see a weight in runs of rows: the `sums` of all runs add up, and `t
              KL divergence to second order with tokens and outputs taken as independent
 `ByWindows`  twice the KL divergence by d = dLoss/dW of windows: E[(sum of d E)^2], per token
 
-Nearest codes do two things to a weight. Most of their error has signs that follow nothing, so that squares of d alone
+Nearest codes do two things to a weight. Most of their error has random signs, so that squares of d alone
 count, of which sums over columns, r, and over rows, c, are known. But codes also are smaller on average than what they
 stand for: E = a W + F with a = -|E|^2 / |W|^2 or so, and a change in proportion to W, small as it is, has one sign
 everywhere. So
