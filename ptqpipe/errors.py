@@ -12,10 +12,17 @@ from pathlib import Path
 MAX_MESSAGE = 600  # characters; names and values from a damaged file can be millions
 
 
+def printable(text: str, *, keep: str = "") -> str:
+    """``text`` with whatever would break a line or steer a terminal escaped (control characters, direction marks, lone
+    surrogates), but for the characters of ``keep``."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
 def one_line(text: str, *, limit: int = MAX_MESSAGE) -> str:
-    """``text`` with whatever would break the line or steer a terminal escaped, cut to ``limit`` characters."""
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    """``text`` as `printable` has it, cut to ``limit`` characters."""
+    text = printable(text)
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-(limit // 2 - 5) :]}"
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, printable
 from ptqpipe.quantities import disk_size, memory_size, option_size, three_digits
 
 # What a process holds before any weight, and what one worker holds beside a cached unit (chunks, samples, temporaries).
@@ -376,6 +376,7 @@ def counting_bar(
 
 def _fitting(note: str, room: int) -> str:
     """A note in so many columns, "" where they are too few. Of a tensor's name the end says which one it is."""
+    note = printable(note)
     if len(note) <= room:
         return note
     if " " not in note:

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterable, Sequence
 
+from ptqpipe.errors import printable
+
 _DISK_UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _MEMORY_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i)?)?b?", re.IGNORECASE)
@@ -83,8 +85,9 @@ def scientific(value: float, digits: int = 3) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
-    """Aligned columns; the first ``left`` columns are text, the others numbers."""
-    body = [list(header), *map(list, rows)]
+    """Aligned columns; the first ``left`` columns are text, the others numbers. Cells may hold names from files: what
+    would steer a terminal is escaped."""
+    body = [[printable(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in body) for i in range(len(header))]
     lines = []
     for row in body:

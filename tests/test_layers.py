@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "json_values":  set(),
     "dtypes":       set(),
     "errors":       set(),
-    "quantities":   set(),
+    "quantities":   {"errors"},
     "patterns":     set(),
     "rotation":     set(),
     "inputs":       {"rotation"},

@@ -11,7 +11,7 @@ import click
 from ptqpipe.cli.common import Given, command
 from ptqpipe.cli.lines import wrapped
 from ptqpipe.cli.serve import serve
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, printable
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -82,8 +82,10 @@ def _served(given: Given) -> AbstractContextManager[str]:
 
 def _note(line: str) -> None:
     """A line that is no answer."""
-    click.secho(wrapped(line, shutil.get_terminal_size().columns), dim=True, err=True)
+    click.secho(wrapped(printable(line, keep="\n"), shutil.get_terminal_size().columns), dim=True, err=True)
 
 
 def _say(piece: str) -> None:
-    click.echo(piece, nl=False)
+    from ptqpipe.cli.talk import visible
+
+    click.echo(visible(piece) if sys.stdout.isatty() else piece, nl=False)

@@ -191,7 +191,7 @@ def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
     except KeyboardInterrupt:
         if not is_unfinished(out):
             raise
-        click.echo(f"\nInterrupted. Finished parts are kept; continue with: {_resume_command()}", err=True)
+        say(f"\nInterrupted. Finished parts are kept; continue with: {_resume_command()}")
         sys.exit(INTERRUPTED)
 
 

@@ -10,7 +10,7 @@ import click
 
 from ptqpipe.cli import next_steps
 from ptqpipe.cli.common import Given, command, main, this_call
-from ptqpipe.cli.lines import fitted
+from ptqpipe.cli.lines import fitted, say
 from ptqpipe.cli.parameters import ACTIVATIONS, DEVICE, FIELD, JSON, PATH, QUIET, Existing, Size, computing_dtype, names
 from ptqpipe.errors import UsageError
 
@@ -226,4 +226,4 @@ def allreduce(given: Given) -> None:
         halves += [stage.time_text(times, evens, request.topologies)] if times else []
         click.echo(fitted("\n\n".join(halves), sys.stdout))
     for path in [] if given.plot is None else stage.write_plots(given.plot, errors, times):
-        click.echo(f"{path} written", err=True)
+        say(f"{path} written")

@@ -9,6 +9,8 @@ from typing import TextIO
 
 import click
 
+from ptqpipe.errors import printable
+
 
 def wrapped(text: str, width: int) -> str:
     """The text with lines of at most ``width`` characters, as far as there are spaces: the rest of a longer one stands
@@ -26,7 +28,8 @@ def wrapped(text: str, width: int) -> str:
 
 
 def fitted(text: str, stream: TextIO) -> str:
-    """The text for a stream: `wrapped` where it is a terminal."""
+    """The text for a stream: what names from files would do to a terminal escaped, and `wrapped` where it is one."""
+    text = printable(text, keep="\n")
     return wrapped(text, shutil.get_terminal_size().columns) if _is_terminal(stream) else text
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from ptqpipe.cli.common import Given
+from ptqpipe.errors import printable
 
 Call = Sequence[object]
 
@@ -46,6 +47,14 @@ def _word(value: object) -> str:
     return f"./{value}" if isinstance(value, Path) and str(value).startswith("-") else str(value)
 
 
+def _quoted(word: str) -> str:
+    """A word as a shell takes it; what would steer a terminal as an escape that bash, zsh and ksh undo."""
+    if word.isprintable():
+        return shlex.quote(word)
+    escaped = word.replace("\\", "\\\\").replace("'", "\\'")
+    return f"$'{printable(escaped)}'"
+
+
 def _in_lines(words: list[str], columns: int | None) -> str:
     """A call as a shell reads it; one that a terminal of ``columns`` would break is broken before options, where a
     shell takes it, too."""
@@ -55,7 +64,7 @@ def _in_lines(words: list[str], columns: int | None) -> str:
         if word.startswith("-") or not parts:
             parts.append([])
         parts[-1].append(word)
-    for part in map(shlex.join, parts):
+    for part in (" ".join(map(_quoted, words)) for words in parts):
         if lines[-1] and len(lines[-1]) + 1 + len(part) > room:
             lines.append(f"          {part}")
         else:
