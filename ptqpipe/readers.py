@@ -7,6 +7,7 @@ reader gets wrong about a family, the containers' own ``warnings`` say.
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import NamedTuple
 
 from ptqpipe.errors import UsageError
 from ptqpipe.schemes import Scheme
@@ -73,6 +74,38 @@ READERS: dict[str, dict[str, tuple[str, ...]]] = {
         "int8_w8a8": (_CT,),
     },
 }
+
+
+class Evidence(NamedTuple):
+    """How it is known that a reader takes a format, and of which of its versions and when.
+
+    mark  run: it computed with such a checkpoint. loads: its own loader put every number where its layers expect it,
+          but its kernels were not run. read: its source code was read, nothing was run
+    """
+
+    mark: str
+    version: str
+    date: str
+
+
+# The results are those of scripts/vllm_fills.py, scripts/sglang_loads.py, the source of TensorRT-LLM at 008e0af, and
+# tests/containers/test_transformers.py, which runs every format.
+_EVIDENCE = {
+    "vllm": Evidence("loads", "0.33", "2026-11-26"),
+    "sglang": Evidence("loads", "0.5.23", "2026-11-26"),
+    "trtllm": Evidence("read", "008e0af", "2026-11-23"),
+    "transformers": Evidence("run", "5.23", "2026-11-28"),
+}
+# scripts/vllm_loads.py: on a CPU, FP8 per token by vLLM's own kernels, the others by those of ptqpipe's plugin.
+_VLLM_RUN = Evidence("run", "0.32", "2026-11-21")
+_VLLM_RUNS = ("nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp8", "fp8_dynamic", "fp8_block")
+
+
+def evidence(reader: str, scheme: str) -> Evidence:
+    """How it is known that a reader takes a format of its row of `READERS`. KeyError for one that is not in it."""
+    if scheme not in READERS[reader]:
+        raise KeyError(scheme)
+    return _VLLM_RUN if reader == "vllm" and scheme in _VLLM_RUNS else _EVIDENCE[reader]
 
 
 # Formats that a reader runs in linear layers, and from these containers in no experts: vLLM 0.33's

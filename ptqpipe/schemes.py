@@ -128,7 +128,7 @@ _ACTIVATION_WORDS = {
 
 def _rows() -> tuple[Scheme, ...]:
     f, a = get_format, Activation
-    fp8, mx = "Ada, Hopper, newer", "Blackwell, MI350"
+    fp8, mx = "Ada or newer", "Blackwell, MI350"
     return (
         Scheme("nvfp4", f("nvfp4"), a.NONE, "NVFP4A16", ("nvfp4a16", "nvfp4_w4a16", "w4a16_nvfp4")),
         Scheme(
@@ -145,16 +145,19 @@ def _rows() -> tuple[Scheme, ...]:
         Scheme("fp8_dynamic", f("fp8_channel"), a.FP8_TOKEN, "FP8-Dynamic", ("fp8", "fp8_channel"), native=fp8),
         Scheme("fp8_tensor", f("fp8_tensor"), a.FP8_TOKEN, "FP8-Tensor", ("fp8_per_tensor",), native=fp8),
         Scheme("fp8_static", f("fp8_tensor"), a.FP8_TENSOR_STATIC, "FP8", ("fp8_tensor_static",), native=fp8),
-        Scheme("fp8_block", f("fp8_block"), a.FP8_GROUP, "FP8-Block", container="deepseek_fp8", native="Hopper, newer"),
+        Scheme(
+            "fp8_block", f("fp8_block"), a.FP8_GROUP, "FP8-Block",
+            container="deepseek_fp8", native="Hopper or newer",
+        ),
         Scheme(
             "fp8_block_ue8m0", f("fp8_block_ue8m0"), a.FP8_GROUP, "FP8-Block-UE8M0", ("fp8_ue8m0",),
-            container="deepseek_fp8", native="Hopper, newer",
+            container="deepseek_fp8", native="Hopper or newer",
         ),
         Scheme("int4_g128", f("int4_g128"), a.NONE, "W4A16-G128", ("int4", "w4a16", "w4a16_g128", "int4_group128")),
         Scheme("int4_g32", f("int4_g32"), a.NONE, "W4A16-G32", ("w4a16_g32", "int4_group32")),
         Scheme("int8", f("int8_channel"), a.NONE, "W8A16", ("w8a16", "int8_channel", "int8_w8a16")),
         Scheme(
-            "int8_w8a8", f("int8_signed_channel"), a.INT8_TOKEN, "W8A8", ("w8a8", "w8a8_int8"), native="Turing, newer"
+            "int8_w8a8", f("int8_signed_channel"), a.INT8_TOKEN, "W8A8", ("w8a8", "w8a8_int8"), native="Turing or newer"
         ),
     )  # fmt: skip
 

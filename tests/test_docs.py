@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from ptqpipe.readers import READERS, evidence
+from ptqpipe.schemes import get_scheme
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 FILE = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|h|cpp|toml|jsonl|yaml|sh))`")
@@ -40,6 +43,19 @@ def test_the_readme_is_read_in_a_minute() -> None:
     assert len(text.splitlines()) <= 120
     assert len(text.split()) <= 1000
     assert text.index("docs/images/pipeline") < text.index("docs/images/kl") < text.index("scripts/demo.sh")
+
+
+def test_the_readme_says_how_it_is_known_that_readers_take_a_format() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.partition("## Formats and readers")[2].partition("\n## ")[0]
+    head, *rows = re.findall(r"^\| (format|\w+)(?: \(\w+\))? \| [^|]+ \| [^|]+ \| (.+) \|$", section, re.MULTILINE)
+    assert head == ("format", "vLLM | SGLang | TensorRT-LLM | transformers")
+    assert len(rows) == 6
+    for name, marks in rows:
+        scheme = get_scheme(name).name
+        known = [evidence(reader, scheme) if scheme in READERS[reader] else None for reader in READERS]
+        assert marks.split(" | ") == [one.mark if one else "-" for one in known], name
+        assert all(one.version in section and one.date in section for one in known if one and one.mark != "read"), name
 
 
 def test_the_words_to_know_before_changing_convert_are_few_and_defined_where_the_page_says() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.quantities import table
-from ptqpipe.readers import READERS
+from ptqpipe.readers import READERS, evidence
 from ptqpipe.schemes import SCHEMES, Activation, Scheme
 
 SHAPE = (4096, 4096)  # of the weight whose bits are told
@@ -28,9 +28,10 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 _COLUMNS = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TRT", "transformers": "HF"}
 _LEGEND = (
     "A name may be written in any case. element/block/scale[/global], such as e2m1/8/ue5m3, is a format, too. Bits are "
-    "those of a weight of 4096 x 4096, scales included. The last columns say which programs run the format, from the "
-    "container that `convert --for` chooses (HF: transformers, TRT: TensorRT-LLM); ptqpipe itself reads all of them. "
-    "docs/formats.md has the whole table."
+    "those of a weight of 4096 x 4096, scales included. The last columns say which programs take the format, from "
+    "the container that `convert --for` chooses (HF: transformers, TRT: TensorRT-LLM), and how that is known: run (it "
+    "computed with such a checkpoint), loads (its own loader takes every number, its kernels were not run), read (its "
+    "source code was read); `--json` has versions and dates. ptqpipe itself reads all of them. See docs/formats.md."
 )
 
 _ACTIVATIONS = {
@@ -62,7 +63,7 @@ def _described(scheme: Scheme) -> dict[str, Any]:
         "bits_per_weight": round(scheme.bits_per_weight(SHAPE), 3),
         "activations": _ACTIVATIONS[scheme.activation],
         "native": scheme.native,
-        "readers": [name for name in READERS if scheme.name in READERS[name]],
+        "readers": {name: evidence(name, scheme.name)._asdict() for name in READERS if scheme.name in READERS[name]},
         "container": scheme.container,
         "description": scheme.describe(),
     }
@@ -101,7 +102,7 @@ def render() -> str:
             f"{one['bits_per_weight']:.2f}",
             one["activations"],
             one["native"] or "any, in 16 bits",
-            *("yes" if reader in one["readers"] else "-" for reader in _COLUMNS),
+            *(one["readers"][reader]["mark"] if reader in one["readers"] else "-" for reader in _COLUMNS),
         ]
         for one in found["formats"]
     ]

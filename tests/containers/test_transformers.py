@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from ptqpipe.containers import ConfigRequest, Target, decode, encode_part, get_container
 from ptqpipe.containers._config import _NO_PER_EXPERT_NAMES, _ONLY_COMPRESSED_TENSORS
+from ptqpipe.readers import READERS, evidence
 from ptqpipe.runtime.hf import register, unregister
 from ptqpipe.schemes import get_scheme
 from tests.containers.builders import Checkpoint, absmax, quantize
@@ -118,21 +119,22 @@ def converted(source: Path, container: str, pick: Callable[[str], str | None]) -
     return quantize(read(source), container, pick, fused=FUSED)
 
 
+FLOAT_INPUTS = [
+    ("compressed_tensors", "nvfp4"),
+    ("compressed_tensors", "mxfp4a16"),
+    ("compressed_tensors", "mxfp6"),
+    ("compressed_tensors", "mxfp8a16"),
+    ("compressed_tensors", "int4_g32"),
+    ("compressed_tensors", "int4_g128"),
+    ("compressed_tensors", "int8"),
+    ("deepseek_fp8", "fp8_block"),
+    ("deepseek_fp8", "fp8_block_ue8m0"),
+    ("mxfp8_hf", "mxfp8"),
+]
+
+
 @pytest.mark.parametrize("model", ["llama", "tied"])
-@pytest.mark.parametrize(
-    ("container", "scheme"),
-    [
-        ("compressed_tensors", "nvfp4"),
-        ("compressed_tensors", "mxfp4a16"),
-        ("compressed_tensors", "mxfp6"),
-        ("compressed_tensors", "mxfp8a16"),
-        ("compressed_tensors", "int4_g32"),
-        ("compressed_tensors", "int4_g128"),
-        ("compressed_tensors", "int8"),
-        ("deepseek_fp8", "fp8_block"),
-        ("mxfp8_hf", "mxfp8"),
-    ],
-)
+@pytest.mark.parametrize(("container", "scheme"), FLOAT_INPUTS)
 def test_logits_are_those_of_the_dequantized_model(
     sources: Mapping[str, Path], tmp_path: Path, model: str, container: str, scheme: str
 ) -> None:
@@ -143,7 +145,17 @@ def test_logits_are_those_of_the_dequantized_model(
     assert torch.equal(theirs, ours)
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4_w4a4", "mxfp4", "mxfp8", "fp8_dynamic", "fp8_tensor", "fp8_block"])
+QUANTIZED_INPUTS = [
+    "nvfp4_w4a4", "mxfp4", "mxfp4_w4a8", "mxfp8", "fp8_dynamic", "fp8_tensor", "fp8_static", "fp8_block", "int8_w8a8",
+]  # fmt: skip
+
+
+def test_every_format_that_transformers_is_said_to_run_is_run_here() -> None:
+    run = {scheme for _, scheme in FLOAT_INPUTS} | set(QUANTIZED_INPUTS)
+    assert run == {name for name in READERS["transformers"] if evidence("transformers", name).mark == "run"}
+
+
+@pytest.mark.parametrize("scheme", QUANTIZED_INPUTS)
 def test_quantized_activations_leave_the_weights_exact(
     sources: Mapping[str, Path], tmp_path: Path, scheme: str
 ) -> None:

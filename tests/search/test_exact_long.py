@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from ptqpipe import quantize
 from ptqpipe.errors import NumericsError
 from ptqpipe.formats import CODECS, Format, get_format
 from ptqpipe.kernels.importance import column_weights
@@ -174,3 +175,22 @@ def test_nan_and_inf_raise(bad: float, fmt: Format) -> None:
     w[3, 4] = bad
     with pytest.raises(NumericsError, match=r"1 NaN|1 inf"):
         exact.search(w, fmt)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_least_score_is_within_1e_4_of_the_least_error_in_float64(dtype: torch.dtype) -> None:
+    """Scores are sums in float32: beside one outlier they cannot tell scales apart that float64 can."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(16, 128, generator=generator)
+    w[:, 0] = 10 ** (4 * torch.rand(16, generator=generator))
+    w = w.to(dtype)
+    values = w.double()
+    error = (quantize(w, "fp8_dynamic").dequantize().double() - values).square().sum(1)
+    nearest = (values.abs().amax(1) / 448).bfloat16().view(torch.int16)
+    least = torch.full_like(error, math.inf)
+    for step in range(-7 * 128, 129):  # every bfloat16 scale of eight octaves
+        scale = (nearest + step).view(torch.bfloat16).double()[:, None]
+        codes = (values / scale).clamp(-448, 448).float().to(torch.float8_e4m3fn)
+        least = torch.minimum(least, (codes.double() * scale - values).square().sum(1))
+    assert bool((error <= least * (1 + 1e-4)).all())
+    assert bool((error >= least * (1 - 1e-12)).all())
