@@ -1,4 +1,9 @@
-"""Child processes with all their descendants and shared memory, and how processes end together.
+"""Child processes: how Python is started in one, all descendants with their shared memory, and how they end together.
+
+A child never imports from the working folder, which may be a downloaded model: ``python -m`` and ``python -c`` put it
+first on sys.path, and a json.py beside the weights would be run. `own_command` and `safe_environment` keep it out by
+Python's own switch for that, -P and PYTHONSAFEPATH; not by -I, which would also drop PYTHONPATH and the user's
+site-packages, where people keep packages that they use.
 
 `ProcessTree` is Linux only: this process becomes the reaper of its descendants, so that a worker whose parent was
 killed is handed to it instead of being lost, and nothing that it did not start is ever touched. A shared-memory segment
@@ -15,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -28,6 +34,35 @@ SHM = Path("/dev/shm")
 END_S = 5.0  # between asking the last workers to end and killing them
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PARENT_POLL_S = 0.5
+# The package comes from its own file: where this process has it from a source tree, -P would hide it from the child.
+_START = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("ptqpipe", sys.argv.pop(1))
+sys.modules["ptqpipe"] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules["ptqpipe"])
+sys.argv[0] = "ptqpipe"
+from ptqpipe.__main__ import run
+"""
+
+
+def own_command(start: str = "run()") -> list[str]:
+    """The command that runs ``ptqpipe`` in a process of its own; the arguments of ``ptqpipe`` go behind it.
+
+    start  code that calls ``run``, where something else has to come first
+    """
+    return [sys.executable, "-P", "-c", _START + start, str(Path(__file__).with_name("__init__.py"))]
+
+
+def safe_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """``inherited`` for a child that, like all that it starts in turn, imports nothing from the working folder.
+
+    Of PYTHONPATH only absolute entries are kept: "." and an empty entry (``PYTHONPATH=:/lib`` has one) are the working
+    folder, wherever that is.
+    """
+    result = {**inherited, "PYTHONSAFEPATH": "1"}
+    kept = [entry for entry in result.pop("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)]
+    return {**result, "PYTHONPATH": os.pathsep.join(kept)} if kept else result
 
 
 @dataclass(slots=True)

@@ -206,6 +206,7 @@ def serve(given: Given) -> None:
     if _handed_to_vllm(given):
         return
     from ptqpipe.checkpoint import resolve_source
+    from ptqpipe.processes import own_command
     from ptqpipe.stages.serve import run as stage
 
     serving = given.into(
@@ -219,7 +220,7 @@ def serve(given: Given) -> None:
         prefix_caching=not given.no_prefix_caching,
     )
     serving = replace(serving, ckpt=str(resolve_source(given.ckpt)))  # the rest of the call is right by now
-    worker = [sys.executable, "-m", "ptqpipe", *sys.argv[1:]]
+    worker = [*own_command(), *sys.argv[1:]]
     place = _place(given.tp, given.rank_of, given.parent)
     if given.rank_of is None:
         given.say_unused_gpu()

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ptqpipe.errors import UsageError, first_line
-from ptqpipe.processes import end_with_parent
+from ptqpipe.processes import end_with_parent, safe_environment
 from ptqpipe.runtime.memory import available_bytes
 from ptqpipe.stages.serve.watchdog import LOOK_S, STOPPED_S, Stopped
 
@@ -141,7 +141,9 @@ class OtherRanks:
         ranks.store = TCPStore("127.0.0.1", 0, place.size, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         for rank in range(1, place.size):
             command = [*worker, "--rank-of", f"127.0.0.1:{ranks.store.port}/{rank}", "--parent", str(os.getpid())]
-            ranks.processes[rank] = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+            ranks.processes[rank] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, env=safe_environment(os.environ)
+            )
         return ranks
 
     def join(self) -> None:
