@@ -239,8 +239,6 @@ def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "P
     found = {name: os.environ.get(name, "") for name in names}
     if not found["WORLD_SIZE"].isdigit() or not found["RANK"].isdigit() or int(found["WORLD_SIZE"]) == 1:
         size = tp or 1
-        if size > 1:  # ranks of one machine, whatever its name resolves to
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return Place(0, size, size)
     size = int(found["WORLD_SIZE"])
     if tp is not None and tp != size:
