@@ -1,12 +1,11 @@
-"""Entry point of ``ptqpipe`` and ``python -m ptqpipe``: Ctrl-C has its exit code before heavy imports begin, and no
-thread can spoil the end.
+"""Entry point of ``ptqpipe`` and ``python -m ptqpipe``: Ctrl-C has its exit code before heavy imports begin, nothing is
+imported from the working folder, and no thread can spoil the end.
 """
 
 import atexit
 import gc
 import os
 import sys
-import threading
 
 _MAY_HANG = {"ptqpipe-engine", "ptqpipe-overlap"}
 
@@ -17,19 +16,35 @@ def run() -> None:
     # often as Python does by default takes a third of a dry run's time.
     gc.set_threshold(50_000, 20, 100)
     try:
+        _import_nothing_from_the_working_folder()
         from ptqpipe.cli import main
     except KeyboardInterrupt:
         sys.exit(130)
     try:
         main()
     except SystemExit as end:
-        others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
-        hangs = any(thread.name in _MAY_HANG for thread in others)
-        if hangs or all(thread.daemon for thread in others):
-            if not hangs:
-                atexit._run_exitfuncs()  # what packages still have to do, such as to remove temporary folders
-            _leave(end)
-        raise
+        import threading
+
+        # Whoever else runs by now has nothing to finish: the command has. To wait for it could take for ever.
+        if not any(thread.name in _MAY_HANG for thread in threading.enumerate()):
+            atexit._run_exitfuncs()  # what packages still have to do, such as to remove temporary folders
+        _leave(end)
+
+
+def _import_nothing_from_the_working_folder() -> None:
+    """Drops the relative entries of PYTHONPATH, and keeps the folder out of every Python that is started from here.
+
+    It may be a downloaded model, with a json.py beside the weights. What Python imports before this can only be kept
+    from it by the caller: ``ptqpipe`` is safe, ``python -m ptqpipe`` from within such a folder is not without -P.
+    """
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.environ.get("PYTHONPATH") else []
+    dropped = {os.path.abspath(entry) for entry in entries if not os.path.isabs(entry)} - set(entries)
+    sys.path[:] = [entry for entry in sys.path if entry not in dropped]
+    from ptqpipe.processes import safe_environment
+
+    inherited = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(safe_environment(inherited))
 
 
 def _leave(end: SystemExit) -> None:
@@ -49,4 +64,6 @@ def _leave(end: SystemExit) -> None:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path and sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]  # the working folder, by -m
     run()

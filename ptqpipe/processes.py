@@ -1,4 +1,9 @@
-"""Child processes with all their descendants and shared memory, and how processes end together.
+"""Processes: how Python is started in a child, how ranks meet, all descendants with their shared memory, common ends.
+
+A child never imports from the working folder, which may be a downloaded model: ``python -m`` and ``python -c`` put it
+first on sys.path, and a json.py beside the weights would be run. `own_command` and `safe_environment` keep it out by
+Python's own switch for that, -P and PYTHONSAFEPATH; not by -I, which would also drop PYTHONPATH and the user's
+site-packages, where people keep packages that they use.
 
 `ProcessTree` is Linux only: this process becomes the reaper of its descendants, so that a worker whose parent was
 killed is handed to it instead of being lost, and nothing that it did not start is ever touched. A shared-memory segment
@@ -9,15 +14,20 @@ needed.
 
 import contextlib
 import ctypes
+import errno
+import ipaddress
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ptqpipe.errors import PtqError
 
@@ -25,9 +35,86 @@ if TYPE_CHECKING:
     import psutil
 
 SHM = Path("/dev/shm")
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # the interface's name
 END_S = 5.0  # between asking the last workers to end and killing them
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PARENT_POLL_S = 0.5
+# The package comes from its own file: where this process has it from a source tree, -P would hide it from the child.
+_START = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("ptqpipe", sys.argv.pop(1))
+sys.modules["ptqpipe"] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules["ptqpipe"])
+sys.argv[0] = "ptqpipe"
+from ptqpipe.__main__ import run
+"""
+
+
+def own_command(start: str = "run()") -> list[str]:
+    """The command that runs ``ptqpipe`` in a process of its own; the arguments of ``ptqpipe`` go behind it.
+
+    start  code that calls ``run``, where something else has to come first
+    """
+    return [sys.executable, "-P", "-c", _START + start, str(Path(__file__).with_name("__init__.py"))]
+
+
+def safe_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """``inherited`` for a child that, like all that it starts in turn, imports nothing from the working folder.
+
+    Of PYTHONPATH only absolute entries are kept: "." and an empty entry (``PYTHONPATH=:/lib`` has one) are the working
+    folder, wherever that is.
+    """
+    result = {**inherited, "PYTHONSAFEPATH": "1"}
+    kept = [entry for entry in result.pop("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)]
+    return {**result, "PYTHONPATH": os.pathsep.join(kept)} if kept else result
+
+
+def join_group(rank: int, size: int, *, timeout: timedelta | None = None) -> None:
+    """Enters gloo's default group of the processes that a launcher such as torchrun started; twice is once.
+
+    Where all of them are on one machine, gloo listens on loopback alone. The store by which they meet is torchrun's,
+    which listens on every address; another launcher has none, so rank 0 opens it here, at MASTER_ADDR alone. Raises
+    RuntimeError, ValueError or OSError where the others are not reached.
+    """
+    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    if dist.is_initialized():
+        return
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(size) or _is_loopback(host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if not host or not port.isdigit():
+            raise ValueError(f"MASTER_ADDR is {host!r} and MASTER_PORT {port!r}, expected rank 0's address and port")
+        descriptor = _listening(host, int(port)) if rank == 0 else None
+        store = TCPStore(host, int(port), size, rank == 0, wait_for_workers=False, master_listen_fd=descriptor)
+        options |= {"store": store, "rank": rank, "world_size": size}
+    dist.init_process_group("gloo", **options)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a host is written as one of this machine alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _listening(host: str, port: int) -> int | None:
+    """The descriptor of a socket that listens at one address. None, which is every address, for one that is not this
+    machine's (as behind a translation of addresses), and for a name that is loopback here and another one elsewhere."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if _is_loopback(str(address[0])) and not _is_loopback(host):
+        return None
+    try:
+        return socket.create_server(address, family=family).detach()
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ class Service:
     """``ptqpipe serve`` on a free port."""
 
     def __init__(self, ckpt: Path) -> None:
-        command = [sys.executable, "-m", "ptqpipe", "serve", str(ckpt), "--port", "0", "--workers", "1"]
+        command = [sys.executable, "-P", "-m", "ptqpipe", "serve", str(ckpt), "--port", "0", "--workers", "1"]
         self.process = subprocess.Popen([*command, "--kv-cache-size", "4MiB"], stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         for line in self.process.stderr:

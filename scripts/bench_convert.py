@@ -118,7 +118,9 @@ def _watch(pid: int, peak: list[int], stop: threading.Event) -> None:
 
 def compile_package() -> None:
     """Writes the bytecode of ptqpipe, as installing it does: without it every process compiles what it imports."""
-    subprocess.run([sys.executable, "-m", "compileall", "-q", str(Path(__file__).parents[1] / "ptqpipe")], check=True)
+    subprocess.run(
+        [sys.executable, "-P", "-m", "compileall", "-q", str(Path(__file__).parents[1] / "ptqpipe")], check=True
+    )
 
 
 def drop_cache(folder: Path) -> None:
@@ -245,7 +247,18 @@ def measure_case(
     for _ in range(repeat):
         shutil.rmtree(out, ignore_errors=True)
         drop_cache(source)
-        command = [sys.executable, "-m", "ptqpipe", "convert", str(source), "--format", case.format, "-o", str(out)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "ptqpipe",
+            "convert",
+            str(source),
+            "--format",
+            case.format,
+            "-o",
+            str(out),
+        ]
         command += ["--global-scale", case.global_scale, "--workers", str(workers), "--max-memory", max_memory, "-q"]
         command += ["--container", case.container] if case.container else []
         run, _ = measured(command)

@@ -39,7 +39,7 @@ def main() -> int:
         made = make(model, options.layout, sparse=True)
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["PYTHONPYCACHEPREFIX"] = str(Path(folder, "bytecode"))
-        python = [sys.executable, "-m", "ptqpipe", "convert"]
+        python = [sys.executable, "-P", "-m", "ptqpipe", "convert"]
         bare = [measured([*python, "--help"])[0].seconds for _ in range(options.repeat)]
         for fmt in options.formats:
             command = [*python, str(model), "--format", fmt, "--dry-run", "-o", str(Path(folder, "out"))]

@@ -140,7 +140,7 @@ class Runs:
             server = self._servers[tool] = subprocess.Popen(start, stdin=pipe, stdout=pipe, text=True)
         assert server.stdin is not None
         assert server.stdout is not None
-        arguments = command[2:] if tool == OWN else command[1:]  # after "-m ptqpipe", after the script
+        arguments = command[3:] if tool == OWN else command[1:]  # after "-P -m ptqpipe", after the script
         with suppress(BrokenPipeError):
             print(json.dumps(arguments), file=server.stdin, flush=True)
         answer = server.stdout.readline()

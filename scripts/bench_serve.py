@@ -112,7 +112,7 @@ def healthy(port: int) -> bool:
 def command_of(system: str, arguments: argparse.Namespace, packed: Path, longest: int) -> list[str]:
     """How a system is started."""
     port, seqs = str(arguments.port), str(max(arguments.batches))
-    own = [sys.executable, "-m", "ptqpipe", "serve"]
+    own = [sys.executable, "-P", "-m", "ptqpipe", "serve"]
     limits = ["--max-model-len", str(longest), "--max-num-seqs", seqs, "--served-model-name", "m", "--port", port]
     match system:
         case "ptqpipe":
@@ -290,7 +290,7 @@ def ratios(loads: list[Load]) -> None:
 
 def converted(model: Path, out: Path, *options: str) -> Path:
     """Converts the model; returns ``out``."""
-    command = [sys.executable, "-m", "ptqpipe", "convert", str(model), "-o", str(out), *options, "-q"]
+    command = [sys.executable, "-P", "-m", "ptqpipe", "convert", str(model), "-o", str(out), *options, "-q"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return out
 

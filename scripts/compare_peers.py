@@ -78,15 +78,20 @@ def command_of(entry: Entry, source: Path, out: Path, interpreters: dict[str, st
     python = interpreters[entry.tool]
     if entry.tool == "ptqpipe":
         options = [*entry.config.split(), "--workers", str(workers), "-q"]
-        return [python, "-m", "ptqpipe", "convert", str(source), "-o", str(out), *options]
+        return [python, "-P", "-m", "ptqpipe", "convert", str(source), "-o", str(out), *options]
     head, body = (LLMC, LLMC_RUN) if entry.tool == "llmcompressor" else (MODELOPT, MODELOPT_RUN)
-    return [python, "-c", head + body.format(source=str(source), out=str(out), config=entry.config, workers=workers)]
+    return [
+        python,
+        "-P",
+        "-c",
+        head + body.format(source=str(source), out=str(out), config=entry.config, workers=workers),
+    ]
 
 
 def import_command(tool: str, interpreters: dict[str, str]) -> list[str]:
     """The same process without the work."""
     code = {"ptqpipe": "import ptqpipe.stages.convert.run", "llmcompressor": LLMC, "modelopt": MODELOPT}[tool]
-    return [interpreters[tool], "-c", code]
+    return [interpreters[tool], "-P", "-c", code]
 
 
 def error_of(out: Path, source: Path) -> dict[str, Any]:
@@ -177,7 +182,7 @@ def reason_of(text: str) -> str:
 def version_of(python: str, package: str) -> str | None:
     """The installed version of a package under an interpreter."""
     code = f"from importlib.metadata import version; print(version({package!r}))"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=False)
     return done.stdout.strip() or None
 
 

@@ -341,7 +341,9 @@ def main(reader: str, child: str, description: str, argv: list[str] | None = Non
     options = parser.parse_args(argv)
     query = f"from importlib.metadata import version as v; print(v('{reader}'))"
     environment = {**os.environ, "PYTHONPATH": os.environ.get("READER_PYTHONPATH", "")}
-    asked = subprocess.run([options.python, "-c", query], capture_output=True, text=True, check=True, env=environment)
+    asked = subprocess.run(
+        [options.python, "-P", "-c", query], capture_output=True, text=True, check=True, env=environment
+    )
     mtp = getattr(options, "drafts", None)
     bad, process = False, Reader(child, options.python, drafts=mtp is not None)
     with tempfile.TemporaryDirectory() as name:

@@ -39,7 +39,7 @@ def lines_of(model: Model, args: argparse.Namespace) -> Iterator[dict[str, Any]]
     texts = (place(model.held_out, args.shared), place(model.calibration, args.shared), TOKENS, model.shared_text)
     quality_worker.begin(source, *texts, place(model.other, args.shared) if model.other else None)
     rows, prompts, own, out = (folder / name for name in ("rows.jsonl", "prompts.jsonl", "own.jsonl", "out"))
-    program = [sys.executable, "-m", OWN]
+    program = [sys.executable, "-P", "-m", OWN]
     for seed in args.seeds:
         count, length = quality_worker.write_rows(seed, rows)
         beginnings = [json.loads(line)["input_ids"][:PROMPT] for line in rows.read_text().splitlines()]

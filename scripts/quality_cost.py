@@ -130,7 +130,7 @@ def whole_commands(args: argparse.Namespace, rows: list[list[int]], peers: Itera
     file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     data = ["--data", str(file), "--samples", str(args.samples), "--seqlen", str(args.seqlen), "--workers", "1", "-q"]
     data += ["--device", args.device]
-    own = ["-m", "ptqpipe", "convert", str(source), "-o", str(out), "--format", args.format, *data, "--quality"]
+    own = ["-P", "-m", "ptqpipe", "convert", str(source), "-o", str(out), "--format", args.format, *data, "--quality"]
     found = {"good": [*own, "good"], "best": [*own, "best", "--keep-stages", str(args.scratch / "stages")]}
     for tool in peers:
         entry = next(e for e in ENTRIES if (e.tool, e.name) == (tool, METHODS[tool]))
@@ -175,7 +175,7 @@ def summary(turns: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
 def gpu_name() -> str:
     """Asked in a process of its own: this one must not hold a GPU."""
     ask = "import torch; print(torch.cuda.get_device_name())"
-    return subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run([sys.executable, "-P", "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def main() -> None:

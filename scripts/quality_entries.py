@@ -256,13 +256,13 @@ def peer_command(job: Job) -> list[str]:
 def calibrate_command(source: Path, stats: Path, job: Job, moments: str = "diagonal,block,full") -> list[str]:
     """`ptqpipe calibrate` on the same rows that every peer gets."""
     rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens), "--moments", moments]
-    head = ["-m", "ptqpipe", "calibrate", str(source), "--data", str(job.calibration), *rows]
+    head = ["-P", "-m", "ptqpipe", "calibrate", str(source), "--data", str(job.calibration), *rows]
     return [*head, "-o", str(stats), *job.machine, "-q"]
 
 
 def own_steps(job: Job, stats: Path) -> list[list[str]]:
     """The processes of a ptqpipe entry after calibration, whose statistics are in ``stats``; without interpreters."""
-    entry, tool, source = job.entry, ["-m", "ptqpipe"], job.source
+    entry, tool, source = job.entry, ["-P", "-m", "ptqpipe"], job.source
     floats, again, codes = (job.out.with_name(job.out.name + tail) for tail in ("-float", "-stats", "-codes"))
     rotated, quiet = ["--rotate", entry.rotate] if entry.rotate else [], [*job.machine, "-q"]
     steps: list[list[str]] = []

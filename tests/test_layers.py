@@ -105,12 +105,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "api":          {
         "errors", "formats", "schemes", "qtensor", "algorithms", "source", "options", "stages", "checkpoint",
-        "evaluation", "quantities", "rows", "runtime", "machine", "rewriting", "tuning",
+        "evaluation", "quantities", "rows", "runtime", "machine", "processes", "rewriting", "tuning",
     },
     "cli":          {
-        "_version", "checkpoint", "errors", "machine", "quantities", "stages", "options", "rewriting", "tuning",
+        "_version", "checkpoint", "errors", "machine", "processes", "quantities", "stages", "options", "rewriting",
+        "tuning",
     },
-    "__main__":     {"cli"},
+    "__main__":     {"cli", "processes"},
     # The face of the package: names that load on first use (see the test of torch below).
     "__init__":     {"_version", "errors", "qtensor", "api", "runtime"},
 }

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ from typing import Any, Self
 
 from ptqpipe.api.calls import Keywords, command, folder_of
 from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.processes import own_command, safe_environment
 
 # The options of ``ptqpipe serve`` that concern this package's own engine, by their names with underscores.
 OPTIONS: Keywords = {
@@ -49,7 +49,6 @@ _LINES = 200  # of the service's log that are kept
 # The child ends when its standard input does: when this process closes it, or has gone, whatever ended it.
 _CHILD = """
 import os, signal, threading
-from ptqpipe.__main__ import run
 def ended():
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -66,13 +65,13 @@ class ServiceProcess:
         self.ckpt, self.url, self.log = ckpt, "", deque[str](maxlen=_LINES)
         self._drain_s, self._ready = drain_s, threading.Event()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, "serve", str(ckpt), *arguments],
+            [*own_command(_CHILD), "serve", str(ckpt), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env=environment,
+            env=safe_environment(environment),
             start_new_session=True,  # an interrupted cell of a notebook does not end the service
         )
         self._reader = threading.Thread(target=self._read, name="ptqpipe-service-log", daemon=True)

@@ -257,11 +257,11 @@ def ranks_of() -> "Ranks":
     rank = _environment("RANK", None, least=0)
     if rank >= world:
         raise UsageError(f"RANK is {rank} of WORLD_SIZE {world}, expected less; start with torchrun, or unset both")
-    import torch
+    from ptqpipe.processes import join_group
 
     try:
-        torch.distributed.init_process_group("gloo")
-    except (ValueError, RuntimeError) as error:
+        join_group(rank, world)
+    except (ValueError, RuntimeError, OSError) as error:
         raise UsageError(
             f"rank {rank} of {world} does not reach the others: {first_line(error)}; start with torchrun"
         ) from None

@@ -206,6 +206,7 @@ def serve(given: Given) -> None:
     if _handed_to_vllm(given):
         return
     from ptqpipe.checkpoint import resolve_source
+    from ptqpipe.processes import own_command
     from ptqpipe.stages.serve import run as stage
 
     serving = given.into(
@@ -219,7 +220,7 @@ def serve(given: Given) -> None:
         prefix_caching=not given.no_prefix_caching,
     )
     serving = replace(serving, ckpt=str(resolve_source(given.ckpt)))  # the rest of the call is right by now
-    worker = [sys.executable, "-m", "ptqpipe", *sys.argv[1:]]
+    worker = [*own_command(), *sys.argv[1:]]
     place = _place(given.tp, given.rank_of, given.parent)
     if given.rank_of is None:
         given.say_unused_gpu()
@@ -238,8 +239,6 @@ def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "P
     found = {name: os.environ.get(name, "") for name in names}
     if not found["WORLD_SIZE"].isdigit() or not found["RANK"].isdigit() or int(found["WORLD_SIZE"]) == 1:
         size = tp or 1
-        if size > 1:  # ranks of one machine, whatever its name resolves to
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return Place(0, size, size)
     size = int(found["WORLD_SIZE"])
     if tp is not None and tp != size:

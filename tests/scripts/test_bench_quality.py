@@ -141,7 +141,7 @@ def test_own_text_beside_the_calibration_text_is_as_many_rows_of_each(modules: A
     job = entries.Job(entry, "mxfp4", DEMO, tmp_path / "out", tmp_path / "rows", 1, 40, 64)
     write, fold, learn, convert = entries.own_steps(job, tmp_path / "stats")
     own = tmp_path / "out-text.jsonl"
-    assert write[2:6] == ["generate", str(DEMO), "--samples", "40"]
+    assert write[3:7] == ["generate", str(DEMO), "--samples", "40"]
     assert write[write.index("-o") + 1] == str(own)
     assert fold[fold.index("--stats") + 1] == str(tmp_path / "stats")
     assert [word for before, word in pairwise(learn) if before == "--data"] == [f"{tmp_path / 'rows'}=1", f"{own}=1"]
@@ -156,7 +156,7 @@ def test_every_command_is_told_the_device_and_the_threads(modules: Any, tmp_path
         job = entries.Job(entry, entry.formats[0], DEMO, tmp_path / "out", tmp_path / "rows", 1, 40, 64, (), "cuda", 3)
         for step in [*entries.own_steps(job, tmp_path / "stats"), entries.calibrate_command(DEMO, tmp_path, job)]:
             assert step[step.index("--workers") + 1] == "3"
-            assert ("--device" in step) == (step[2] != "transform")  # it computes on the CPU
+            assert ("--device" in step) == (step[3] != "transform")  # it computes on the CPU
 
 
 def test_learned_rotations_come_before_the_factors_and_both_are_found_on_statistics_of_their_own(
@@ -169,12 +169,12 @@ def test_learned_rotations_come_before_the_factors_and_both_are_found_on_statist
     first, rotate, again, scale, tune, convert = entries.own_steps(job, tmp_path / "stats")
     chain = [str(DEMO)]
     for calibrate, fold in ((first, rotate), (again, scale)):
-        assert calibrate[2:4] == ["calibrate", chain[-1]]
-        assert fold[2:4] == ["transform", chain[-1]]
+        assert calibrate[3:5] == ["calibrate", chain[-1]]
+        assert fold[3:5] == ["transform", chain[-1]]
         assert fold[fold.index("--stats") + 1] == calibrate[calibrate.index("-o") + 1] != str(tmp_path / "stats")
         chain.append(fold[fold.index("-o") + 1])
     assert "pairs" in first[first.index("--moments") + 1]
-    assert tune[3] == convert[3] == chain[-1]
+    assert tune[4] == convert[4] == chain[-1]
 
 
 def line(tool: str, entry: str, kl: float, *, calibrated: bool = False, seed: int | None = None) -> dict[str, Any]:

