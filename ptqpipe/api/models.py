@@ -32,9 +32,10 @@ from ptqpipe.api.data import Data, recorded
 from ptqpipe.checkpoint import RECORD_FILE, Paths, cached_file, holding, output_errors, read_json_object
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.options import PipelineOptions
+from ptqpipe.runtime.creating import quiet
 from ptqpipe.runtime.hf import packed_always
 from ptqpipe.runtime.linear import PackedLinear
-from ptqpipe.runtime.loading import TOKENIZER_FILES, load_model, quiet
+from ptqpipe.runtime.loading import TOKENIZER_FILES, load_model
 from ptqpipe.runtime.saving import save_but_weights
 
 DEFAULT_FORMAT = "nvfp4"

@@ -16,8 +16,9 @@ import torch
 
 from ptqpipe.errors import CheckpointError, first_line, missing_package
 from ptqpipe.families import check_experts
+from ptqpipe.runtime.creating import empty_model, quiet
 from ptqpipe.runtime.language_model import causal_model_of, image_model_of, image_parts, keep_language_model
-from ptqpipe.runtime.loading import config_of, quiet
+from ptqpipe.runtime.loading import config_of
 from ptqpipe.runtime.mtp import add_mtp, find_mtp
 from ptqpipe.runtime.state import LazyTensor, lazy_state
 from ptqpipe.source import Source
@@ -142,9 +143,7 @@ def _empty_model(config: Any, dtype: torch.dtype, source: Source, *, images: boo
     text = config.get_text_config()
     if getattr(text, "output_router_logits", False):  # for a loss of training, which needs the routers of all layers
         text.output_router_logits = False
-    with quiet(), _empty():
-        model = model_class._from_config(config, dtype=dtype)
-    return model.eval()
+    return empty_model(model_class, config, source.reader.path, dtype=dtype, within=_empty).eval()
 
 
 def _empty() -> AbstractContextManager[None]:

@@ -7,12 +7,11 @@ of its ranks in the middle of loading. Reads no weight.
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ptqpipe.families import check_experts
+from ptqpipe.runtime.creating import empty_model
 from ptqpipe.runtime.fill import completed, decide
 from ptqpipe.runtime.language_model import causal_model_of, keep_language_model
-from ptqpipe.runtime.loading import no_model, quiet, read_config, read_generation_config
+from ptqpipe.runtime.loading import read_config, read_generation_config
 from ptqpipe.runtime.parallel import TensorParallel
 from ptqpipe.source import Source
 
@@ -27,19 +26,9 @@ def check_load(ckpt: Path | str, *, tp: int = 1, packed: bool = True) -> Any:
         check_experts(source.reader.config, source.tensors)
         config = read_config(path)
         read_generation_config(path)
-        model = empty_model(config, path)
+        model = keep_language_model(empty_model(*causal_model_of(config, path), path))
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         conversions = completed(model, source, get_model_conversion_mapping(model))
         decide(model, source, conversions, TensorParallel(tp), packed=packed)
     return model
-
-
-def empty_model(config: Any, path: Path) -> Any:
-    """The model of ``config``, of the checkpoint at ``path``, on the meta device. CheckpointError where it is none."""
-    model_class, config = causal_model_of(config, path)
-    try:
-        with quiet(), torch.device("meta"):
-            return keep_language_model(model_class(config))
-    except Exception as error:  # of what kind depends on the family's code
-        raise no_model(path, error) from None

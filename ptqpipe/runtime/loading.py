@@ -9,8 +9,6 @@ plan; ``fill.py`` puts the numbers in.
 import os
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +17,9 @@ from torch.distributed import ProcessGroup
 
 from ptqpipe.checkpoint import refuse_pipes
 from ptqpipe.dtypes import FLOATS
-from ptqpipe.errors import CheckpointError, PtqError, UsageError, first_line, missing_package, one_line
+from ptqpipe.errors import CheckpointError, UsageError, first_line, missing_package, one_line
 from ptqpipe.families import check_experts
+from ptqpipe.runtime.creating import create_config, creating, quiet
 from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare
 from ptqpipe.runtime.language_model import causal_model_of, keep_language_model
 from ptqpipe.runtime.mtp import add_mtp, find_mtp, require_mtp
@@ -155,24 +154,7 @@ def read_config(path: Path) -> Any:
 
     UsageError without transformers, CheckpointError for a config that it does not know, or has no causal model for.
     """
-    try:
-        from transformers import AutoConfig
-    except ImportError:
-        raise missing_package("running a model", "transformers", "ptqpipe[hf]") from None
-    refuse_pipes(path)
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path} has no config.json, without which transformers cannot run it")
-    try:
-        with quiet():  # what it says of a file that it does not understand becomes one error
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # of what kind depends on the family's code
-        raise CheckpointError(
-            f"transformers does not understand {path / 'config.json'}: {first_line(error)}; update transformers, "
-            "or check the file"
-        ) from None
-    for part in (config, config.get_text_config()):
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config
+    config = create_config(path)
     causal_model_of(config, path)
     for name, value in (
         ("vocab_size", getattr(config.get_text_config(), "vocab_size", None)),
@@ -222,8 +204,12 @@ def load_tokenizer(path: Path) -> Any:
         raise missing_package("a tokenizer", "transformers", "ptqpipe[hf]") from None
     refuse_pipes(path)
     try:
+        config = create_config(path)  # as without what chooses code, which transformers would check
+    except CheckpointError:  # code that comes with it, or no config.json: the tokenizer's own files may do
+        config = None
+    try:
         with quiet():
-            return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(path, config=config, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of what kind depends on the tokenizer's own code
         reason = first_line(error)
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -265,28 +251,6 @@ def read_generation_config(path: Path) -> Any:
     return found
 
 
-def no_model(path: Path, error: Exception) -> CheckpointError:
-    """The error for a checkpoint whose config.json describes no model."""
-    what = f"{type(error).__name__}: {first_line(error)}"
-    return CheckpointError(f"transformers cannot create a model from {path / 'config.json'} ({what}); check the file")
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without transformers' progress bars and messages meanwhile."""
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def _fill(source: Source, config: Any, dtype: torch.dtype, state: Prepare) -> Any:
     """The model of ``config`` with the tensors of ``source``: built on the meta device, filled one by one."""
     path, made = source.reader.path, False
@@ -299,18 +263,13 @@ def _fill(source: Source, config: Any, dtype: torch.dtype, state: Prepare) -> An
         return state(keep_language_model(model), conversions)
 
     try:
-        with quiet(), instead_of_files(model_class, noted):  # what its report says becomes one error below
+        # What its report says becomes one error below.
+        with creating(path, done=lambda: made), instead_of_files(model_class, noted):
             model, info = model_class.from_pretrained(
                 None, config=config, state_dict={}, dtype=dtype, output_loading_info=True
             )
-    except PtqError:
-        raise
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit its config.json: {first_line(error)}") from None
-    except Exception as error:
-        if made:
-            raise
-        raise no_model(path, error) from None
     _check_fit(source, info)
     model.config.name_or_path = str(path)
     return model.eval()

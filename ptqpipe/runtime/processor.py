@@ -9,7 +9,7 @@ from typing import Any
 
 from ptqpipe.checkpoint import refuse_pipes
 from ptqpipe.errors import CheckpointError, UsageError, first_line
-from ptqpipe.runtime.loading import quiet
+from ptqpipe.runtime.creating import quiet
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
 _NOT_INPUTS = ("input_ids", "attention_mask")

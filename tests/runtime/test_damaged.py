@@ -153,7 +153,7 @@ CONFIGS = [
     ({"rms_norm_eps": "x"}, "'rms_norm_eps' expected float, got str"),
     ({"hidden_act": "nosuch"}, "nosuch"),
     ({"rope_parameters": {"rope_type": "nosuch", "rope_theta": 1e4}}, "nosuch"),
-    ({"model_type": "nosuch", "auto_map": {"AutoConfig": "evil.Evil"}}, "custom code"),
+    ({"model_type": "nosuch", "auto_map": {"AutoConfig": "evil.Evil"}}, "such code is never run"),
     ({"max_position_embeddings": -5}, "max_position_embeddings -5, expected 1 or more"),
 ]
 

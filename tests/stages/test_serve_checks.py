@@ -87,7 +87,7 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("expected int", {"num_hidden_layers": "x"}),
     ("nosuch", {"hidden_act": "nosuch"}),
     ("max_position_embeddings -5", {"max_position_embeddings": -5}),
-    ("does not understand", {"model_type": "nosuch", "auto_map": {"AutoConfig": "evil.Evil"}}),
+    ("such code is never run", {"model_type": "nosuch", "auto_map": {"AutoConfig": "evil.Evil"}}),
 ]
 
 
