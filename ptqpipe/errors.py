@@ -4,6 +4,7 @@ A message is one line: what is wrong (its value and name), what was expected, wh
 it without a stack trace; anything that is not a PtqError is a bug and keeps its trace.
 """
 
+import errno
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -52,6 +53,52 @@ def did_you_mean(word: str, known: Iterable[str], *, listed: bool = False) -> st
     if not meant:
         return names
     return f"did you mean {meant}? {names}" if listed else f"did you mean {meant}?"
+
+
+_GONE = frozenset({errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN})
+_MACHINE = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n), or lower --workers",
+    errno.ENFILE: "close other programs: the system has no more files to open",
+    errno.ENOMEM: "lower --workers or --max-memory",
+    errno.EIO: "the disk failed, the system's log says how (dmesg)",
+}
+
+
+def read_failure(error: OSError) -> str:
+    """Why a file cannot be read, and the remedy that fits."""
+    if error.errno in _GONE:
+        remedy = "it was removed, renamed or unmounted: put it back"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        remedy = "make it, and the folders above it, readable for you"
+    else:
+        remedy = _MACHINE.get(error.errno or 0, "check the file")
+    return f"{error.strerror or type(error).__name__}; {remedy}"
+
+
+def write_failure(error: OSError, *, resumes: bool = True) -> str:
+    """Why a file cannot be written, and the remedy that fits. ``resumes``: whether the command has --resume."""
+    again = "--resume" if resumes else "repeat the command"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = f"free some space and {again}, or choose another -o"
+    elif error.errno == errno.EROFS:
+        remedy = f"mount the file system for writing and {again}, or choose another -o"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        remedy = "change its folder's permissions, or choose another -o"
+    elif error.errno in _GONE:
+        remedy = f"its folder was removed, renamed or unmounted: put it back and {again}, or start again"
+    elif error.errno == errno.EFBIG:
+        remedy = "the file system takes no file of that size; choose another -o"
+    elif error.errno in (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.EINVAL):
+        remedy = "choose another -o"
+    else:
+        remedy = f"{_MACHINE.get(error.errno or 0, 'check the disk')}; then {again}"
+    return f"{error.strerror or type(error).__name__}; {remedy}"
+
+
+def failure(error: OSError) -> str:
+    """Why a file cannot be read or written, where it is not known which was tried, and the remedy that fits."""
+    of_writing = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+    return write_failure(error, resumes=False) if of_writing else read_failure(error)
 
 
 class PtqError(Exception):

@@ -4,7 +4,7 @@ header.py, files.py, reader.py, direct.py    an existing folder: headers, files,
 held.py                                      a folder whose tensors are in memory
 source.py, fingerprint.py, finite.py         which folder a name means, the fingerprint of its content, NaN in it
 layout.py, writer.py, finish.py              a folder being written: the place of every byte, its tensors, the end
-partial.py, journal.py                       the hidden folder until it is complete, and what is already written
+partial.py, journal.py, lock.py              the hidden folder until it is complete, what is written, who is writing
 block_folder.py, tensor_file.py              folders of statistics and learned codes: one file a decoder layer
 fields.py, single_file.py                    reading JSON files, and replacing one file atomically
 """
@@ -26,16 +26,23 @@ from ptqpipe.checkpoint.files import (
 )
 from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
 from ptqpipe.checkpoint.finite import NotFinite
-from ptqpipe.checkpoint.header import TensorEntry, parse_file, pread_exactly
+from ptqpipe.checkpoint.header import TensorEntry, parse_file, pread_exactly, shown
 from ptqpipe.checkpoint.held import holding
-from ptqpipe.checkpoint.journal import run_id_of
+from ptqpipe.checkpoint.journal import Journal, RunIdentity, journal_name, read_journal, run_id_of
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
+from ptqpipe.checkpoint.lock import RankLock, holder_of, locked, refuse_held
 from ptqpipe.checkpoint.partial import (
+    KINDS,
     Paths,
+    abandon,
     check_output,
     check_place,
     check_unfinished,
+    clear,
     completed_run,
+    discard,
+    empty,
+    has_begun,
     output_errors,
 )
 from ptqpipe.checkpoint.reader import CheckpointReader, Memory

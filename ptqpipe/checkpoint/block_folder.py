@@ -5,8 +5,8 @@ whose line is in the journal; one that failed before its first block leaves noth
 block's file holds.
 """
 
+import contextlib
 import os
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ import torch
 from ptqpipe.checkpoint.files import file_sha256, json_bytes
 from ptqpipe.checkpoint.header import shown
 from ptqpipe.checkpoint.journal import Journal, RunIdentity, journal_name, read_journals, run_id_of
-from ptqpipe.checkpoint.partial import Paths, RankLock, check_unfinished, output_errors, prepare, publish
+from ptqpipe.checkpoint.lock import RankLock
+from ptqpipe.checkpoint.partial import Paths, check_unfinished, discard, output_errors, prepare, publish
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import Mode
 from ptqpipe.errors import CheckpointError
@@ -106,7 +107,8 @@ class BlockFolder:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._let_go_of_journal()
         if kind is not None and self._lock is not None and not self.done:  # nothing of worth was begun
-            shutil.rmtree(self.paths.partial, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                discard(self.paths, self.paths.partial)
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -150,12 +152,21 @@ class OpenFolder:
             self._check(self._reader.entries[name].file)
         return self._reader.read(name)
 
+    def damaged_file(self) -> Path | None:
+        """The first of the files that are there whose bytes are not those that were written; reads all of them."""
+        for file in self._reader.files:
+            try:
+                self._check(file)
+            except CheckpointError:
+                return file
+        return None
+
     def _check(self, file: Path) -> None:
         """Reads the file once for it, and then likely from memory."""
         with self._lock:
             if file.name not in self._unchecked:
                 return
-            if file_sha256(file, remedy=self._remedy) != self._unchecked[file.name]:
+            if file_sha256(file) != self._unchecked[file.name]:
                 raise CheckpointError(
                     f"{shown(str(file))} is damaged: its sha256 is not the one that was recorded; {self._remedy}"
                 )

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, NoReturn
 
 from ptqpipe.checkpoint.header import FileHeader, parse_file, parse_json_object, shown
-from ptqpipe.errors import CheckpointError
+from ptqpipe.errors import CheckpointError, read_failure
 from ptqpipe.regular_file import MAX_JSON_BYTES, kind_of, read_regular
 
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -40,6 +40,7 @@ _WEIGHT_SUFFIXES: Final = (
     *(".h5", ".msgpack", ".npz", ".ot", ".tflite", ".pdparams"),
 )
 _SKIPPED_FOLDERS: Final = frozenset({".git", ".cache", ".huggingface", "__pycache__", ".ipynb_checkpoints"})
+_HIDDEN: Final = (".partial", ".stages", ".gone")  # of an output beside which they lie
 _OTHER_SETS: Final = ("consolidated", "adapter_")
 _NUMBERED: Final = re.compile(r"(?P<stem>.+)-(?P<index>\d{5,})-of-(?P<count>\d{5,})\.safetensors")
 
@@ -88,7 +89,7 @@ def read_json_object(path: Path, *, strict: bool = True) -> dict[str, Any]:
     try:
         raw = read_regular(path, limit=MAX_JSON_BYTES)
     except OSError as error:
-        raise CheckpointError(f"{shown(str(path))} cannot be read: {error.strerror}; check the file") from None
+        raise CheckpointError(f"{shown(str(path))} cannot be read: {read_failure(error)}") from None
     if raw.startswith(b"version https://git-lfs"):
         raise CheckpointError(f"{shown(str(path))} is a Git LFS pointer; run 'git lfs pull' in its folder")
     if strict:
@@ -110,13 +111,13 @@ def json_bytes(content: Mapping[str, Any]) -> bytes:
         return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def file_sha256(path: Path, *, remedy: str = "check the file") -> str:
+def file_sha256(path: Path) -> str:
     """sha256 of a whole file in hex. CheckpointError where it cannot be read."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise CheckpointError(f"{shown(str(path))} cannot be read: {error.strerror}; {remedy}") from None
+        raise CheckpointError(f"{shown(str(path))} cannot be read: {read_failure(error)}") from None
 
 
 def refuse_pipes(folder: Path) -> None:
@@ -175,7 +176,7 @@ def _top_level_weights(folder: Path) -> list[Path]:
     try:
         names = [name for name in os.listdir(folder) if name.endswith(_SAFETENSORS)]
     except OSError as error:
-        raise CheckpointError(f"{shown(str(folder))} cannot be listed: {error.strerror}; check the folder") from None
+        raise CheckpointError(f"{shown(str(folder))} cannot be listed: {read_failure(error)}") from None
     return [folder / name for name in sorted(names, key=natural_key)]
 
 
@@ -300,12 +301,12 @@ def _classified(folder: Path) -> Iterator[tuple[Path, str]]:
     """Every file and unentered folder, with the reason to leave it behind ("" to carry it)."""
 
     def refuse(error: OSError) -> None:
-        raise CheckpointError(f"{shown(str(error.filename))} cannot be listed: {error.strerror}; check the folder")
+        raise CheckpointError(f"{shown(str(error.filename))} cannot be listed: {read_failure(error)}")
 
     for root, folders, names in os.walk(folder, onerror=refuse):
         for name in list(folders):
             path = Path(root, name)
-            if name in _SKIPPED_FOLDERS or (name.startswith(".") and name.endswith(".partial")):
+            if name in _SKIPPED_FOLDERS or (name.startswith(".") and name.endswith(_HIDDEN)):
                 folders.remove(name)
                 yield path, "bookkeeping of a tool"
             elif path.is_symlink():  # os.walk does not enter it; a link may lead in circles

@@ -17,7 +17,7 @@ from ptqpipe.checkpoint.header import pread_exactly, shown
 from ptqpipe.checkpoint.journal import read_journals
 from ptqpipe.checkpoint.layout import ShardLayout
 from ptqpipe.checkpoint.partial import Paths, fsync_folder, output_errors
-from ptqpipe.errors import CheckpointError, OutputError
+from ptqpipe.errors import CheckpointError, OutputError, read_failure
 
 _COPY_BYTES: Final = 4 * 2**20
 
@@ -107,7 +107,7 @@ def _chunks(source: Path) -> Iterable[bytes]:
             while chunk := file.read(_COPY_BYTES):
                 yield chunk
     except OSError as error:
-        raise CheckpointError(f"{shown(str(source))} cannot be read: {error.strerror}; check the file") from None
+        raise CheckpointError(f"{shown(str(source))} cannot be read: {read_failure(error)}") from None
 
 
 def _write_file(path: Path, chunks: Iterable[bytes]) -> None:

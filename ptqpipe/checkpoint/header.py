@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn
 
 from ptqpipe.dtypes import DTYPES
-from ptqpipe.errors import CheckpointError
+from ptqpipe.errors import CheckpointError, read_failure
 
 #: The dtypes of less than a byte, in bits. Their bytes are read, copied and written; no torch tensor is made of them.
 SUB_BYTE_BITS: Final[Mapping[str, int]] = MappingProxyType({"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6})
@@ -116,7 +116,7 @@ def parse_file(path: Path) -> FileHeader:
             status = os.fstat(file.fileno())
             raw = _header_text(path, file.fileno(), status.st_size)
     except OSError as error:
-        raise CheckpointError(f"{shown(str(path))} cannot be read: {error.strerror}; check the file") from None
+        raise CheckpointError(f"{shown(str(path))} cannot be read: {read_failure(error)}") from None
     tensors, metadata = _parse_json(path, raw)
     data_start = _LENGTH_BYTES + len(raw)
     entries = _place(path, tensors, data_start=data_start, data_bytes=status.st_size - data_start)

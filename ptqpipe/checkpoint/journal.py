@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ptqpipe.checkpoint.header import shown
-from ptqpipe.errors import OutputError
+from ptqpipe.errors import OutputError, read_failure
 
 VERSION: Final = 2
 _IDENTITY: Final = ("run_id", "layout", "parts", "files", "replaces")
@@ -68,7 +68,7 @@ def read_journal(path: Path) -> JournalContent:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise OutputError(f"{shown(str(path))} cannot be read: {error.strerror}; check the disk") from None
+        raise OutputError(f"{shown(str(path))} cannot be read: {read_failure(error)}") from None
     lines = raw.splitlines(keepends=True)
     position, damaged = 0, 0
     for number, line in enumerate(lines, start=1):
@@ -96,7 +96,7 @@ def read_journals(folder: Path) -> JournalContent:
     try:
         names = sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name))
     except OSError as error:
-        raise OutputError(f"{shown(str(folder))} cannot be listed: {error.strerror}; check the disk") from None
+        raise OutputError(f"{shown(str(folder))} cannot be listed: {read_failure(error)}") from None
     for path in (folder / name for name in names):
         content = read_journal(path)
         if content.identity is None:

@@ -5,21 +5,20 @@
     .NAME.partial/out/                  becomes NAME by one rename
     .NAME.stages/                       what earlier stages of the same command have made, until it is done
     .NAME.partial/old/                  the former NAME, from just before that rename to just after it
+    .NAME.gone/                         what either was, once nothing of it is needed, until it is deleted
 
 It must not know tensors. A crash at any point leaves the former NAME, or the new one, or (between two renames of
---overwrite) the former in ``old/``, which the next run puts back.
+--overwrite) the former in ``old/``, which the next run puts back. Whatever is left, --resume goes on from it or says
+that the output is complete: a folder that is done is renamed before it is emptied, so that no half of one is taken for
+an unfinished run, and one without a journal, or without ``out/``, is treated as if it were not there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import shutil
-import socket
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,13 +35,13 @@ from ptqpipe.checkpoint.journal import (
     read_journal,
     read_journals,
 )
-from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, WrongOutput
+from ptqpipe.checkpoint.lock import RankLock, lock_folder, refuse_held
+from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, WrongOutput, write_failure
 from ptqpipe.quantities import disk_size
 from ptqpipe.regular_file import read_json
 
 #: Folders that hold .safetensors and are no models, by the file that each has.
 KINDS: Final = MappingProxyType({"stats.json": "statistics", "rounding.json": "learned codes"})
-_NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 @contextlib.contextmanager
@@ -51,18 +50,7 @@ def output_errors(what: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            remedy = "free some space and --resume"
-        elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            remedy = "choose another -o, or change its permissions"
-        elif error.errno == errno.EFBIG:
-            remedy = "the file system takes no file of that size; choose another -o"
-        elif error.errno in (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EINVAL):
-            remedy = "choose another -o"
-        else:
-            remedy = "check the disk and --resume"
-        reason = error.strerror or type(error).__name__
-        raise OutputError(f"{shown(str(what), limit=400)} cannot be written: {reason}; {remedy}") from None
+        raise OutputError(f"{shown(str(what), limit=400)} cannot be written: {write_failure(error)}") from None
 
 
 def fsync_folder(folder: Path) -> None:
@@ -108,69 +96,17 @@ class Paths:
         return self.out.parent / f".{self.out.name}.stages"
 
     @property
+    def gone(self) -> Path:
+        """What is being deleted of either."""
+        return self.out.parent / f".{self.out.name}.gone"
+
+    @property
     def growing(self) -> Path:
         return self.partial / "out"
 
     @property
     def old(self) -> Path:
         return self.partial / "old"
-
-
-class RankLock:
-    """An advisory lock on ``lock-<rank>``, freed by the system when the process ends, however it ends."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        """Raises OutputError, naming the holder, if another process has it."""
-        self._path: Final = folder / f"lock-{rank}"
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                holder = os.pread(self._fd, 200, 0).decode("ascii", "replace").strip() or "another process"
-                os.close(self._fd)
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    raise
-                raise OutputError(
-                    f"{shown(str(folder))} is being written by {holder}; wait for it, or choose another -o"
-                ) from None
-            warnings.warn(
-                f"{folder} is on a file system without locks; start no second run", RuntimeWarning, stacklevel=2
-            )
-        try:
-            same = os.path.samestat(os.fstat(self._fd), os.stat(self._path))
-        except FileNotFoundError:
-            same = False
-        if not same:  # its holder finished, and removed the folder, between our open and our lock
-            os.close(self._fd)
-            raise OutputError(f"{shown(str(folder))} was finished by another process just now; start again")
-        try:
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode("ascii", "replace"), 0)
-        except OSError:
-            os.close(self._fd)
-            raise
-
-    @property
-    def name(self) -> str:
-        return self._path.name
-
-    def release(self) -> None:
-        """Frees the lock; the file stays."""
-        os.close(self._fd)
-
-
-def lock_all(folder: Path) -> RankLock:
-    """Rank 0's lock, after making sure that no rank of a former run is still writing."""
-    lock = RankLock(folder, 0)
-    try:
-        for path in folder.glob("lock-*"):
-            if path.name != lock.name and path.name[5:].isdigit():
-                RankLock(folder, int(path.name[5:])).release()
-    except BaseException:
-        lock.release()
-        raise
-    return lock
 
 
 def completed_run(out: Path, *, index_file: str | None = None) -> str | None:
@@ -186,9 +122,16 @@ def completed_run(out: Path, *, index_file: str | None = None) -> str | None:
 def check_unfinished(out: Path, run_id: str, *, index_file: str | None = None) -> None:
     """Raises AlreadyComplete if this very run has produced ``out`` and nothing was begun beside it since."""
     paths = Paths.of(out)
-    if not paths.partial.is_dir() and completed_run(paths.out, index_file=index_file) == run_id:
-        said = f"{shown(str(paths.out))} is already complete, by this very run; nothing is left to do"
-        raise AlreadyComplete(said, paths.out)
+    clear(paths)
+    if not paths.growing.exists() and completed_run(paths.out, index_file=index_file) == run_id:
+        with contextlib.suppress(OutputError):  # whoever is at it removes it
+            abandon(paths)
+        _refuse_complete(paths)
+
+
+def _refuse_complete(paths: Paths) -> NoReturn:
+    said = f"{shown(str(paths.out))} is already complete, by this very run; nothing is left to do"
+    raise AlreadyComplete(said, paths.out)
 
 
 def check_place(out: Path) -> None:
@@ -217,12 +160,24 @@ def check_output(out: Path, *, mode: str) -> None:
     """
     check_place(out)
     paths = Paths.of(out)
+    _refuse_running(paths)
     if mode == "overwrite":
         _refuse_replacing(paths, None)
     if mode == "new":
         _refuse_existing(paths)
-        if paths.growing.exists() and read_journals(paths.partial).identity is not None:
+        if has_begun(paths):
             _refuse_unfinished(paths)
+
+
+def has_begun(paths: Paths) -> bool:
+    """Whether an unfinished run has left something that it would go on from."""
+    return paths.growing.exists() and read_journals(paths.partial).identity is not None
+
+
+def _refuse_running(paths: Paths) -> None:
+    """Before anything else is said: what holds of a run that was killed is no advice for one that is alive."""
+    for folder in (paths.stages, paths.partial):
+        refuse_held(folder)
 
 
 def _refuse_unfinished(paths: Paths) -> NoReturn:
@@ -238,19 +193,18 @@ def prepare(
 
     index_file  the file that tells a complete output of this kind from other folders; None for a model
 
-    Raises OutputError for an output or a leftover that ``mode`` does not allow, and for another run's leftover.
+    Raises OutputError for an output or a leftover that ``mode`` does not allow, for another run's leftover, and while
+    another process writes this output, or the stages before it.
     """
-    if mode == "resume" and not paths.partial.is_dir():
-        _refuse_resume(paths, identity, index_file)
-    if mode == "new":
-        _refuse_existing(paths)
-    if mode == "overwrite":
+    _refuse_running(paths)
+    clear(paths)
+    if not paths.partial.is_dir():
+        _refuse_out(paths, identity, mode=mode, index_file=index_file)
+    elif mode == "overwrite":
         _refuse_replacing(paths, index_file)
     check_place(paths.out)
     with output_errors(paths.partial):
-        paths.out.parent.mkdir(parents=True, exist_ok=True)
-        paths.partial.mkdir(exist_ok=True)
-        lock = lock_all(paths.partial)
+        lock = lock_folder(paths.partial)
     try:
         with output_errors(paths.partial):
             found = _settle(paths, identity, lock, mode=mode, index_file=index_file)
@@ -258,6 +212,9 @@ def prepare(
             fsync_folder(paths.partial)
             fsync_folder(paths.out.parent)
     except BaseException:
+        with contextlib.suppress(OSError):
+            if not any(paths.partial.glob("journal-*")):  # nothing was begun
+                discard(paths, paths.partial)
         lock.release()
         raise
     return lock, found.identity
@@ -267,23 +224,49 @@ def _settle(
     paths: Paths, identity: RunIdentity, lock: RankLock, *, mode: str, index_file: str | None
 ) -> JournalContent:
     """While the lock is held: put a former output back, then continue or discard the contents of the partial folder."""
-    if paths.old.exists() and paths.growing.exists() and not paths.out.exists():
-        paths.old.rename(paths.out)
+    _put_back(paths)
     found = JournalContent() if mode == "overwrite" else read_journals(paths.partial)
-    if found.identity is not None and not paths.growing.exists():  # killed after the last rename, before the clean-up
-        shutil.rmtree(paths.partial)
-        if mode == "resume":
-            _refuse_resume(paths, identity, index_file)
-        raise OutputError(f"{shown(str(paths.partial))} was left from a finished run, and is removed now; start again")
-    if found.identity is None:
-        _empty(paths.partial, keep=lock.name)
-    elif mode == "new":
+    if found.identity is None or not paths.growing.exists():  # nothing was begun, or all of it has its name
+        empty(paths.partial, keep=lock.name)
+        _refuse_out(paths, identity, mode=mode, index_file=index_file)
+        return JournalContent()
+    if mode == "new":
         _refuse_unfinished(paths)
-    else:
-        check_same_run(found.identity, identity, partial=paths.partial)
-    if not (mode == "overwrite" or (found.identity is not None and found.identity.replaces)):
+    check_same_run(found.identity, identity, partial=paths.partial)
+    if not found.identity.replaces:
         _refuse_existing(paths)
     return found
+
+
+def _put_back(paths: Paths) -> None:
+    """A run that was killed between two renames of --overwrite has left no output under its name."""
+    if paths.old.exists() and paths.growing.exists() and not paths.out.exists():
+        paths.old.rename(paths.out)
+
+
+def abandon(paths: Paths) -> None:
+    """Discards what an unfinished run has left beside the output, which stays. OutputError while one writes it."""
+    with output_errors(paths.partial):
+        if paths.partial.is_dir():
+            lock = lock_folder(paths.partial)
+            try:
+                _put_back(paths)
+                discard(paths, paths.partial)
+            finally:
+                lock.release()
+
+
+def discard(paths: Paths, folder: Path) -> None:
+    """Removes a folder beside the output of which nothing is needed any more. Raises OSError."""
+    clear(paths)
+    folder.rename(paths.gone)
+    fsync_folder(paths.out.parent)
+    clear(paths)
+
+
+def clear(paths: Paths) -> None:
+    """Removes what a killed run, or one that is doing it at this moment, has renamed in order to remove it."""
+    shutil.rmtree(paths.gone, ignore_errors=True)
 
 
 def join(paths: Paths, identity: RunIdentity, rank: int) -> tuple[RankLock, RunIdentity]:
@@ -332,16 +315,26 @@ def publish(paths: Paths, *, replace: bool, index_file: str | None = None) -> No
         paths.growing.rename(paths.out)
         fsync_folder(paths.out.parent)
         fsync_folder(paths.partial)
-        shutil.rmtree(paths.partial)
+        discard(paths, paths.partial)
 
 
-def _empty(folder: Path, *, keep: str) -> None:
+def empty(folder: Path, *, keep: str) -> None:
     """Removes everything but the lock, files (the journals) before folders, so that no journal outlives its data."""
     for path in sorted(folder.iterdir(), key=lambda p: p.is_dir()):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         elif path.name != keep:
             path.unlink()
+
+
+def _refuse_out(paths: Paths, identity: RunIdentity, *, mode: str, index_file: str | None) -> None:
+    """Where no run was begun beside it: raises for what lies at OUT and ``mode`` does not allow."""
+    if mode == "new":
+        _refuse_existing(paths)
+    elif mode == "overwrite":
+        _refuse_replacing(paths, index_file)
+    else:
+        _refuse_resume(paths, identity, index_file)
 
 
 def _refuse_existing(paths: Paths) -> None:
@@ -388,7 +381,8 @@ def _refuse_replacing(paths: Paths, index_file: str | None) -> None:
 
 def _refuse_resume(paths: Paths, identity: RunIdentity, index_file: str | None) -> None:
     """Raises where nothing is left to resume and something lies at OUT; else the run starts from its beginning."""
-    check_unfinished(paths.out, identity.run_id, index_file=index_file)
+    if completed_run(paths.out, index_file=index_file) == identity.run_id:
+        _refuse_complete(paths)
     if paths.out.exists() and (not paths.out.is_dir() or any(paths.out.iterdir())):
         raise WrongOutput(
             f"{shown(str(paths.out))} has no unfinished run next to it and is no output of this run; --overwrite "

@@ -27,7 +27,7 @@ from ptqpipe.checkpoint.header import FileHeader, TensorEntry, shown
 from ptqpipe.checkpoint.held import held_in
 from ptqpipe.checkpoint.source import check_folder
 from ptqpipe.dtypes import DTYPES
-from ptqpipe.errors import CheckpointError
+from ptqpipe.errors import CheckpointError, read_failure
 
 #: Linux moves at most 2 GiB - 4 KiB in one call; smaller pieces cost nothing and let other threads in.
 _MAX_READ_BYTES: Final = 64 * 2**20
@@ -313,7 +313,7 @@ def _open_same(path: Path, header: FileHeader) -> int:
 
 
 def _raise_unreadable(path: Path, error: OSError) -> NoReturn:
-    raise CheckpointError(f"{shown(str(path))} cannot be read: {error.strerror}; check the disk and the file") from None
+    raise CheckpointError(f"{shown(str(path))} cannot be read: {read_failure(error)}") from None
 
 
 def _raise_changed(path: Path) -> NoReturn:

@@ -5,14 +5,15 @@ have `partial.py`.
 """
 
 import contextlib
-import errno
+import fcntl
+import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ptqpipe.checkpoint.header import shown
-from ptqpipe.errors import OutputError, OutputExists, WrongOutput
+from ptqpipe.errors import OutputError, OutputExists, WrongOutput, write_failure
 
 LOOK_BYTES = 4096  # of an existing file that `own` is shown
 
@@ -57,22 +58,41 @@ def check_file(
 def write_file(path: Path, content: str) -> None:
     """Replaces ``path`` at once, its folder made where it is missing; what cannot be written leaves nothing behind.
 
-    UTF-8; names of files that are not Unicode are written escaped. Raises OutputError.
+    UTF-8; names of files that are not Unicode are written escaped. What a killed process leaves is a hidden file, which
+    the next one to write ``path`` takes over. Raises OutputError.
     """
     with _errors(path):
         place = path.expanduser() if str(path).startswith("~") else path
         place.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=".ptqpipe-", suffix=".partial", dir=place.parent)
+        name = hashlib.sha256(os.fsencode(place.name)).hexdigest()[:16]  # as short as any file system wants it
+        growing = place.with_name(f".ptqpipe-{name}.partial")
+        fd = _open_alone(growing)
         try:
-            with os.fdopen(handle, "wb") as file:
+            with os.fdopen(fd, "wb") as file:
                 file.write(content.encode("utf-8", errors="backslashreplace"))
                 file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, place)
-        finally:
+                os.fsync(fd)
+                os.replace(growing, place)
+        except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
+                os.unlink(growing)
+            raise
+
+
+def _open_alone(path: Path) -> int:
+    """An empty file for this process alone: it waits for another one that is writing it. Raises OSError."""
+    while True:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.path.lexists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
+                os.ftruncate(fd, 0)
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # by now it is what the other one has written
 
 
 @contextlib.contextmanager
@@ -83,14 +103,8 @@ def _errors(path: Path) -> Iterator[None]:
     except RuntimeError as error:  # an unknown user's home
         raise OutputError(f"{shown(str(path), limit=400)} cannot be written: {error}; give another -o") from None
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            remedy = "make room, or give another -o"
-        elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            remedy = "give another -o, or change its folder's permissions"
-        else:
-            remedy = "give another -o"
-        reason = error.strerror or type(error).__name__
-        raise OutputError(f"{shown(str(path), limit=400)} cannot be written: {reason}; {remedy}") from None
+        reason = write_failure(error, resumes=False)
+        raise OutputError(f"{shown(str(path), limit=400)} cannot be written: {reason}") from None
 
 
 def _reserve(fd: int, nbytes: int) -> None:
@@ -99,9 +113,3 @@ def _reserve(fd: int, nbytes: int) -> None:
         os.posix_fallocate(fd, 0, max(1, nbytes))
     else:  # macOS
         os.write(fd, bytes(min(max(1, nbytes), 1 << 20)))
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

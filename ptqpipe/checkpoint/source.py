@@ -15,7 +15,7 @@ from ptqpipe.checkpoint.files import FOLDING_FILE
 from ptqpipe.checkpoint.header import shown
 from ptqpipe.checkpoint.held import held_in
 from ptqpipe.checkpoint.partial import Paths
-from ptqpipe.errors import CheckpointError, UsageError, first_line, missing_package, nearest
+from ptqpipe.errors import CheckpointError, UsageError, first_line, missing_package, nearest, read_failure
 
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _GGUF: Final = "GGUF, which is not read; take the folder of the original model, with its .safetensors files"
@@ -92,7 +92,7 @@ def check_folder(path: Path) -> Path:
     try:
         names = sorted(os.listdir(path))
     except OSError as error:
-        raise CheckpointError(f"{shown(str(path))} cannot be listed: {error.strerror}; check the folder") from None
+        raise CheckpointError(f"{shown(str(path))} cannot be listed: {read_failure(error)}") from None
     weights = [name for name in names if name.endswith(".safetensors")]
     for name in weights:
         if _starts_with(path / name, _LFS):
@@ -165,7 +165,7 @@ def _starts_with(path: Path, prefix: bytes) -> bool:
         with open(path, "rb") as file:
             return file.read(len(prefix)) == prefix
     except OSError as error:
-        raise CheckpointError(f"{shown(str(path))} cannot be read: {error.strerror}; check the file") from None
+        raise CheckpointError(f"{shown(str(path))} cannot be read: {read_failure(error)}") from None
 
 
 def _download(model: str, revision: str | None) -> Path:

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +24,8 @@ from ptqpipe.checkpoint.finish import add_files, check_shards, check_units, chec
 from ptqpipe.checkpoint.header import shown
 from ptqpipe.checkpoint.journal import Journal, RunIdentity, fdatasync, journal_name, read_journals
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
-from ptqpipe.checkpoint.partial import Paths, RankLock, check_space, fsync_folder, join, output_errors, prepare, publish
+from ptqpipe.checkpoint.lock import RankLock
+from ptqpipe.checkpoint.partial import Paths, check_space, discard, fsync_folder, join, output_errors, prepare, publish
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.dtypes import DTYPE_NAMES
 from ptqpipe.errors import OutputError
@@ -100,7 +100,8 @@ class CheckpointWriter:
             return cls(paths, layout, identity=found or identity, rank=rank, lock=lock)
         except BaseException:
             if found is None and rank == 0:  # nothing of worth was begun
-                shutil.rmtree(paths.partial, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    discard(paths, paths.partial)
             lock.release()
             raise
 

@@ -24,7 +24,7 @@ from click.core import ParameterSource
 from ptqpipe._version import __version__
 from ptqpipe.cli.help import Command, Commands, examples
 from ptqpipe.cli.lines import fitted, say
-from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, first_line, one_line
+from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, failure, first_line, one_line
 from ptqpipe.options import PipelineOptions, RecipeOptions, pipeline_fields, recipe_fields
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _errors_in_one_line(leaves: Callable[[], str]) -> Iterator[None]:
     except BrokenPipeError:  # nobody reads on: click ends in silence
         raise
     except OSError as error:
-        _fail(one_line(": ".join(str(part) for part in (error.strerror or error, error.filename) if part)), 1)
+        _fail(one_line(": ".join(str(part) for part in (error.filename, failure(error)) if part)), 1)
     except MemoryError as error:
         _fail(one_line(f"out of memory{f' ({error})' if str(error) else ''}; lower --workers or --max-memory"), 1)
     except KeyboardInterrupt:
@@ -180,7 +180,7 @@ def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
     from ptqpipe.rewriting import is_unfinished
 
     left = is_unfinished(out)
-    if mode == "resume" and not left and not out.exists() and ranks_of().rank == 0:
+    if mode == "resume" and not is_unfinished(out, alive=True) and not out.exists() and ranks_of().rank == 0:
         say(f"{out} has no unfinished run: starting from the beginning.")
     try:
         yield

@@ -28,6 +28,7 @@ from ptqpipe.checkpoint import (
     TensorSpec,
     check_unfinished,
     file_sha256,
+    holder_of,
     json_bytes,
     name_of,
     natural_key,
@@ -369,7 +370,11 @@ def as_quantized(source: Source, record: Mapping[str, Any]) -> Source:
     return source.folded(made["foldings"]) if same else source
 
 
-def is_unfinished(out: Path) -> bool:
-    """Whether a run that --resume continues exists next to ``out``."""
+def is_unfinished(out: Path, *, alive: bool = False) -> bool:
+    """Whether a run that --resume continues exists next to ``out``.
+
+    alive  one counts, too, that another process is at
+    """
     paths = Paths.of(out)
-    return paths.partial.is_dir() or paths.stages.is_dir()
+    folders = [folder for folder in (paths.partial, paths.stages) if folder.is_dir()]
+    return bool(folders) and (alive or not any(map(holder_of, folders)))

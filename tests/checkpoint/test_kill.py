@@ -9,14 +9,15 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from ptqpipe.checkpoint import writer as writer_module
-from ptqpipe.checkpoint.partial import completed_run
+from ptqpipe.errors import AlreadyComplete, WrongOutput
 from tests.checkpoint.killing import dies
-from tests.checkpoint.runs import RUN_ID, convert, snapshot
+from tests.checkpoint.runs import convert, snapshot
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
 
@@ -39,11 +40,10 @@ def source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def resume(out: Path, source: Path) -> None:
-    """What a user does after a kill: --resume, unless nothing had begun or all was done."""
-    if (out.parent / f".{out.name}.partial").exists() and completed_run(out) != RUN_ID:
+    """What a user does after a kill: the same call with --resume, wherever it came. Nothing else is left behind."""
+    with suppress(AlreadyComplete):
         convert(out, source, mode="resume")
-    elif not out.exists():
-        convert(out, source)
+    assert not list(out.parent.glob(f".{out.name}.*"))
 
 
 @pytest.mark.slow
@@ -61,7 +61,6 @@ def test_killed_at_any_call_the_output_is_absent_or_whole_and_resumes_to_the_sam
         resume(out, source)
         assert snapshot(out) == expected
         shutil.rmtree(out)
-        shutil.rmtree(folder / ".out.partial", ignore_errors=True)
         if not died:
             break
     assert n > 80
@@ -86,14 +85,16 @@ def test_killed_while_replacing_the_former_output_is_never_lost(folder: Path, so
         else:
             assert snapshot(partial / "old") == former
             places.add("aside")
-        if partial.exists() and snapshot(out if out.exists() else partial / "old") == former:
-            # before the journal has its first line there is nothing to resume, and OUT is in the way
-            begun = any(p.read_bytes().endswith(b"\n") for p in partial.glob("journal-*"))
-            convert(out, source, mode="resume" if begun else "overwrite")
-            assert snapshot(out) == expected
-            assert not partial.exists()
+        # before the journal has its first line there is nothing to resume, and OUT is in the way
+        begun = any(b"\n" in p.read_bytes() for p in partial.glob("journal-*"))
+        if not begun and snapshot(out) == former:
+            with pytest.raises(WrongOutput, match="--overwrite replaces it"):
+                convert(out, source, mode="resume")
+            assert [path.name for path in folder.iterdir() if "out" in path.name] == ["out"]
+            convert(out, source, mode="overwrite")
+        resume(out, source)
+        assert snapshot(out) == expected
         shutil.rmtree(out)
-        shutil.rmtree(partial, ignore_errors=True)
         if not died:
             break
     assert not died

@@ -13,7 +13,7 @@ Must not know how any stage works; what a quality does is in ``table.py``.
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,28 +22,41 @@ from ptqpipe.checkpoint import (
     RECORD_FILE,
     Mode,
     Paths,
+    RankLock,
+    RunIdentity,
+    abandon,
     check_disjoint,
     check_file,
+    check_output,
     check_place,
+    clear,
     completed_run,
+    discard,
+    empty,
+    has_begun,
+    journal_name,
     json_bytes,
+    locked,
     output_errors,
+    read_journal,
     read_json_object,
+    refuse_held,
     run_id_of,
+    shown,
     write_file,
 )
-from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, UsageError, WrongOutput
+from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, PtqError, UsageError, WrongOutput
 from ptqpipe.evaluation.result import is_result
 from ptqpipe.machine import Machine, bars_of
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.quantities import disk_size
 from ptqpipe.report import is_report
 from ptqpipe.stages.pipeline import text
+from ptqpipe.stages.pipeline.ledger import Ledger
 from ptqpipe.stages.pipeline.prepare import prepare
 from ptqpipe.stages.pipeline.stages import Pipeline
 
-CALL_FILE = "pipeline.json"
-REPLACES = "replaces"  # in it: the run was begun with --overwrite
+CALL_FILE = "pipeline.json"  # of a folder of --keep-stages
 Say = Callable[[str], None]
 
 
@@ -91,104 +104,127 @@ def pipeline(
 
 def run(run: Pipeline, *, say: Say = lambda line: None) -> Made:
     """Runs what is decided, as `pipeline` does."""
-    begun = time.monotonic()
-    _open(run, run.identity)
-    steps, said = run.steps(), set[str]()  # several stages look at the same data
-    for line in text.header(run, steps):
-        say(line)
-    try:
-        for number, step in enumerate(steps, 1):
-            started, label = time.monotonic(), f"[{number}/{len(steps)}] {step.name}"
-            with bars_of(label), suppress(AlreadyComplete):
-                step.run()
-            say(f"{label}  {time.monotonic() - started:.1f} s")
-            for line in dict.fromkeys(one for one in run.notes if one not in said):
-                say(f"  {line}")
-            said.update(run.notes)
-            run.notes.clear()
-    except BaseException:
-        _close_if_empty(run)
-        raise
-    if run.begun.exists():
-        shutil.rmtree(run.begun)
+    begun, paths = time.monotonic(), Paths.of(run.out)
+    check_place(run.out)
+    with ExitStack() as held:
+        lock = _open(run, paths, held)
+        steps, said = run.steps(), set[str]()  # several stages look at the same data
+        for line in text.header(run, steps):
+            say(line)
+        for file in run.ledger.remove_damaged():
+            say(f"  warning: {file} is not as it was written; what it is a part of is made again")
+        try:
+            for number, step in enumerate(steps, 1):
+                started, label = time.monotonic(), f"[{number}/{len(steps)}] {step.name}"
+                with bars_of(label), suppress(AlreadyComplete):
+                    step.run()
+                say(f"{label}  {time.monotonic() - started:.1f} s")
+                for line in dict.fromkeys(one for one in run.notes if one not in said):
+                    say(f"  {line}")
+                said.update(run.notes)
+                run.notes.clear()
+        except BaseException as error:
+            _close_if_empty(run)
+            if isinstance(error, OSError | PtqError) and not lock.in_place():
+                raise OutputError(
+                    f"{shown(str(run.begun))} was removed, renamed or unmounted while this run was writing in it; put "
+                    "it back and --resume, or start again"
+                ) from None
+            raise
+        with output_errors(run.begun):
+            discard(paths, run.begun)
     record = read_json_object(run.out / RECORD_FILE)
     return Made(run.out, record, run.evaluation, run.report, time.monotonic() - begun)
 
 
-def _open(run: Pipeline, identity: Mapping[str, str]) -> None:
-    """Refuses or accepts what lies at the output and beside it, and makes the hidden folder of the run."""
-    begun, out = run.begun, Paths.of(run.out).out
-    check_place(run.out)
+def _open(run: Pipeline, paths: Paths, held: ExitStack) -> RankLock:
+    """Refuses or accepts what lies at the output and beside it, and makes the hidden folder of the run. ``held`` gets
+    its lock, which keeps other runs from every stage of this one, and its journal."""
+    begun, identity = run.begun, run.identity
+    refuse_held(paths.partial)
+    with output_errors(begun):
+        lock = held.enter_context(locked(begun))
+    clear(paths)
     for name, own, what in (("eval.json", is_result, "an eval file"), ("report.html", is_report, "a report")):
         if getattr(run.work, name.partition(".")[0]):
             check_file(run.beside(name), own=own, what=f"{what} of ptqpipe")
-    former = read_json_object(begun / CALL_FILE) if (begun / CALL_FILE).exists() else None
-    if run.mode == "overwrite":
-        former = None
-        if begun.exists():
-            shutil.rmtree(begun)
-    elif run.mode == "new" and former is not None:
+    journal = begun / journal_name(0)
+    former = read_journal(journal).identity if journal.exists() and run.mode != "overwrite" else None
+    if run.mode == "new" and former is not None:
         raise OutputExists(f"{begun} is left from an unfinished run; --resume continues it, --overwrite discards it")
-    if former is None and run.mode != "overwrite" and out.exists() and any(out.iterdir()):
-        _refuse(run, identity)
-    changed = _changed(former, identity)
+    if run.mode != "resume":
+        check_output(run.out, mode=run.mode)
+    changed = "" if former is None else _changed(former.parts, identity)
     if changed:
         raise UsageError(
             f"{begun} was started with another value of {changed}; give what it had and --resume, or --overwrite to "
             "start over"
         )
+    if run.mode == "overwrite":
+        abandon(paths)
+    elif former is None or not former.replaces:
+        _refuse_others(run, paths, begun=former is not None)
     if run.work.keep_stages is not None:
-        _keep(run, identity)
+        _keep(run, held)
     if former is None:
         _check_disk(run)
-        former = {**identity, **({REPLACES: True} if run.mode == "overwrite" else {})}
         with output_errors(begun):
-            begun.mkdir(parents=True, exist_ok=True)
-            (begun / CALL_FILE).write_bytes(json_bytes(former))
-    run.replaces = bool(former.get(REPLACES))
+            empty(begun, keep=lock.name)  # the stages of another call
+    new = RunIdentity(run_id_of(identity), "", identity, replaces=run.mode == "overwrite")
+    run.ledger = Ledger(begun, run.folder, former or new, paths.out)
+    held.callback(run.ledger.close)
+    return lock
 
 
-def _changed(former: Mapping[str, Any] | None, identity: Mapping[str, str]) -> str:
-    """What another call decided otherwise, in words; empty for nothing, and for no call."""
-    names = [*identity, *(name for name in former or () if name not in identity and name != REPLACES)]
-    changed = [name for name in names if former is not None and former.get(name) != identity.get(name)]
+def _changed(former: Mapping[str, Any], identity: Mapping[str, str]) -> str:
+    """What another call decided otherwise, in words; empty for nothing."""
+    names = [*identity, *(name for name in former if name not in identity)]
+    changed = [name for name in names if former.get(name) != identity.get(name)]
     return changed[0].removeprefix("the ") if changed else ""
 
 
-def _keep(run: Pipeline, identity: Mapping[str, str]) -> None:
-    """Makes the folder of --keep-stages one of this call, since what lies there is used as this call's own.
+def _keep(run: Pipeline, held: ExitStack) -> None:
+    """Makes the folder of --keep-stages one of this call, since what lies there is used as this call's own. ``held``
+    gets its lock.
     UsageError for a folder with other files, for that of a call that decided otherwise, and for one in the model or the
     output."""
-    folder = run.folder
+    folder, call_file = run.folder, run.folder / CALL_FILE
     for place, name in ((run.path, "the source"), (run.out, "the output")):
         check_disjoint(Paths.of(place).out, folder, names=f"the stages' folder and {name}", option="--keep-stages")
     with output_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        others = any(folder.iterdir())
-    if (folder / CALL_FILE).exists():
-        changed = _changed(read_json_object(folder / CALL_FILE), identity)
+        others = folder.is_dir() and any(folder.glob("[!.]*"))
+    if others and not call_file.exists():
+        raise UsageError(f"--keep-stages {folder} has files that no run left there; name an empty folder, or a new one")
+    with output_errors(folder):
+        held.enter_context(locked(folder))
+    if call_file.exists():
+        changed = _changed(read_json_object(call_file), run.identity)
         if changed:
             raise UsageError(
                 f"--keep-stages {folder} has the stages of a run with another value of {changed}; name another folder"
             )
-    elif others:
-        raise UsageError(f"--keep-stages {folder} has files that no run left there; name an empty folder, or a new one")
     else:
-        write_file(folder / CALL_FILE, json_bytes(dict(identity)).decode())
+        write_file(call_file, json_bytes(dict(run.identity)).decode())
 
 
-def _refuse(run: Pipeline, identity: Mapping[str, str]) -> None:
-    """The output is there and no run of several stages is under way. Returns for a plain conversion to resume."""
-    if run.mode == "new":
-        raise OutputExists(f"{run.out} exists and is not empty; --overwrite replaces it, or choose another -o")
-    own = completed_run(run.out) is not None
-    record = read_json_object(run.out / RECORD_FILE) if own else {}
-    if record.get("pipeline", {}).get("run") == run_id_of(identity):
-        raise AlreadyComplete(f"{run.out} is already complete, by this very run; nothing is left to do", run.out)
-    if run.way is not None or run.work.budget is not None:
+def _refuse_others(run: Pipeline, paths: Paths, *, begun: bool) -> None:
+    """Refuses an output that is there and not of this run, and the unfinished conversion of another call beside it.
+    Returns for a plain conversion to resume. ``begun``: whether a run of several stages is under way."""
+    there, name = paths.out.exists() and any(paths.out.iterdir()), shown(str(run.out))
+    record = read_json_object(run.out / RECORD_FILE) if there and completed_run(run.out) is not None else {}
+    entry = record.get("pipeline")
+    own = isinstance(entry, Mapping) and entry.get("run") == run_id_of(run.identity)
+    if own and not begun:
+        raise AlreadyComplete(f"{name} is already complete, by this very run; nothing is left to do", run.out)
+    if own or (run.way is None and run.work.budget is None):
+        return
+    if there:
+        none = "" if begun else "has no unfinished run next to it and "
+        raise WrongOutput(f"{name} {none}is no output of this run; --overwrite replaces it, or choose another -o")
+    if not begun and has_begun(paths):
         raise WrongOutput(
-            f"{run.out} has no unfinished run next to it and is no output of this run; --overwrite replaces it, or "
-            "choose another -o"
+            f"{shown(str(paths.partial))} is left from an unfinished run of another call; give that call again with "
+            "--resume, or --overwrite discards it"
         )
 
 
@@ -205,6 +241,9 @@ def _check_disk(run: Pipeline) -> None:
 
 def _close_if_empty(run: Pipeline) -> None:
     """A run that failed before its first stage had made anything leaves nothing behind."""
-    left = {path.name for path in run.begun.iterdir()} if run.begun.exists() else {CALL_FILE, ""}
-    if left == {CALL_FILE} and run.work.keep_stages is None and not Paths.of(run.out).partial.exists():
-        shutil.rmtree(run.begun)
+    journal = run.begun / journal_name(0)
+    if not journal.exists():
+        return
+    left = {path.name for path in run.begun.iterdir() if not path.name.startswith("lock-")}
+    if left == {journal.name} and run.work.keep_stages is None and not Paths.of(run.out).partial.exists():
+        journal.unlink()

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe._version import __version__
-from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, read_json_object, run_id_of
+from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, has_begun, read_json_object, run_id_of
 from ptqpipe.errors import AlreadyComplete, CheckpointError
 from ptqpipe.machine import Machine, compute_threads
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.recipe import build_recipe
 from ptqpipe.rewriting import named_source
+from ptqpipe.rounding import ROUNDING_FILE
 from ptqpipe.rows import weighted
 from ptqpipe.source import Source
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
@@ -29,6 +30,7 @@ from ptqpipe.stages.evaluate import run as evaluation
 from ptqpipe.stages.evaluate.text import write as write_evaluation
 from ptqpipe.stages.generate import GenerateOptions, generate
 from ptqpipe.stages.pipeline import call
+from ptqpipe.stages.pipeline.ledger import Ledger
 from ptqpipe.stages.pipeline.room import Disk, disk_of, memory_of, memory_text, pair_samples
 from ptqpipe.stages.pipeline.table import Way, words_of
 from ptqpipe.stages.plan.run import Budget, plan_mixed, write_recipe
@@ -37,6 +39,7 @@ from ptqpipe.stages.transform.factors import find_factors
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.tune.run import tune
 from ptqpipe.stages.verify.run import verify
+from ptqpipe.statistics import STATS_FILE
 from ptqpipe.tuning.options import TuneOptions
 
 
@@ -58,7 +61,7 @@ class Pipeline:
     texts     files of --data, and behind them the model's own text once it is written
     disk      what it takes beside the output; ``memory`` about what each stage holds
     identity  what decides the bytes, by its name in a message
-    replaces  whether the run, or the one that it continues, was begun with --overwrite
+    ledger    what the stages have left in that folder, once the run is open
     command   the call, which eval file and report show
     notes     lines of the stages about the data, not printed yet
     """
@@ -83,7 +86,7 @@ class Pipeline:
     identity: Mapping[str, str] = field(init=False)
     evaluation: Mapping[str, Any] | None = None
     report: Path | None = None
-    replaces: bool = False
+    ledger: Ledger = field(init=False)
     command: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -201,12 +204,13 @@ class Pipeline:
             count, _ = call.own_share(self.work.data, self.work.samples)
             options = GenerateOptions(**self.windows() | {"samples": count})
             generate(self.path, self._own_text, options=options, machine=self.computing)
+        self.ledger.add(self._own_text)
         self.texts.append(f"{self._own_text}={self._own_weight!r}" if self.texts else str(self._own_text))
 
     def _rotate(self) -> None:
         assert self.way is not None
         pairs, target = self.folder / "pairs", self.folder / "rotations"
-        if not target.exists():
+        if not target.exists() or Paths.of(target).partial.exists():
             kinds = ("diagonal", "pairs")
             options = CalibrateOptions(
                 **self.windows() | {"samples": self.pair_samples}, field=self._field, moments=kinds, holdout=0
@@ -214,9 +218,12 @@ class Pipeline:
             with suppress(AlreadyComplete):
                 done = calibrate(self.path, self.texts, pairs, options=options, mode="resume", machine=self.computing)
                 self.notes += [] if done is None else done.notes
+            self.ledger.add(pairs / STATS_FILE)
             asked: dict[str, Any] = {"learn": self.way.steps, "format": self._format, "untie": self.work.untie}
             turning = TransformOptions(self.way.rotations, dtype="fp32", **asked)
-            find_factors(self.path, target, stats=pairs, options=turning, mode="resume", machine=self.computing)
+            with suppress(AlreadyComplete):
+                find_factors(self.path, target, stats=pairs, options=turning, mode="resume", machine=self.computing)
+        self.ledger.add(target / FOLDING_FILE)
         if pairs.exists() and self.work.keep_stages is None:
             shutil.rmtree(pairs)
         foldings = read_json_object(target / FOLDING_FILE)["foldings"]
@@ -238,8 +245,12 @@ class Pipeline:
         by_kl = self.work.budget is not None and self.way.method == "gptq"  # as the codes will be chosen
         kinds = ("diagonal", *(["block"] if blocks else []), *(["kl"] if by_kl else []))
         options = CalibrateOptions(**self.windows(), field=self._field, moments=kinds)
-        done = calibrate(self.floats, self.texts, self.stats, options=options, mode="resume", machine=self.computing)
-        self.notes += [] if done is None else done.notes
+        with suppress(AlreadyComplete):
+            done = calibrate(
+                self.floats, self.texts, self.stats, options=options, mode="resume", machine=self.computing
+            )
+            self.notes += [] if done is None else done.notes
+        self.ledger.add(self.stats / STATS_FILE)
 
     def _transform(self) -> None:
         assert self.way is not None
@@ -248,14 +259,18 @@ class Pipeline:
         options = TransformOptions(apply=self.way.transform, format=self._format, dtype="fp32")
         with suppress(AlreadyComplete):
             find_factors(self.floats, target, stats=self.stats, options=options, mode="resume", machine=self.machine)
+        self.ledger.add(target / FOLDING_FILE)
         self.floats = target
         if _static(self):
             self._calibrate()
 
     def _plan(self) -> None:
         target = self.folder / "recipe.yaml"
-        if target.exists():
-            return
+        if not target.exists():
+            self._find_plan(target)
+        self.ledger.add(target)
+
+    def _find_plan(self, target: Path) -> None:
         formats = call.formats_for(self.work)
         budget = Budget.parse(str(self.work.budget))
         follows = self.way is not None and bool(self.way.method)
@@ -276,18 +291,21 @@ class Pipeline:
 
     def _tune(self) -> None:
         assert self.way is not None
-        done = tune(
-            self.floats,
-            self.texts,
-            self.folder / "codes",
-            recipe=self.recipe,
-            recipe_path=self.recipe_file,
-            stats=self.stats if _static(self) else None,
-            options=TuneOptions(**self.windows(), data_field=self._field, method=self.way.method),
-            mode="resume",
-            machine=self.computing,
-        )
-        self.notes += done.notes
+        target = self.folder / "codes"
+        with suppress(AlreadyComplete):
+            done = tune(
+                self.floats,
+                self.texts,
+                target,
+                recipe=self.recipe,
+                recipe_path=self.recipe_file,
+                stats=self.stats if _static(self) else None,
+                options=TuneOptions(**self.windows(), data_field=self._field, method=self.way.method),
+                mode="resume",
+                machine=self.computing,
+            )
+            self.notes += done.notes
+        self.ledger.add(target / ROUNDING_FILE)
 
     def _convert(self) -> None:
         codes = self.folder / "codes" if self.way is not None and self.way.method else None
@@ -295,12 +313,11 @@ class Pipeline:
         path = self.recipe_file if codes is None else None
         where: dict[str, Any] = {"recipe_path": path, "stats": stats, "rounding": codes}
         options = RecipeOptions() if codes is not None else best_with(self.recipe, **where)
-        begun = self.begun / "converting"  # an output that may be replaced is replaced once
-        mode: Mode = "overwrite" if self.replaces and not begun.exists() else "resume"
+        paths = Paths.of(self.out)
+        mode: Mode = "overwrite" if self.ledger.replaces(paths.out) and not has_begun(paths) else "resume"
         where["requantize"] = self.work.requantize
         with prepare(self.floats, options=options, out=self.out, **where) as prepared:
             job = prepared.with_more(self._entry(), consumes=self.work.keep_stages is None)
-            begun.touch()
             conversion.convert(job, mode=mode, machine=self.machine)
 
     def _entry(self) -> dict[str, Any]:
