@@ -15,15 +15,17 @@ import torch
 from ptqpipe.checkpoint import FOLDING_FILE, CheckpointReader, Memory
 from ptqpipe.containers import (
     Container,
+    Dangling,
     Part,
     Role,
     StoredWeight,
+    dangling,
     decode,
     detect_container,
     get_container,
     merged_config,
 )
-from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.errors import CheckpointError, NumericsError, UsageError, one_line
 from ptqpipe.folded import folded, open_folded
 from ptqpipe.formats import Format
 from ptqpipe.plan import Plan, Slice
@@ -51,14 +53,18 @@ class Source:
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
 
     @classmethod
-    def open(cls, path: Path) -> "Source":
+    def open(cls, path: Path, *, dangling: bool = False) -> "Source":
         """Headers and config only; a folder of factors is the model that it names, with them folded in.
 
-        CheckpointError for a quantized checkpoint that no container of ours describes.
+        CheckpointError for a quantized checkpoint that no container of ours describes, and for tensors that look like
+        parts of a quantized weight and belong to none that is read, unless ``dangling`` lets them through.
         """
         reader = open_folded(path) if (path / FOLDING_FILE).is_file() else CheckpointReader.open(path)
         try:
-            return cls._detect(reader)
+            source = cls._detect(reader)
+            if not dangling and (found := source.dangling):
+                raise CheckpointError(_refused(source, found))
+            return source
         except BaseException:
             reader.close()
             raise
@@ -88,6 +94,12 @@ class Source:
     def plain(self) -> list[str]:
         """Stored tensors that are no part of a quantized weight, in the order of the files."""
         return [name for name in self.reader.entries if name not in self.consumed]
+
+    @property
+    def dangling(self) -> list[Dangling]:
+        """Tensors that look like parts of a quantized weight and belong to none that is read."""
+        names = {name: (entry.dtype, entry.shape) for name, entry in self.reader.entries.items()}
+        return dangling(names, self.consumed, described=self.container is not None)
 
     def below_8_bits(self, tensor: str) -> Format | None:
         """The format of a stored weight with codes of fewer than 8 bits; None for any other tensor."""
@@ -181,6 +193,24 @@ class Source:
     def close(self) -> None:
         """Closes the files."""
         self.reader.close()
+
+
+def _refused(source: Source, found: Sequence[Dangling]) -> str:
+    """Why a checkpoint with dangling tensors is not read, in one line."""
+    first = found[0]
+    entry = source.reader.entries[first.name]
+    more = f" ({len(found)} such tensors)" if len(found) > 1 else ""
+    original, why = "start from the model's float checkpoint", "config.json describes no quantization"
+    remedy = f"put the quantization_config back that it was published with, or {original}"
+    if source.container is not None:
+        why = f"no weight that config.json describes ({source.container_name}) uses it"
+        remedy = f"{original}, or decode this one with the library that wrote it"
+    elif first.cast:
+        remedy = (
+            f"if they are weights that were only cast, save them as bfloat16 (w.to(torch.bfloat16)); else {original}"
+        )
+    name, kind = one_line(repr(first.name), limit=200), f"{entry.dtype} {list(entry.shape)}"
+    return f"{source.reader.path}: {name} ({kind}) looks like {first.looks}, but {why}{more}; {remedy}"
 
 
 def row_runs(shape: tuple[int, int], fmt: Format, elements: int = RUN_ELEMENTS) -> list[tuple[int, int]]:

@@ -143,10 +143,6 @@ def _stack_transposed(parent: str, leaf: str, tensors: Shapes, config: Mapping[s
     return own[1] == hidden if leaf in ("down_proj", "w2") else own[0] == hidden
 
 
-# Numbers of linear layers that are not quantized here, though readers could look for them.
-_OTHER_FLOAT_DTYPES = frozenset({"F64", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ"})
-
-
 def make_plan(
     tensors: Shapes, config: Mapping[str, Any], *, recipe: Recipe, abilities: Abilities | None = None
 ) -> Plan:
@@ -297,9 +293,10 @@ def _near(pattern: str, plan: Plan) -> Iterator[str]:
 
 
 def is_matrix(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
-    """Whether readers could look for a tensor among the linear layers: a float matrix, or a stack of experts."""
+    """Whether readers could look for a tensor among the linear layers: a float matrix, or a stack of experts. Those of
+    8 bits are no plain tensors: a source that has some is refused."""
     named = name.endswith(".weight") or "experts" in name.split(".")
-    return len(shape) >= 2 and named and (dtype in FLOAT_DTYPES or dtype in _OTHER_FLOAT_DTYPES)
+    return len(shape) >= 2 and named and (dtype in FLOAT_DTYPES or dtype == "F64")
 
 
 def _nothing_to_do(kept: Sequence[Kept]) -> str:

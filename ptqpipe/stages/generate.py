@@ -16,6 +16,7 @@ from ptqpipe.machine import Machine, compute_threads, counting_bar, peak_bytes, 
 from ptqpipe.rows import files_of, read_rows, row_tokens
 from ptqpipe.runtime.language_model import with_note
 from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, load_tokenizer, read_config
+from ptqpipe.source import Source
 
 HOTTEST = 2.0
 TOKEN_BYTES = 8  # of a token and its comma in the file, at most, but for vocabularies of millions
@@ -61,6 +62,7 @@ def generate(
     begun = time.monotonic()
     machine = machine or Machine(compute_threads())
     path = resolve_source(str(model))
+    Source.open(path).close()  # which refuses what cannot be read
     config = read_config(path)
     samples, seqlen = options.samples, default_length(config) if options.seqlen is None else options.seqlen
     held_out = samples // HELD_SHARE

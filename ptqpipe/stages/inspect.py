@@ -120,7 +120,7 @@ class InspectReport:
 
 def inspect(ckpt: Path) -> InspectReport:
     """Reads a checkpoint's headers, config and scales. CheckpointError for a damaged one."""
-    with Source.open(ckpt) as opened:
+    with Source.open(ckpt, dangling=True) as opened:
         record = opened.reader.read_json(RECORD_FILE) or {}
         weights = _weight_rows(opened)
         kept = _kept_rows(opened, record)
@@ -134,7 +134,7 @@ def inspect(ckpt: Path) -> InspectReport:
             for path in opened.reader.files
         )
         producer = _producer(opened, record)
-        suspicious = (*_contradictions(opened), *_suspicious(weights))
+        suspicious = (*_contradictions(opened), *_unused(opened), *_suspicious(weights))
         return InspectReport(
             ckpt, opened.container_name, producer, _facts(record), weights, kept, kv, files, suspicious
         )
@@ -275,6 +275,16 @@ def _contradictions(opened: Source) -> list[str]:
     except CheckpointError as error:
         found.append(str(error))
     return found
+
+
+def _unused(opened: Source) -> list[str]:
+    """Parts of quantized weights that are not read, one line of each kind."""
+    kinds = defaultdict[tuple[str, str], list[str]](list)
+    for name, looks, _ in opened.dangling:
+        kinds[name_pattern(name), looks].append(name)
+    return [
+        f"{name} ({len(found)}) looks like {looks}, but no weight uses it" for (name, looks), found in kinds.items()
+    ]
 
 
 def _suspicious(rows: Iterable[RoleSummary]) -> Iterable[str]:

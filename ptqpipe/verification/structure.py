@@ -8,7 +8,7 @@ import filecmp
 import math
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -261,16 +261,8 @@ def check_model_config(
             findings.note("config", "config.json", message)
 
 
-def check_dangling(ckpt: Source, findings: Findings, *, kept: Container[str] = ()) -> None:
-    """Tensors that look like parts of a quantized weight and belong to none; ``kept`` are plain in the source, too."""
-    if ckpt.container is None:
-        return
-    suffixes = ("_packed", "_scale", "_scale_2", "_scale_inv", "_blocks", "_scales", "_zero_point", "_global_scale")
-    for name in ckpt.plain:
-        dtype = ckpt.reader.entries[name].dtype
-        if (
-            not is_kv_scale(name)
-            and name not in kept
-            and (name.endswith(suffixes) or dtype.startswith(("F8_", "F4", "F6_")))
-        ):
-            findings.fault("names", name, f"looks like a part of a quantized weight ({dtype}), but no weight uses it")
+def check_dangling(ckpt: Source, source: Source | None, findings: Findings) -> None:
+    """Tensors that look like parts of a quantized weight and belong to none, of the checkpoint and of its source."""
+    for check, model in (("names", ckpt), *([("source", source)] if source is not None else [])):
+        for name, looks, _ in model.dangling:
+            findings.fault(check, name, f"looks like {looks} ({model.tensors[name][0]}), but no weight uses it")

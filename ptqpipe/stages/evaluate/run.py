@@ -35,6 +35,7 @@ from ptqpipe.runtime.loading import (
     positions_of,
     read_config,
 )
+from ptqpipe.source import Source
 from ptqpipe.stages.common import run_facts
 
 
@@ -220,6 +221,8 @@ def _prepare(ckpt: str, source: str | None, options: Options, progress: bool, lo
             raise UsageError(f"--{name.replace('_', '-')} {value}: expected 1 or more")
     path = resolve_source(ckpt)
     other = None if source is None else resolve_source(source)
+    for model in (path, *([other] if other is not None else [])):  # before one of them is measured
+        Source.open(model).close()
     config = read_config(path)
     dtype_of(options.dtype, config)
     check_device(options.device)

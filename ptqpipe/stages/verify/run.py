@@ -137,7 +137,7 @@ def _open(path: Path | None, what: str, findings: Findings) -> Source | None:
     """A checkpoint's headers and config; None and a fault where they cannot be read."""
     opened: list[Source] = []
     if path is not None:
-        findings.guard("open", what, lambda: opened.append(Source.open(path)))
+        findings.guard("open", what, lambda: opened.append(Source.open(path, dangling=True)))
     return opened[0] if opened else None
 
 
@@ -199,7 +199,6 @@ def _find_origins(run: _Run) -> None:
 def _check_headers(run: _Run) -> None:
     """Everything that needs no weight: names, config, groups, files, the plan."""
     ckpt, source, findings, record = run.ckpt, run.source, run.findings, run.record
-    kept = frozenset(source.plain) if source is not None else frozenset()
     checks: list[tuple[str, str, Callable[[], None]]] = [
         ("index", "the index", lambda: structure.check_sizes(ckpt, findings)),
         ("config", "config.json", lambda: config.check_config(ckpt, findings)),
@@ -207,7 +206,7 @@ def _check_headers(run: _Run) -> None:
         ("scales", "global scales", lambda: groups.check_scalars(ckpt, findings)),
         ("groups", "fused groups", lambda: _check_groups(run)),
         ("scales", "kv cache", lambda: groups.check_kv_scales(ckpt, findings)),
-        ("names", "tensors", lambda: structure.check_dangling(ckpt, findings, kept=kept)),
+        ("names", "tensors", lambda: structure.check_dangling(ckpt, source, findings)),
     ]
     if record is not None:
         own = [
