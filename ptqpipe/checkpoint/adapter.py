@@ -72,8 +72,8 @@ def adapter_error(folder: Path) -> CheckpointError:
     loader = _CLASSES.get(str(config.get("task_type")), "AutoPeftModel")
     target = f"{folder.name or 'adapter'}-merged"
     return CheckpointError(
-        f"{said}, not a model; merge it first, and give the merged folder: python -c \"from peft import {loader} as A; "
-        f"A.from_pretrained({shown(str(folder))}).merge_and_unload().save_pretrained({shown(target)})\""
+        f'{said}, not a model; merge it first, and give the merged folder: python -c "from peft import {loader} as A; '
+        f'A.from_pretrained({shown(str(folder))}).merge_and_unload().save_pretrained({shown(target)})"'
     )
 
 

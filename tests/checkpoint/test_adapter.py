@@ -59,7 +59,8 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     ),
     "called model.safetensors": lambda at: with_config(adapter(at, "LORA", "model.safetensors")),
     "in two shards": lambda at: adapter(
-        adapter(at, "IA3", "adapter_model-00001-of-00002.safetensors"), "LORA", "adapter_model-00002-of-00002.safetensors"
+        adapter(at, "IA3", "adapter_model-00001-of-00002.safetensors"),
+        "LORA", "adapter_model-00002-of-00002.safetensors",
     ),
     "pickled": lambda at: with_config(adapter(at, "LORA", "adapter_model.bin")),
 }  # fmt: skip
