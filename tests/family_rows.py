@@ -63,6 +63,12 @@ MADE_BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_DELTA, **_EXPERTS},
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": {**_DELTA, **_EXPERTS},
+    "qwen4_exp_text": {
+        **_DELTA, **_EXPERTS, "layer_types": ["linear_attention", "indexed_attention"], "hc_count": 2, "hc_lowrank": 16,
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 8,
+        "indexer_compress_ratio": 4, "ple_layer_ids": [1], "ple_embed_dim": 64, "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 64, "split_ngram_parts": 2, "make_ngram_vocab_size_divisible_by": 8,
+    },
     "olmo_hybrid": _DELTA,
     "kimi_linear": {
         **_HYBRID, "mlp_layer_types": ["dense", "sparse"], "moe_intermediate_size": 64, "num_experts": 4,

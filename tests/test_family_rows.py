@@ -51,10 +51,10 @@ KEPT: dict[str, set[str]] = {
         "attn.compressor.wgate", "attn.compressor.wkv", "attn.indexer.compressor.wgate",
         "attn.indexer.compressor.wkv", "attn.wo_a", "head",
     },
-    "qwen3_next": {"linear_attn.in_proj_ba"},
-    "qwen3_5_text": {"linear_attn.in_proj_a", "linear_attn.in_proj_b"},
-    "qwen3_5_moe_text": {"linear_attn.in_proj_a", "linear_attn.in_proj_b"},
-    "olmo_hybrid": {"linear_attn.a_proj", "linear_attn.b_proj"},
+    "qwen4_exp_text": {
+        *(f"self_attn.{leaf}_proj" for leaf in "qkv"), "self_attn.indexer.index_qk_proj",
+        "ple.key_proj", "ple.value_proj", "lm_head",
+    },
     "kimi_linear": {f"self_attn.{leaf}_proj" for leaf in ("q", "k", "v", "b", "f_a", "f_b", "g_a", "g_b")},
     "jamba": {f"mamba.{leaf}_proj" for leaf in ("in", "x", "dt", "out")},
     "nemotron_h": {"mixer.fc1_latent_proj", "mixer.fc2_latent_proj"},
@@ -69,6 +69,24 @@ KEPT: dict[str, set[str]] = {
     },
 }  # fmt: skip
 _LAYER = re.compile(r"^(model\.|backbone\.)?(layers\.[01]\.)?")
+
+
+# The same for what is kept in every model, whatever its family.
+KEPT_IN_ALL: dict[str, set[str]] = {
+    "qwen3_next": {"linear_attn.in_proj_ba"},
+    "qwen3_5_text": {"linear_attn.in_proj_a", "linear_attn.in_proj_b"},
+    "qwen3_5_moe_text": {"linear_attn.in_proj_a", "linear_attn.in_proj_b"},
+    "olmo_hybrid": {"linear_attn.a_proj", "linear_attn.b_proj"},
+    "qwen4_exp_text": {
+        "linear_attn.in_proj_a", "linear_attn.in_proj_b",
+        "hyper_connection_mixer.input_mix_weight_down", "hyper_connection_mixer.input_mix_weight_up",
+        *(
+            f"{part}_hyper_connection.{leaf}" for part in ("attn", "mlp")
+            for leaf in ("input_mix_weight_down", "input_mix_weight_up", "block_inject_weight")
+        ),
+    },
+}  # fmt: skip
+GATES = {"gates of a linear-attention layer, a few rows each", "hyper-connection"}
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +130,13 @@ def test_what_stays_unquantized_is_what_the_row_says(kind: str, model: Callable[
     own = {fact.keep.reason for fact in family_of({"model_type": kind}).facts if fact.by_default}
     with prepare(model(kind), options=options(kind), out=tmp_path / "out") as prepared:
         kept = prepared.outputs.plan.kept
-    stays = {
-        _LAYER.sub("", entry.name.removesuffix(".weight")) for entry in kept if any(r in entry.reason for r in own)
-    }
-    assert stays == KEPT.get(kind, set())
+    for reasons, expected in ((own, KEPT), (GATES, KEPT_IN_ALL)):
+        stays = {
+            _LAYER.sub("", entry.name.removesuffix(".weight"))
+            for entry in kept
+            if any(reason in entry.reason for reason in reasons)
+        }
+        assert stays == expected.get(kind, set())
 
 
 @pytest.mark.slow
@@ -156,6 +177,8 @@ FAILING: list[tuple[str, str, str]] = [
     ("gpt_oss", "model.layers.0.self_attn.o_proj", "compressed_tensors"),
     ("llama4_text", "model.layers.0.feed_forward.experts.0.up_proj", "compressed_tensors"),
     ("qwen3_5", "mtp.layers.0.self_attn.o_proj", "modelopt"),
+    ("qwen4_exp", "model.language_model.layers.1.self_attn.q_proj", "modelopt"),
+    ("qwen4_exp", "lm_head", "compressed_tensors"),
     ("mamba", "backbone.layers.0.mixer.x_proj", "compressed_tensors"),
     ("jamba", "model.layers.0.mamba.in_proj", "compressed_tensors"),
     ("step3p5", "model.layers.0.self_attn.g_proj", "compressed_tensors"),

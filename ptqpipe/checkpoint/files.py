@@ -5,7 +5,8 @@ It must not know tensors' contents; it opens the headers and the index alone. Th
 - With an index, the files that it names are the checkpoint, and every tensor in them must be in it.
 - Without an index, every ``*.safetensors`` of the folder is, and their names must be disjoint.
 - A further ``*.safetensors`` beside an indexed set is an error, since ignoring it could lose part of a model,
-  unless its name says that it is another set: ``consolidated*`` (Mistral's own layout) and ``adapter_*`` (PEFT).
+  unless its name says that it is another set: ``consolidated*`` (Mistral's own layout), which is the checkpoint where
+  there is no other, and an adapter, which never is one (``adapter.py``).
 - Subfolders hold no weights of this checkpoint (``original/``, ``metal/``): their weights are left behind,
   their other files are carried.
 """
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NoReturn
 
+from ptqpipe.checkpoint.adapter import ADAPTER_CONFIG, adapter_error, are_adapters, is_adapter_file
 from ptqpipe.checkpoint.header import FileHeader, parse_file, parse_json_object, shown
 from ptqpipe.errors import CheckpointError, read_failure
 from ptqpipe.regular_file import MAX_JSON_BYTES, kind_of, read_regular
@@ -41,7 +43,7 @@ _WEIGHT_SUFFIXES: Final = (
 )
 _SKIPPED_FOLDERS: Final = frozenset({".git", ".cache", ".huggingface", "__pycache__", ".ipynb_checkpoints"})
 _HIDDEN: Final = (".partial", ".stages", ".gone")  # of an output beside which they lie
-_OTHER_SETS: Final = ("consolidated", "adapter_")
+_MISTRAL: Final = "consolidated"
 _NUMBERED: Final = re.compile(r"(?P<stem>.+)-(?P<index>\d{5,})-of-(?P<count>\d{5,})\.safetensors")
 
 
@@ -64,20 +66,22 @@ def natural_key(name: str) -> list[tuple[int, str]]:
 def scan_folder(folder: Path) -> FolderContent:
     """The contents of a folder, with headers that are validated and agree with the index.
 
-    Raises CheckpointError for a damaged file, a missing shard, a tensor in two files or in none, and weight
-    files that belong to no set.
+    Raises CheckpointError for a damaged file, a missing shard, a tensor in two files or in none, weight files that
+    belong to no set, and an adapter without its model.
     """
-    index = _find_index(folder)
-    others = [p for p in _top_level_weights(folder) if p.name.startswith(_OTHER_SETS)]
-    present = [p for p in _top_level_weights(folder) if p not in others]
+    index, found = _find_index(folder), _top_level_weights(folder)
+    present = [p for p in found if not _is_other_set(p.name)]
     if index is None:
-        files = present or others
+        files = present or [p for p in found if p.name.startswith(_MISTRAL)]
         headers = _read_without_index(folder, files)
     else:
         headers = _read_indexed(folder, index)
-        files = [h.path for h in headers]
-        _refuse_strays(index, files=files, present=present)
-    extra, left_out = _walk(folder, weights=frozenset(files))
+        _refuse_strays(index, files=[h.path for h in headers], present=present)
+    whole = tuple(header for header in headers if not are_adapters(entry.name for entry in header.entries))
+    if headers and not whole:
+        raise adapter_error(folder)
+    headers = headers if index is not None else whole
+    extra, left_out = _walk(folder, weights=frozenset(header.path for header in headers))
     return FolderContent(headers, index, extra, left_out)
 
 
@@ -180,11 +184,15 @@ def _top_level_weights(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names, key=natural_key)]
 
 
+def _is_other_set(name: str) -> bool:
+    return name.startswith((_MISTRAL, "adapter_")) or is_adapter_file(name)
+
+
 def _find_index(folder: Path) -> Path | None:
     """The standard index if there is one, else the only other one that is not of another set."""
     if (folder / INDEX_NAME).exists():
         return folder / INDEX_NAME
-    found = sorted(p for p in folder.glob(f"*{_SAFETENSORS}.index.json") if not p.name.startswith(_OTHER_SETS))
+    found = sorted(p for p in folder.glob(f"*{_SAFETENSORS}.index.json") if not _is_other_set(p.name))
     if len(found) > 1:
         names = ", ".join(p.name for p in found)
         raise CheckpointError(f"{shown(str(folder))} has the indexes {names}; keep one, named {INDEX_NAME}")
@@ -313,7 +321,9 @@ def _classified(folder: Path) -> Iterator[tuple[Path, str]]:
                 yield path, "link to a folder"
         for name in names:
             path = Path(root, name)
-            if is_weight_file(name):
+            if path == folder / ADAPTER_CONFIG:  # transformers would load the model that it names instead of this one
+                yield path, "of an adapter, which is not merged into the model"
+            elif is_weight_file(name):
                 yield path, "weights or index of another set or format"
             elif not path.exists():
                 raise CheckpointError(f"{shown(str(path))} is a broken link; download the checkpoint again")

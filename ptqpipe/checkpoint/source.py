@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
+from ptqpipe.checkpoint.adapter import ADAPTER_CONFIG, adapter_error, is_adapter_file
 from ptqpipe.checkpoint.files import FOLDING_FILE
 from ptqpipe.checkpoint.header import shown
 from ptqpipe.checkpoint.held import held_in
@@ -82,7 +83,7 @@ def nearest_path(path: Path) -> str:
 
 
 def check_folder(path: Path) -> Path:
-    """The folder itself, once it has been checked to have safetensors files that are not Git LFS pointers."""
+    """The folder itself, once it has been checked to have safetensors files of a model that are no Git LFS pointers."""
     if path.suffix.lower() == ".gguf":
         raise UsageError(f"{shown(str(path))} is {_GGUF}")
     if not path.is_dir():
@@ -100,11 +101,14 @@ def check_folder(path: Path) -> Path:
                 f"{shown(str(path / name))} is a Git LFS pointer, not the weights themselves; "
                 "run 'git lfs pull' in its folder"
             )
-    if weights or FOLDING_FILE in names or held_in(path) is not None:
+    adapters = [name for name in names if name == ADAPTER_CONFIG or is_adapter_file(name)]
+    if set(weights) - set(adapters) or FOLDING_FILE in names or held_in(path) is not None:
         return path
-    if any(name.endswith(".safetensors.index.json") for name in names):
+    if any(name.endswith(".safetensors.index.json") and not name.startswith("adapter_") for name in names):
         return path
-    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth")) and name not in adapters]
+    if adapters and not any(name.startswith("pytorch_model") for name in pickled):
+        raise adapter_error(path)
     if pickled:
         raise CheckpointError(
             f"{shown(str(path))} has {shown(pickled[0])} but no .safetensors; load it with transformers and "

@@ -15,6 +15,8 @@ READERS_DIFFER = (
     "published"
 )
 
+GATES = "gates of a linear-attention layer, a few rows each"
+
 COMMON: tuple[Fact, ...] = (
     # An MTP layer that is numbered like a decoder layer: DeepSeek-V3 to V3.2, GLM-4.5 to GLM-5. SGLang builds it
     # unquantized beside ModelOpt's NVFP4 (models/deepseek_nextn.py).
@@ -111,6 +113,14 @@ COMMON: tuple[Fact, ...] = (
     ),
     Fact(Keep(r"re:(.*\.)?mtp(\.|_|$)", "multi-token-prediction head"), fails=READERS_DIFFER, mtp=True),
     Fact(Keep(r"re:.*conv1d$", "short convolution")),
+    # Readers make one matrix of the two, of 32 to 64 rows; NVIDIA and llm-compressor leave them in bfloat16.
+    Fact(Keep(r"re:(.*\.)?linear_attn\.(in_proj_(a|b|ba)|[ab]_proj)$", GATES)),
+    # GatedResidual of vLLM's models/qwen4_exp/nvidia/hyperconnection.py.
+    Fact(
+        Keep(r"re:(.*\.)?([a-z_]*_)?hyper_connection(_[a-z_]*)?(\.|$)", "hyper-connection"),
+        fails="vLLM builds it unquantized and finds no place for codes",
+        readers=("vllm",),
+    ),
 )
 
 # vLLM's FusedMoE and SGLang's have one quantization method. For compressed-tensors it is that of the first expert's

@@ -2,19 +2,14 @@
 
 from dataclasses import replace
 
+from ptqpipe.families.common import GATES
 from ptqpipe.families.types import Fact, Keep, ModuleOutputs, Mtp, Norms
 
 # What compressed-tensors stores as ``weight_packed`` instead of ``weight``, and what has one scale of a whole matrix.
 PACKED = ("nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp4_w4a8", "int4_g128", "int4_g32", "int8")
 ONE_SCALE = ("fp8_static", "fp8_tensor")
 
-GATES = "gates of a linear-attention layer, a few rows each"
-LINEAR_ATTENTION = (
-    # Readers make one matrix of the two, of 32 to 64 rows; NVIDIA and llm-compressor leave them in bfloat16.
-    Fact(Keep(r"re:(.*\.)?linear_attn\.(in_proj_(a|b|ba)|[ab]_proj)$", GATES)),
-)
 QWEN = (
-    *LINEAR_ATTENTION,
     # SGLang's qwen3_5_mtp.py and vLLM's qwen3_next_mtp.py, qwen3_5_mtp.py.
     Fact(
         Keep(r"re:(.*\.)?mtp\.fc$", "projection into the multi-token prediction layer"),
@@ -145,6 +140,23 @@ KEYS = ("linear_num_key_heads", "linear_key_head_dim")
 QWEN3_5_OUTPUTS = (
     ModuleOutputs(
         r"(.*\.)?linear_attn\.in_proj_qkv$", (KEYS, KEYS, ("linear_num_value_heads", "linear_value_head_dim"))
+    ),
+)
+QWEN4_EXP = (
+    # Qwen4ExpQSAAttention of vLLM's models/qwen4_exp/nvidia/qsa.py.
+    Fact(
+        Keep(r"re:(.*\.)?self_attn\.([qkv]_proj|indexer\.index_qk_proj)$", "attention in one matrix with its indexer"),
+        fails=(
+            "vLLM makes one matrix of q, k, v and the indexer's projection, which finds no place for codes of some of "
+            "them, and for none beside ModelOpt's NVFP4"
+        ),
+        readers=("vllm",),
+    ),
+    Fact(Keep(r"re:(.*\.)?ple\.(key|value)_proj$", "projection of the n-gram table")),
+    Fact(
+        Keep(r"re:(.*\.)?lm_head$", "language-model head"),
+        fails="vLLM builds the head of Qwen4-exp unquantized and does not load it",
+        readers=("vllm",),
     ),
 )
 GEMMA_SMALL = (

@@ -157,10 +157,16 @@ FAMILIES: tuple[Family, ...] = (
         norms=Norms(offset=1.0),
         outputs=shared.QWEN3_5_OUTPUTS,
     ),
+    # Qwen3.8-Flash-Next: vLLM's models/qwen4_exp/nvidia. Its n-gram tables are embeddings.
+    Family(
+        ("qwen4_exp", "qwen4_exp_text"),
+        facts=shared.QWEN4_EXP,
+        fixed="its layers read a learned mixture of several residual streams",
+        outputs=shared.QWEN3_5_OUTPUTS,
+    ),
     # in_proj_qkvg of vLLM's olmo_hybrid.py.
     Family(
         ("olmo_hybrid",),
-        facts=shared.LINEAR_ATTENTION,
         fuse=(("q_proj", "k_proj", "v_proj", "g_proj"),),
         missing=("sglang",),
     ),

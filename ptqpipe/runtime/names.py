@@ -86,10 +86,11 @@ class Homes:
         names = (found.replace(converter.target_patterns[0], part) for part in converter.target_patterns)
         one = len(converter.target_patterns) == 1
         merged = "MergeModulelist" in operations
+        shards = "*" in pattern and "Concatenate" in operations  # of one table, as many as there are
         return [
             Home(
                 target,
-                merged=merged or len(converter.source_patterns) > 1,
+                merged=merged or shards or len(converter.source_patterns) > 1,
                 expert=None if expert is None else int(expert[1]),
                 piece=converter.source_patterns.index(pattern),
                 pieces=len(converter.source_patterns),
