@@ -152,15 +152,17 @@ def sums_of_layers(skeleton: Skeleton, *, block: bool, full: bool, held_out: boo
     return found
 
 
-def find_attention(name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]]) -> str | None:
-    """The checkpoint's name of the attention module of a block, None where there is none."""
+def find_attention(
+    name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]]
+) -> tuple[str, str] | None:
+    """The names of the attention module of a block: in the block, and in the checkpoint. None where there is none."""
     for path, child in _named(name, module):
         if path != name and hasattr(child, "layer_idx") and "attention" in type(child).__name__.lower():
             for parameter, found in origins.items():
                 leaf = parameter.removeprefix(f"{path}.")
                 if parameter.startswith(f"{path}.") and found and found[0].endswith(f".{leaf}"):
-                    return found[0].removesuffix(f".{leaf}")
-            return path
+                    return path.removeprefix(f"{name}."), found[0].removesuffix(f".{leaf}")
+            return path.removeprefix(f"{name}."), path
     return None
 
 

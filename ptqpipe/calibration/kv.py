@@ -5,13 +5,17 @@ them, keys after the rotary embedding and before they are repeated for the query
 """
 
 import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
 
-from ptqpipe.errors import not_finite
+from ptqpipe.errors import UsageError, not_finite
 
 _PLAIN = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_WATCHED = _PLAIN | {"attention", "hybrid"}  # beside layers, or parts of one, of other kinds
 
 
 class KeyValueObserver:
@@ -57,11 +61,51 @@ def make_cache(observer: KeyValueObserver, config: Any) -> Any:
 
     None for models with layers that are no attention, whose cache holds more than keys and values.
     """
-    from transformers import DynamicCache
+    return _observed_cache(observer) if set(_kinds(config)) <= _PLAIN else None
 
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    if not set(kinds) <= _PLAIN:
-        return None
+
+def check_seen(modules: Iterable[str], config: Any) -> None:
+    """UsageError for an attention module, by its name in the checkpoint, whose keys and values `watching` cannot see:
+    the layer's kind of attention keeps more than them, or something else."""
+    kinds = _kinds(config)
+    for module in modules:
+        at = next((int(part) for part in module.split(".") if part.isdigit()), 0)
+        if at < len(kinds) and kinds[at] not in _WATCHED:
+            raise UsageError(
+                f"--kv-cache: calibrate sees no keys and values of '{module}', a layer of kind {kinds[at]!r}; leave "
+                "--kv-cache out"
+            )
+
+
+@contextmanager
+def watching(module: torch.nn.Module, observer: KeyValueObserver, config: Any) -> Iterator[None]:
+    """Shows the observer what an attention module would store while it is open, where its model has no `make_cache`:
+    it alone is given a cache, and the layers beside it, whose states a cache holds, are not."""
+    kinds, at = _kinds(config), getattr(module, "layer_idx", None) or 0
+
+    def give(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return args, {**kwargs, "past_key_values": cache}
+
+    known = signature(module.forward).parameters
+    if "past_key_values" not in known or (at < len(kinds) and kinds[at] not in _WATCHED):
+        yield
+        return
+    cache = _observed_cache(observer)
+    hook = module.register_forward_pre_hook(give, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _kinds(config: Any) -> Sequence[str]:
+    """The kinds of a model's decoder layers, in order; none where they are all of the plain kind."""
+    return getattr(config.get_text_config(), "layer_types", None) or ()
+
+
+def _observed_cache(observer: KeyValueObserver) -> Any:
+    """transformers' cache that shows keys and values."""
+    from transformers import DynamicCache
 
     class ObservedCache(DynamicCache):  # type: ignore[misc]
         """Always empty, so every batch is a beginning."""

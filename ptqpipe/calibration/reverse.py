@@ -95,6 +95,7 @@ def reverse(
 
     NumericsError for hidden states or gradients that are not finite.
     """
+    runner.skeleton.require_head()  # before the blocks run
     entering: dict[int, Activations] = {}
     batches = range(len(runner.batches))
 

@@ -266,6 +266,7 @@ class Runner:
     @contextlib.contextmanager
     def whole(self) -> Iterator[Sequence[Block]]:
         """Every block and the head, all with their weights loaded while it is open; no block has inputs."""
+        self.skeleton.require_head()
         with contextlib.ExitStack() as opened:
             blocks = [opened.enter_context(self.loaded(index)) for index in range(len(self.names))]
             opened.enter_context(self.head())
@@ -308,9 +309,8 @@ class Runner:
     def head(self) -> Iterator[None]:
         """The language-model head's weights are loaded while it is open; a head that is the embedding gets its."""
         skeleton = self.skeleton
+        skeleton.require_head()
         name = skeleton.head_name
-        if name is None:
-            raise CheckpointError(f"{type(skeleton.model).__name__} has no language-model head")
         names = [n for n in skeleton.names_in(name) if n in skeleton.origins]
         tied = f"{name}.weight" not in names
         embedding = skeleton.model.get_input_embeddings()

@@ -17,7 +17,14 @@ import torch
 from ptqpipe.errors import CheckpointError, first_line, missing_package
 from ptqpipe.families import check_experts
 from ptqpipe.runtime.creating import empty_model, quiet
-from ptqpipe.runtime.language_model import causal_model_of, image_model_of, image_parts, keep_language_model
+from ptqpipe.runtime.language_model import (
+    causal_model_of,
+    image_model_of,
+    image_parts,
+    keep_language_model,
+    lacks_head,
+    without_head,
+)
 from ptqpipe.runtime.loading import config_of
 from ptqpipe.runtime.mtp import add_mtp, find_mtp
 from ptqpipe.runtime.state import LazyTensor, lazy_state
@@ -70,15 +77,26 @@ class Skeleton:
     @property
     def outside(self) -> tuple[str, ...]:
         """Parameters and persistent buffers outside of the layers, the head's aside: it is never run."""
-        head = self.head_name
+        head = self._head
         skip = tuple(f"{name}." for name, _ in (*self.blocks, *self.mtp)) + ((f"{head}.",) if head else ())
         return tuple(name for name in self.model.state_dict() if not name.startswith(skip))
 
     @property
     def head_name(self) -> str | None:
-        """The name of the language-model head in the model."""
+        """The name of the language-model head in the model; None where the checkpoint, of an embedding model or a
+        classifier, has no weights of one."""
+        name = self._head
+        return None if name is None or lacks_head(self.model, self.origins) else name
+
+    @property
+    def _head(self) -> str | None:
         head = self.model.get_output_embeddings()
         return next((name for name, module in self.model.named_modules() if module is head), None)
+
+    def require_head(self) -> None:
+        """CheckpointError for a checkpoint without a language-model head."""
+        if self.head_name is None:
+            raise without_head(next(iter(self.state.values())).source.reader.path, self.model)
 
     def load(self, names: Sequence[str], device: torch.device) -> None:
         """Fills parameters and persistent buffers. CheckpointError for one that the checkpoint lacks, or whose shape

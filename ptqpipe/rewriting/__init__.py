@@ -9,7 +9,7 @@
 Knows no command line and prints nothing but progress.
 """
 
-from ptqpipe.rewriting.kv_cache import CACHE_REASON, WriteCacheScales, check_cached, write_scales
+from ptqpipe.rewriting.kv_cache import CACHE_REASON, WriteCacheScales, cache_specs, check_cached, write_scales
 from ptqpipe.rewriting.moments import (
     InputScales,
     check_model,

@@ -14,6 +14,7 @@ from ptqpipe.algorithms import fp8_scale
 from ptqpipe.checkpoint import CheckpointWriter, TensorSpec
 from ptqpipe.containers import Container, container_names, get_container, kv_scale, quantization_config
 from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.families import in_mtp_layers, language_config, mtp_layer, outside_language_model
 from ptqpipe.machine import Job
 from ptqpipe.rewriting.run import write_whole
 from ptqpipe.source import Source
@@ -43,21 +44,36 @@ def cache_specs(
     if style is None or not style.written:
         remedy = " or ".join(_containers(per_head=False))
         raise UsageError(f"{container_name} cannot store KV-cache scales; use --container {remedy}")
-    heads = _heads(source.reader.config) if kind == "fp8_per_head" else 0
+    heads = _heads(language_config(source.reader.config)) if kind == "fp8_per_head" else 0
     if heads and not style.per_head:
         remedy = " or ".join(_containers(per_head=True))
         raise UsageError(f"{container_name} has one KV-cache scale per layer; use --kv-cache fp8, or {remedy}")
-    found = {}
+    config, found = source.reader.config, {}
+    other, drafts, layer = outside_language_model(config, source.tensors), in_mtp_layers(config), mtp_layer(config)
     for name in source.tensors:
+        if name in other or (
+            drafts(name) and not (layer and name.startswith(layer))
+        ):  # runs without a cache of its own
+            continue
         module, leaf = name.removesuffix(".weight").rpartition(".")[::2]
-        if leaf == "k_proj" and f"{module}.v_proj.weight" in source.tensors:
+        if leaf == "k_proj" and f"{module}.v_proj.weight" in source.tensors and not _is_linear(module, source):
             found[module] = (_spec(module, "k", heads, container), _spec(module, "v", heads, container))
     if not found:
-        raise UsageError("the source has no k_proj and v_proj side by side; leave kv_cache at none")
+        raise UsageError(
+            "the source has no attention with k_proj and v_proj side by side (other kinds cache something else, or "
+            "have one matrix of both); leave --kv-cache out"
+        )
     taken = next((spec.name for specs in found.values() for spec in specs if spec.name in source.tensors), None)
     if taken is not None:
-        raise UsageError(f"the source already has {taken}; leave kv_cache at none to keep its scales")
+        raise UsageError(f"the source already has {taken}; leave --kv-cache out to keep its scales")
     return found
+
+
+def _is_linear(module: str, source: Source) -> bool:
+    """Whether keys and values of a module are summed up in a state, of which no cache is kept."""
+    return any(
+        f"{module}.{leaf}" in source.tensors for leaf in ("A_log", "dt_bias", "conv1d.weight", "k_conv1d.weight")
+    )
 
 
 def _containers(*, per_head: bool) -> list[str]:
@@ -80,10 +96,13 @@ def check_cached(modules: Collection[str], statistics: Statistics | None) -> Non
     if not modules:
         return
     if statistics is None:
-        raise UsageError("kv_cache needs statistics; make them with `ptqpipe calibrate` and give --stats FOLDER")
+        raise UsageError("--kv-cache needs statistics; make them with `ptqpipe calibrate` and give --stats FOLDER")
     for module in modules:
         if module not in statistics.attentions:
-            raise UsageError(f"{statistics.path} has no keys and values of '{module}'; calibrate again")
+            raise UsageError(
+                f"{statistics.path} has no keys and values of '{module}': no token passed it that calibrate saw; leave "
+                "--kv-cache out, or calibrate again if an older ptqpipe made them"
+            )
 
 
 def write_scales(
@@ -112,9 +131,7 @@ def _spec(module: str, kind: str, heads: int, container: Container) -> TensorSpe
 
 
 def _heads(config: Mapping[str, Any]) -> int:
-    text = config.get("text_config")
-    inner = text if isinstance(text, Mapping) else config
-    heads = inner.get("num_key_value_heads") or inner.get("num_attention_heads")
+    heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
     if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
         raise UsageError(f"config.json has num_key_value_heads {heads!r}, expected a number; use --kv-cache fp8")
     return heads

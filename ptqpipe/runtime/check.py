@@ -30,5 +30,5 @@ def check_load(ckpt: Path | str, *, tp: int = 1, packed: bool = True) -> Any:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         conversions = completed(model, source, get_model_conversion_mapping(model))
-        decide(model, source, conversions, TensorParallel(tp), packed=packed)
+        decide(model, source, conversions, TensorParallel(tp), packed=packed, causal=True)
     return model

@@ -19,6 +19,7 @@ from ptqpipe.containers import StoredWeight
 from ptqpipe.errors import UsageError
 from ptqpipe.families import in_mtp_layers
 from ptqpipe.runtime.activations import GROUP, InputQuantizer
+from ptqpipe.runtime.language_model import lacks_head, without_head
 from ptqpipe.runtime.linear import PackedLinear
 from ptqpipe.runtime.names import Home, Homes, with_expert_names
 from ptqpipe.runtime.parallel import TensorParallel
@@ -104,17 +105,20 @@ def prepare(
     ranks: TensorParallel | None = None,
     packed: bool = True,
     activations: bool = True,
+    causal: bool = False,
 ) -> Filling:
     """Makes ``model``, on the meta device, ready to be filled with this rank's part of ``source``.
 
     conversions  transformers' own of the model's checkpoint names
     packed       whether quantized weights stay packed where the model has a linear layer or stacked experts for them
+    causal       whether the model's head must be there: it is to give probabilities of tokens
 
     UsageError for ranks that do not divide the model or activations that cannot be simulated, before any weight is
     read; CheckpointError for a damaged checkpoint.
     """
     conversions = completed(model, source, conversions)
-    homes, plan, regions, places = decide(model, source, conversions, ranks or TensorParallel(), packed=packed)
+    ranks = ranks or TensorParallel()
+    homes, plan, regions, places = decide(model, source, conversions, ranks, packed=packed, causal=causal)
     quantizers = {name: _quantizers(source, source.stored[name], activations) for x in places for name in x.weights}
     shrink(model, plan)
     count = _counter(source, list(regions))
@@ -134,7 +138,7 @@ def completed(model: Any, source: Source, conversions: Sequence[Any]) -> list[An
 
 
 def decide(
-    model: Any, source: Source, conversions: Sequence[Any], ranks: TensorParallel, *, packed: bool
+    model: Any, source: Source, conversions: Sequence[Any], ranks: TensorParallel, *, packed: bool, causal: bool
 ) -> tuple[dict[str, list[Home]], ShardPlan, dict[str, Region], list[PackedPlace]]:
     """Where each tensor goes, how the model is cut, what this rank reads of each, and which weights stay packed.
 
@@ -146,6 +150,8 @@ def decide(
     homes = {name: places for name, places in found.items() if places or not drafts(name)}
     for name, places in homes.items():
         _check_shape(model, source, name, places)
+    if causal and lacks_head(model, {home.parameter for places in homes.values() for home in places}):
+        raise without_head(source.reader.path, model)
     blocks = _blocks(source, homes)
     plan = make_plan(model, ranks, columns=lambda name: blocks.get(name, 1))
     regions = {name: _region(model, source, name, places, plan) for name, places in homes.items()}

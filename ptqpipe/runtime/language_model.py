@@ -4,6 +4,7 @@ Of a model of images (or sound) and text the language model alone runs, given to
 empty model, so that its weights are never read.
 """
 
+from collections.abc import Container
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ from typing import Any
 from ptqpipe.errors import CheckpointError
 
 _LEFT_OUT = "_ptqpipe_left_out"
+_NO_TEXT = (
+    "which is no causal language model, as calibrate, tune, generate, eval and serve need; convert it without --data "
+    "and --stats, which does not run it"
+)
 _NEED_IMAGES = {"idefics"}  # their forward refuses text alone, which its signature does not say
 
 
@@ -18,17 +23,21 @@ def causal_model_of(config: Any, path: Path) -> tuple[Any, Any]:
     """transformers' class of the causal model of ``config``, of the checkpoint at ``path``, and the config to make it
     with: of some image-text models (Qwen3.5, Llama 4) that is the text model alone, with its part of the config.
 
-    CheckpointError where there is none.
+    CheckpointError where there is none, and for encoders and encoder-decoders, of whose layers transformers would make
+    a causal model that they never were.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False
+        if encoder or config.is_encoder_decoder:
+            raise CheckpointError(f"{path} is a {config.model_type!r} model, {_NO_TEXT}")
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         text = config.get_text_config()
         return model_class, text if model_class.config_class is type(text) else config
     model_class = _with_images(config)
     if model_class is None:
-        raise CheckpointError(f"{path} is a {config.model_type!r} model, which transformers has no causal model for")
+        raise CheckpointError(f"{path} is a {config.model_type!r} model, {_NO_TEXT}")
     if not _takes_text_alone(model_class, config):
         raise CheckpointError(
             f"{path} is a {config.model_type!r} model, which generates no text without an image, as calibrate, tune, "
@@ -36,6 +45,39 @@ def causal_model_of(config: Any, path: Path) -> tuple[Any, Any]:
             "serve the result with vLLM"
         )
     return model_class, config
+
+
+def named_model_of(config: Any, path: Path) -> tuple[Any, Any]:
+    """transformers' class that config.json names in ``architectures``, and the config to make it with; that of
+    `causal_model_of` where it names none of this type, or one of images and text."""
+    import transformers
+
+    name = next(iter(config.architectures or ()), None)
+    known = isinstance(name, str) and name.isidentifier() and hasattr(transformers, name)
+    named: Any = getattr(transformers, name) if known else None
+    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    if is_model and named.config_class is type(config) and named is not _with_images(config):
+        return named, config
+    return causal_model_of(config, path)
+
+
+def lacks_head(model: Any, known: Container[str]) -> bool:
+    """Whether a causal model has a head of its own and ``known``, its parameters that a checkpoint fills, no weights of
+    it: those of an embedding model or a classifier."""
+    head = model.get_output_embeddings()
+    name = next((f"{name}.weight" for name, module in model.named_modules() if module is head), None)
+    return not (name is None or name in known or name in (getattr(model, "all_tied_weights_keys", None) or {}))
+
+
+def without_head(path: Path, model: Any) -> CheckpointError:
+    """The error for a checkpoint of which `lacks_head` holds, where logits are needed."""
+    named = next(iter(model.config.architectures or ()), None)
+    what = f", and its config.json names {named}" if isinstance(named, str) else ""
+    return CheckpointError(
+        f"{path} has no language-model head{what}: embedding models and classifiers give no probabilities of tokens, "
+        "as eval, generate, serve, --quality best, --moments kl and pairs need; convert it without --data, or with "
+        "--quality fast or good"
+    )
 
 
 def _with_images(config: Any) -> Any:

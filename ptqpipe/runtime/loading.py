@@ -9,6 +9,7 @@ plan; ``fill.py`` puts the numbers in.
 import os
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from ptqpipe.errors import CheckpointError, UsageError, first_line, missing_pack
 from ptqpipe.families import check_experts
 from ptqpipe.runtime.creating import create_config, creating, quiet
 from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare
-from ptqpipe.runtime.language_model import causal_model_of, keep_language_model
+from ptqpipe.runtime.language_model import causal_model_of, keep_language_model, named_model_of
 from ptqpipe.runtime.mtp import add_mtp, find_mtp, require_mtp
 from ptqpipe.runtime.parallel import AllReduce, TensorParallel
 from ptqpipe.source import Source
@@ -79,10 +80,11 @@ def load_model(
     activations: ActivationMode = "simulated",
     device: str = "cpu",
 ) -> Any:
-    """A transformers causal language model in evaluation mode, its weights decoded to floats; of a model of images and
-    text its language model, without vision tower and projector.
+    """A transformers model in evaluation mode, of the class that config.json names (``architectures``), every weight
+    decoded to floats; of a model of images and text its language model, without vision tower and projector.
 
-    ckpt         a checkpoint folder, plain or in any container; dense or mixture of experts
+    ckpt         a checkpoint folder, plain or in any container; dense or mixture of experts; also encoders, embedding
+                 models, classifiers, encoder-decoders
     dtype        what the model computes in; float32, the default, is exact for every decoded weight. "auto": the
                  checkpoint's own
     activations  "simulated" quantizes the inputs of linear layers and the kv cache as the checkpoint says, "none"
@@ -97,7 +99,8 @@ def load_model(
     """
     if not isinstance(ckpt, str | os.PathLike):
         raise UsageError(f"ckpt is {one_line(repr(ckpt), limit=80)}, expected a path")
-    return load_rank(Path(ckpt), TensorParallel(), dtype=dtype, packed=False, activations=activations, device=device)
+    options: Any = {"dtype": dtype, "packed": False, "activations": activations, "device": device}
+    return load_rank(Path(ckpt), TensorParallel(), model_of=named_model_of, **options)
 
 
 def load_rank(
@@ -109,14 +112,16 @@ def load_rank(
     activations: ActivationMode = "simulated",
     device: str = "cpu",
     mtp: bool = False,
+    model_of: Callable[[Any, Path], tuple[Any, Any]] = causal_model_of,
 ) -> Any:
-    """`load`, for one rank as a whole: ``ranks`` also says how its sums and gathers are run."""
+    """`load`, for one rank as a whole: ``ranks`` also says how its sums and gathers are run, and ``model_of`` which
+    class of transformers a config and its path are made a model of, with which config."""
     if activations not in ("simulated", "none"):
         raise UsageError(f"activations {activations!r} is unknown; use simulated or none")
     check_device(device)
     ranks.check()
     with Source.open(path) as source:
-        config, generation = config_of(source), read_generation_config(source.reader.path)
+        config, generation = config_of(source, model_of), read_generation_config(source.reader.path)
         fillings: list[Filling] = []
         if mtp:
             require_mtp(source)
@@ -127,11 +132,13 @@ def load_rank(
                 with torch.device("meta"):
                     conversions = [*add_mtp(model, layer), *conversions]
             simulated = activations == "simulated"
-            found = prepare(model, source, conversions, ranks=ranks, packed=packed, activations=simulated)
+            causal = model_of is causal_model_of
+            options: Any = {"packed": packed, "activations": simulated, "causal": causal}
+            found = prepare(model, source, conversions, ranks=ranks, **options)
             fillings.append(found)
             return found
 
-        model = _fill(source, config, dtype_of(dtype, config), state)
+        model = _fill(source, model_of(config, source.reader.path), dtype_of(dtype, config), state)
         fillings[0].finish(model)
     if generation is not None:
         model.generation_config = generation
@@ -149,13 +156,14 @@ def check_device(device: str) -> None:
         raise UsageError(f"device {device} needs a GPU that torch can use; {seen}, use cpu")
 
 
-def read_config(path: Path) -> Any:
+def read_config(path: Path, model_of: Callable[[Any, Path], Any] = causal_model_of) -> Any:
     """transformers' config of a checkpoint that is to be run, without its description of the quantization.
 
-    UsageError without transformers, CheckpointError for a config that it does not know, or has no causal model for.
+    UsageError without transformers, CheckpointError for a config that it does not know, or of which ``model_of`` makes
+    no model.
     """
     config = create_config(path)
-    causal_model_of(config, path)
+    model_of(config, path)
     for name, value in (
         ("vocab_size", getattr(config.get_text_config(), "vocab_size", None)),
         (_LONGEST, positions_of(config)),
@@ -165,9 +173,9 @@ def read_config(path: Path) -> Any:
     return config
 
 
-def config_of(source: Source) -> Any:
+def config_of(source: Source, model_of: Callable[[Any, Path], Any] = causal_model_of) -> Any:
     """`read_config` of an open checkpoint, with what foldings change of it."""
-    config = read_config(source.reader.path)
+    config = read_config(source.reader.path, model_of)
     for key, value in source.reader.changes.items():
         setattr(config, key, value)
     return config
@@ -251,11 +259,11 @@ def read_generation_config(path: Path) -> Any:
     return found
 
 
-def _fill(source: Source, config: Any, dtype: torch.dtype, state: Prepare) -> Any:
-    """The model of ``config`` with the tensors of ``source``: built on the meta device, filled one by one."""
+def _fill(source: Source, model_of: tuple[Any, Any], dtype: torch.dtype, state: Prepare) -> Any:
+    """The model of a class and a config with the tensors of ``source``: built on the meta device, filled one by one."""
     path, made = source.reader.path, False
     check_experts(source.reader.config, source.tensors)
-    model_class, config = causal_model_of(config, path)
+    model_class, config = model_of
 
     def noted(model: Any, conversions: Any) -> Filling:
         nonlocal made

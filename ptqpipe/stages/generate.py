@@ -15,7 +15,7 @@ from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.machine import Machine, compute_threads, counting_bar, peak_bytes, threads
 from ptqpipe.rows import files_of, read_rows, row_tokens
 from ptqpipe.runtime.language_model import with_note
-from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, load_tokenizer, read_config
+from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load, load_tokenizer, read_config
 from ptqpipe.source import Source
 
 HOTTEST = 2.0
@@ -82,7 +82,7 @@ def generate(
         header = f"{model} generates {samples} windows of {seqlen} tokens and {held_out} to hold out; loading the model"
         log(with_note(header, config))
     begin = getattr(config.get_text_config(), "bos_token_id", None)
-    loaded = load_model(path, dtype=options.dtype, device=str(machine.device))
+    loaded = load(path, packed=False, dtype=options.dtype, device=str(machine.device))
     most = threads_for(loaded, samples=count, seqlen=seqlen, most=machine.workers)
     with counting_bar(count * seqlen, "tokens", shown=machine.progress) as advance, threads(most):
         windows = windows_of(

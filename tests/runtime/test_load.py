@@ -189,7 +189,7 @@ def test_a_model_type_that_transformers_does_not_know(sources: Mapping[str, Path
     path = Checkpoint({"config.json": {**original.config, "model_type": "nonesuch"}}, original.tensors).save(
         tmp_path / "q"
     )
-    with pytest.raises(CheckpointError, match="transformers .* lacks: update transformers"):
+    with pytest.raises(CheckpointError, match=r"transformers .* lacks: update transformers"):
         load_model(path)
 
 

@@ -23,6 +23,7 @@ import torch
 from ptqpipe._version import __version__
 from ptqpipe.calibration.collect import Collector, find_attention, sums_of_layers
 from ptqpipe.calibration.data import HELD_SHARE, Samples, load_samples, tokens_digest
+from ptqpipe.calibration.kv import watching
 from ptqpipe.calibration.likeness import Likeness, likeness_of, lines_of
 from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
 from ptqpipe.calibration.pairs import most_tokens, nbytes as pairs_bytes
@@ -338,7 +339,7 @@ def _advance(advance: Callable[[float, str], None], times: int, note: str, token
 def _block(runner: Runner, copies: Sequence[Block], output: BlockFolder, collecting: Collecting) -> BlockRecord | None:
     """Runs a block and writes what was seen; None on all ranks but the first."""
     name, observer = copies[0].name, runner.key_values
-    attention = find_attention(name, copies[0].module, copies[0].origins)
+    inside, attention = find_attention(name, copies[0].module, copies[0].origins) or (None, None)
     collectors = [
         Collector(name, part.module, part.origins, block=collecting.block, full=collecting.full, device=part.device)
         for part in copies
@@ -347,6 +348,8 @@ def _block(runner: Runner, copies: Sequence[Block], output: BlockFolder, collect
     with contextlib.ExitStack() as stack:
         for collector in collectors:
             stack.enter_context(collector)
+        for part in copies if inside is not None and runner.cache is None else ():
+            stack.enter_context(watching(part.module.get_submodule(inside), observer, runner.skeleton.model.config))
         advance_together(copies, [_switch(collector, runner) for collector in collectors])
     observer.stop()
     observer.look_away(False)

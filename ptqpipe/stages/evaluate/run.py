@@ -30,7 +30,7 @@ from ptqpipe.runtime.loading import (
     check_device,
     default_length,
     dtype_of,
-    load_model,
+    load,
     load_tokenizer,
     positions_of,
     read_config,
@@ -189,7 +189,9 @@ def _sample_rows(job: _Job, written: Sequence[Sequence[str]]) -> list[dict[str, 
 
 def _loader(path: Path, options: Options) -> Any:
     """Gives the model of a checkpoint, which is loaded when it is first asked for, until its ``cache_clear``."""
-    return cache(lambda: load_model(path, dtype=options.dtype, activations=options.activations, device=options.device))
+    return cache(
+        lambda: load(path, packed=False, dtype=options.dtype, activations=options.activations, device=options.device)
+    )
 
 
 def _tasks(job: _Job, model: Callable[[], Any]) -> list[TaskMetric]:

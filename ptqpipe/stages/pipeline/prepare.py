@@ -8,6 +8,7 @@ from typing import Any
 
 from ptqpipe.calibration.data import check_samples, check_seed
 from ptqpipe.calibration.generate import check_windows
+from ptqpipe.calibration.kv import check_seen
 from ptqpipe.checkpoint import Mode, check_disjoint, name_of, resolve_source
 from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.evaluation.text import check_text
@@ -16,6 +17,7 @@ from ptqpipe.options import PipelineOptions, RecipeOptions, check_options
 from ptqpipe.quantities import disk_size
 from ptqpipe.readers import check_rotation
 from ptqpipe.recipe import Recipe, build_recipe
+from ptqpipe.rewriting import cache_specs, container_of
 from ptqpipe.rows import weighted
 from ptqpipe.runtime.language_model import takes_images
 from ptqpipe.runtime.loading import default_length, load_tokenizer, read_config
@@ -59,6 +61,7 @@ def prepare(
             if build_recipe(recipe).rotations:
                 check_rotation(work.reader, None)
             recipe = recipe.but(container=call.container_of_all(work.reader, formats))
+        _check_cache(path, build_recipe(recipe, path=recipe_path), work)
         way = TABLE[WEIGHTS][work.quality or "best"] if work.data else None
         _check_untie(work, way, f"--budget {work.budget}")
         target = out or Path(f"{name_of(path)}-MIXED")
@@ -68,6 +71,7 @@ def prepare(
     asked: dict[str, Any] = {"collected": bool(work.data), "reader": work.reader, "requantize": work.requantize}
     with prepare_conversion(path, options=recipe, recipe_path=recipe_path, out=out, **asked) as prepared:
         built = prepared.outputs.recipe
+        _check_cache(path, built, work)
         way = TABLE[kind_of(built.schemes())][work.quality or "best"] if work.data else None
         _check_untie(work, way, " with ".join(scheme.name for scheme in built.schemes()))
         way = _foldable(_rotatable(way, prepared.source, built, untie=work.untie), prepared.source)
@@ -92,6 +96,15 @@ def _check_windows(path: Path, work: PipelineOptions, texts: Sequence[str]) -> N
         if texts:
             _, samples = call.own_share(work.data, work.samples)
             check_samples(texts, path, samples=samples, seqlen=seqlen, field=work.field)
+
+
+def _check_cache(path: Path, recipe: Recipe, work: PipelineOptions) -> None:
+    """UsageError for scales of a KV cache of which calibrating would see no keys and values."""
+    if work.data and recipe.kv_cache != "none":
+        container = container_of(recipe, recipe.container_name)
+        with Source.open(path) as source:
+            modules = cache_specs(source, recipe.kv_cache, container, container_name=recipe.container_name)
+        check_seen(modules, read_config(path))
 
 
 def _check_untie(work: PipelineOptions, way: Way | None, what: str) -> None:

@@ -24,7 +24,7 @@ from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.runtime.find_weight import find_place
-from ptqpipe.runtime.loading import check_length, default_length, load_model, load_tokenizer, read_config
+from ptqpipe.runtime.loading import check_length, default_length, load, load_tokenizer, read_config
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.plan.units import Group, quantize_as
@@ -98,7 +98,7 @@ def measure(
     todo = [(g, o.scheme) for g in groups for o in g.options if o.scheme and (g.id, o.name) not in known]
     begin()
     if todo:
-        model = load_model(path, activations="none")
+        model = load(path, packed=False, dtype=torch.float32, activations="none")
         reference = KeptLogits(model, text.tokens, window)
         bar = counting_bar(len(todo) + len(known), "measurements", shown=shown, done=len(known))
         with open(measurement.record, "a", encoding="utf-8") as file, bar as advance:
