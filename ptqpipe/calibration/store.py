@@ -120,6 +120,11 @@ def pairs_of(block: str) -> str:
     return f"{block}.pairs"
 
 
+def is_of_outputs(unit: str) -> bool:
+    """Whether a unit of the journal is one that the run backwards has written, all of them in one pass."""
+    return unit == OUTPUTS or unit.endswith((outputs_of(""), pairs_of("")))
+
+
 def _record(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> BlockRecord:
     file = f"{name}.safetensors"
     return BlockRecord({}, {}, (), file, write_tensors(folder / file, tensors))

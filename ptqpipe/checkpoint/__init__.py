@@ -48,5 +48,5 @@ from ptqpipe.checkpoint.partial import (
 from ptqpipe.checkpoint.reader import CheckpointReader, Memory
 from ptqpipe.checkpoint.single_file import check_file, write_file
 from ptqpipe.checkpoint.source import cached_file, check_disjoint, hub_name, name_of, nearest_path, resolve_source
-from ptqpipe.checkpoint.tensor_file import write_tensors
+from ptqpipe.checkpoint.tensor_file import is_sealed, write_tensors
 from ptqpipe.checkpoint.writer import COPY_BYTES, CheckpointWriter, Mode, TensorWriter

@@ -8,7 +8,7 @@ block's file holds.
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -55,6 +55,8 @@ class BlockFolder:
         mode: Mode,
         rank: int = 0,
         wait: Callable[[], None] = lambda: None,
+        beside: str = "",
+        lost_with: Callable[[str], Sequence[str]] = lambda unit: (),
     ) -> None:
         """Rank 0 prepares the folder while the others wait. OutputError, AlreadyComplete.
 
@@ -62,8 +64,11 @@ class BlockFolder:
         parts       what decides the numbers of this run; which of them changed is what a refused --resume says
         index_file  the file whose "run_id" says which run made a complete folder
         wait        returns when every rank has called it
+        beside      a folder beside the one that becomes the output, where the units' files are written first
+        lost_with   further units that are to be done again where one is
         """
         self.paths = Paths.of(out)
+        self.files = self.paths.partial / beside if beside else self.paths.growing
         self.run_id = run_id_of(parts)
         self._source = source
         self._index_file = index_file
@@ -76,16 +81,42 @@ class BlockFolder:
             wait()
         if rank == 0:
             identity = RunIdentity(self.run_id, "", dict(parts), source.file_states(), self._replace)
-            self._lock, found = prepare(self.paths, identity, mode=mode, index_file=index_file)
-            self._replace = (found or identity).replaces
+            self._lock, former = prepare(self.paths, identity, mode=mode, index_file=index_file)
+            self._replace = (former or identity).replaces
             with output_errors(self.paths.partial):
-                self._journal = Journal(self.paths.partial / journal_name(0), found or identity)
+                self._journal = Journal(self.paths.partial / journal_name(0), former or identity)
+                self.files.mkdir(exist_ok=True)
+                self._withdraw_damaged(lost_with)
             wait()
-        self.done: dict[str, dict[str, Any]] = dict(read_journals(self.paths.partial).units)
+        found = read_journals(self.paths.partial)
+        self._order = {unit: i for i, unit in enumerate(found.units)}
+        self.done: dict[str, dict[str, Any]] = {
+            unit: record for unit, record in found.units.items() if unit not in found.withdrawn
+        }
+
+    def _withdraw_damaged(self, lost_with: Callable[[str], Sequence[str]]) -> None:
+        """Units of which the file is not the one that was written count as never done. Files of no other unit go."""
+        assert self._journal is not None
+        units = {unit: record for unit, record in read_journals(self.paths.partial).units.items() if "sha256" in record}
+        lost = [unit for unit, record in units.items() if not self._is_sound(record)]
+        if lost:
+            others = [other for unit in lost for other in lost_with(unit)]
+            self._journal.append([(unit, None) for unit in (*lost, *others)], [])
+        kept = {record["file"] for unit, record in units.items() if unit not in lost}
+        for file in self.files.iterdir():
+            if file.name not in kept:
+                file.unlink()
+
+    def _is_sound(self, record: Mapping[str, Any]) -> bool:
+        file = self.files / record["file"]
+        return file.is_file() and file_sha256(file) == record["sha256"]
 
     def commit(self, unit: str, record: Mapping[str, Any]) -> None:
-        """A block's file is on disk; ``record`` is JSON. Rank 0 keeps it."""
+        """A block's file is on disk; ``record`` is JSON, with its name and sha256. Rank 0 keeps it."""
         self.done[unit] = dict(record)
+        if unit in self._order:  # done again: at its former place, since indexes have the order of the journal
+            places = {name: self._order.get(name, len(self._order)) for name in self.done}
+            self.done = {name: self.done[name] for name in sorted(self.done, key=lambda name: places[name])}
         if self._journal is not None:
             with output_errors(self.paths.partial):
                 self._journal.append([(unit, self.done[unit])], [])

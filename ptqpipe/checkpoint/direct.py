@@ -141,6 +141,13 @@ class OutputFile:
         self._write_pages(view[head : head + pages], offset + head)
         _pwrite_all(self.fd, view[head + pages :], offset + head + pages)
 
+    def read(self, view: memoryview, offset: int) -> int:
+        """Fills ``view`` from byte ``offset`` on; how many bytes there were. Raises OSError."""
+        done = 0
+        while done < len(view) and (count := os.preadv(self.fd, [view[done:]], offset + done)):
+            done += count
+        return done
+
     def close(self) -> None:
         """Closes it; call once."""
         os.close(self.fd)

@@ -15,12 +15,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from ptqpipe.checkpoint.header import shown
 from ptqpipe.errors import OutputError, read_failure
 
-VERSION: Final = 2
+VERSION: Final = 3  # of 3: the sha256 of what a unit has written
 _IDENTITY: Final = ("run_id", "layout", "parts", "files", "replaces")
 _NAME: Final = re.compile(r"journal-(\d+)\.jsonl")
 fdatasync = getattr(os, "fdatasync", os.fsync)  # macOS has none
@@ -42,12 +43,19 @@ class RunIdentity:
     replaces: bool = False
 
 
+Piece = tuple[int, int, int, str]
+"""A part of a tensor that was written: the tensor's number, the first byte, how many, and their sha256 in hex."""
+
+
 @dataclass(slots=True)
 class JournalContent:
-    """One or many journals as read: records by unit, the tensors known complete, the bytes that are sound."""
+    """One or many journals as read: records by unit, those of them that are to be done again, what each has written,
+    the tensors known complete, the bytes that are sound."""
 
     identity: RunIdentity | None = None
     units: dict[str, dict[str, Any]] = field(default_factory=dict)
+    withdrawn: set[str] = field(default_factory=set)
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
     tensors: set[int] = field(default_factory=set)
     sound_bytes: int = 0
 
@@ -105,6 +113,8 @@ def read_journals(folder: Path) -> JournalContent:
             raise OutputError(f"{shown(str(path))} belongs to another run; --overwrite starts over")
         union.identity = union.identity or content.identity
         union.units.update(content.units)
+        union.withdrawn.update(content.withdrawn)
+        union.pieces.update(content.pieces)
         union.tensors.update(content.tensors)
     return union
 
@@ -153,9 +163,14 @@ class Journal:
             os.close(self._fd)
             raise
 
-    def append(self, units: Sequence[tuple[str, Mapping[str, Any]]], tensors: Sequence[int]) -> None:
-        """One batch, on disk when this returns. Raises OSError."""
-        self._append({"units": list(units), "tensors": list(tensors)})
+    def append(
+        self,
+        units: Sequence[tuple[str, Mapping[str, Any] | None]],
+        tensors: Sequence[int],
+        pieces: Mapping[str, Sequence[Piece]] = MappingProxyType({}),
+    ) -> None:
+        """One batch, on disk when this returns. A unit whose record is None is withdrawn. Raises OSError."""
+        self._append({"units": list(units), "tensors": list(tensors), "pieces": dict(pieces)})
         fdatasync(self._fd)
 
     def close(self) -> None:
@@ -198,5 +213,11 @@ def _apply(path: Path, content: JournalContent, payload: dict[str, Any], *, numb
             )
         content.identity = RunIdentity(**{key: payload[key] for key in _IDENTITY})
     else:
-        content.units.update(dict(payload["units"]))
+        for unit, record in payload["units"]:
+            if record is None:
+                content.withdrawn.add(unit)
+            else:
+                content.units[unit] = record
+                content.withdrawn.discard(unit)
+        content.pieces.update({unit: [tuple(piece) for piece in of] for unit, of in payload["pieces"].items()})
         content.tensors.update(payload["tensors"])

@@ -22,7 +22,7 @@ import torch
 from ptqpipe.checkpoint.direct import OutputFile, bytes_of, margin
 from ptqpipe.checkpoint.finish import add_files, check_shards, check_units, checked_names
 from ptqpipe.checkpoint.header import shown
-from ptqpipe.checkpoint.journal import Journal, RunIdentity, fdatasync, journal_name, read_journals
+from ptqpipe.checkpoint.journal import Journal, Piece, RunIdentity, fdatasync, journal_name, read_journals
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.lock import RankLock
 from ptqpipe.checkpoint.partial import Paths, check_space, discard, fsync_folder, join, output_errors, prepare, publish
@@ -54,7 +54,8 @@ class CheckpointWriter:
         self._lock_file: RankLock | None = lock
         self._replaces: Final = identity.replaces
         self._specs: dict[str, TensorSpec] = {t.name: t for s in layout.shards for t in s.tensors}
-        self._number: dict[str, int] = {name: i for i, name in enumerate(self._specs)}
+        self._names: Final = list(self._specs)
+        self._number: dict[str, int] = {name: i for i, name in enumerate(self._names)}
         self._shards = {shard.file: shard for shard in layout.shards}
         self._state = threading.Lock()  # of what follows; held for no I/O but the opening of a shard
         self._flushing = threading.Lock()  # one batch at a time
@@ -62,11 +63,13 @@ class CheckpointWriter:
         self._dirty: set[str] = set()
         self._written: dict[str, list[tuple[int, int]]] = {}
         self._complete: list[int] = []
-        self._pending: list[tuple[str, dict[str, Any]]] = []
+        self._pending: list[tuple[str, dict[str, Any], list[Piece]]] = []
         self._pending_bytes = 0
         self._flushed_at = time.monotonic()
         self._failure: OutputError | None = None
+        self._of_thread = threading.local()
         with output_errors(paths.partial):
+            self._former = read_journals(paths.partial).pieces
             self._journal = Journal(paths.partial / journal_name(rank), identity)
             fsync_folder(paths.partial)
 
@@ -122,8 +125,10 @@ class CheckpointWriter:
 
         A tensor must have the planned dtype, or be uint8 (raw bytes). Raises OutputError when the disk refuses.
         """
-        placement, spec = self.layout.placements[name], self._specs[name]
-        view = _as_bytes(data, spec)
+        self.tensor(name, byte_offset=byte_offset).put(data)
+
+    def _write(self, name: str, view: memoryview, byte_offset: int) -> None:
+        placement = self.layout.placements[name]
         if not 0 <= byte_offset <= byte_offset + len(view) <= placement.nbytes:
             raise ValueError(
                 f"bytes [{byte_offset}, {byte_offset + len(view)}) of {shown(name)}, {placement.nbytes} long"
@@ -138,17 +143,33 @@ class CheckpointWriter:
             self._note_written(name, byte_offset, byte_offset + len(view), placement.nbytes)
 
     def tensor(self, name: str, *, byte_offset: int = 0) -> TensorWriter:
-        """Writes a tensor, or its part from byte ``byte_offset`` on, in pieces that follow each other."""
-        return TensorWriter(self, name, byte_offset)
+        """Writes a tensor, or its part from byte ``byte_offset`` on, in pieces that follow each other, of the unit that
+        this thread commits next. Begun again at the same byte, what was written there before is forgotten."""
+        found = self._open_pieces()[name, byte_offset] = TensorWriter(self, name, byte_offset)
+        return found
+
+    def _open_pieces(self) -> dict[tuple[str, int], TensorWriter]:
+        """What this thread has written since it last committed a unit."""
+        found: dict[tuple[str, int], TensorWriter] | None = getattr(self._of_thread, "pieces", None)
+        if found is None:
+            found = self._of_thread.pieces = {}
+        return found
 
     def commit(self, unit_id: str, record: Mapping[str, Any]) -> None:
-        """Records that a job's tensors are written. Durable once a batch has gathered, or after `flush`.
+        """Records that a job's tensors are written, all of them by this thread. Durable once a batch has gathered, or
+        after `flush`.
 
         ``record`` is JSON and comes back from `done`. While one thread syncs a batch, others are not held up.
         """
-        stored = _json_copy(record)
+        stored, written = _json_copy(record), self._open_pieces()
+        pieces = [
+            (self._number[name], offset, piece.nbytes, piece.sha256)
+            for (name, offset), piece in written.items()
+            if piece.nbytes
+        ]
+        written.clear()
         with self._state:
-            self._pending.append((unit_id, stored))
+            self._pending.append((unit_id, stored, pieces))
             due = self._pending_bytes >= BATCH_BYTES or time.monotonic() - self._flushed_at >= BATCH_SECONDS
         if due and self._flushing.acquire(blocking=False):
             try:
@@ -164,6 +185,22 @@ class CheckpointWriter:
     def done(self) -> dict[str, dict[str, Any]]:
         """The records of all units that are on disk, of all ranks, in the order of ranks and then of time."""
         return read_journals(self.paths.partial).units
+
+    def is_sound(self, unit_id: str) -> bool:
+        """Whether the bytes of a unit that an earlier run has finished are those that it wrote: reads all of them."""
+        return all(self._is_sound(*piece) for piece in self._former.get(unit_id, ()))
+
+    def _is_sound(self, number: int, start: int, nbytes: int, sha256: str) -> bool:
+        placement, digest = self.layout.placements[self._names[number]], hashlib.sha256()
+        place, file = placement.offset + start, self._file(placement.file)
+        buffer = memoryview(bytearray(min(nbytes, COPY_BYTES)))
+        with output_errors(self.paths.growing / placement.file):
+            for done in range(0, nbytes, COPY_BYTES):
+                piece = buffer[: nbytes - done]
+                if file.read(piece, place + done) != len(piece):
+                    return False
+                digest.update(piece)
+        return digest.hexdigest() == sha256
 
     def finish(
         self,
@@ -247,8 +284,9 @@ class CheckpointWriter:
                 with output_errors(self.paths.growing / file):
                     fdatasync(fd)
             if units or tensors:
+                records, pieces = [(unit, record) for unit, record, _ in units], {unit: of for unit, _, of in units}
                 with output_errors(self.paths.partial / journal_name(self.rank)):
-                    self._journal.append(units, tensors)
+                    self._journal.append(records, tensors, pieces)
         except OutputError as error:
             self._failure = error
             raise
@@ -275,13 +313,13 @@ class TensorWriter:
         self._digest = hashlib.sha256()
         self.nbytes = 0
 
-    def put(self, data: torch.Tensor) -> TensorWriter:
+    def put(self, data: torch.Tensor | bytes | bytearray | memoryview) -> TensorWriter:
         """Appends the numbers of ``data``, of the planned dtype or uint8, in row-major order; returns itself.
 
         Raises OutputError.
         """
         raw = _as_bytes(data, self._spec)
-        self._writer.write(self._spec.name, raw, byte_offset=self._first + self.nbytes)
+        self._writer._write(self._spec.name, raw, self._first + self.nbytes)
         self._digest.update(raw)
         self.nbytes += len(raw)
         return self

@@ -170,6 +170,12 @@ class Conversion(Rewrite[OutputJob]):
         if self.consumed is not None and isinstance(job, QuantizeUnit):
             self.consumed.committed(job, writer)
 
+    def can_redo(self, job: OutputJob) -> bool:
+        """As `Rewrite`: learned codes may be gone."""
+        if self.consumed is None or self.rounding is None or not isinstance(job, QuantizeUnit):
+            return True
+        return all(self.rounding.file_of(member.key) is not None for member in job.unit.members)
+
     def with_more(self, more: Mapping[str, Any], *, consumes: bool) -> "Conversion":
         """The same with further entries of the record. ``consumes``: its folder of learned codes shrinks as they are
         written, and with the output only the last file of it is left."""

@@ -89,6 +89,10 @@ class Rewrite(ABC, Generic[J]):
         """Called on each rank when it is clear that the output may be written, before any job, on the first rank before
         the others: finds what several jobs need, where the journals do not have it yet, and keeps it there."""
 
+    def can_redo(self, job: J) -> bool:
+        """Whether what a job reads is still there, once it is done."""
+        return True
+
     def committed(self, job: J, writer: CheckpointWriter) -> None:
         """Called when a job's entry is in the journal, though perhaps not on disk yet (`CheckpointWriter.flush`). On
         many threads."""
@@ -259,8 +263,10 @@ def _do_jobs(work: Rewrite[J], writer: CheckpointWriter, machine: Machine, ranks
     done = writer.done()
     owners = work.layout.group_ranks(ranks.world)
     owned = sorted((job for job in work.jobs if owners[job.group] == ranks.rank), key=lambda job: natural_key(job.id))
-    mine = [job for job in owned if job.id not in done]
-    former = [job for job in owned if job.id in done]
+    finished = [job for job in owned if job.id in done]
+    damaged = _damaged(finished, work, writer, machine)
+    mine = [job for job in owned if job.id not in done or job.id in damaged]
+    former = [job for job in finished if job.id not in damaged]
     share = work.share_of(machine, mine)
     pool = MemoryPool(share.pool_bytes)
     shown = machine.progress and ranks.rank == 0
@@ -274,6 +280,27 @@ def _do_jobs(work: Rewrite[J], writer: CheckpointWriter, machine: Machine, ranks
             advance(job)
 
         run_jobs(mine, do, threads=share.threads)
+
+
+def _damaged(jobs: Sequence[J], work: Rewrite[J], writer: CheckpointWriter, machine: Machine) -> set[str]:
+    """Those of the finished jobs that are to be done again, since what they wrote has other bytes by now.
+
+    OutputError for one that cannot be.
+    """
+    found: set[str] = set()
+
+    def look(job: J) -> None:
+        if not writer.is_sound(job.id):
+            found.add(job.id)
+
+    run_jobs(jobs, look, threads=machine.workers)
+    lost = next((job for job in jobs if job.id in found and not work.can_redo(job)), None)
+    if lost is not None:
+        raise OutputError(
+            f"{writer.paths.partial} has other bytes of '{lost.id}' than were written, and what they were made of is "
+            "deleted; --overwrite starts over"
+        )
+    return found
 
 
 def _finish(work: Rewrite[J], writer: CheckpointWriter) -> dict[str, Any]:

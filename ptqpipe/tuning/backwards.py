@@ -1,8 +1,8 @@
 """The reverse pass before codes are chosen, and its files: one for each decoder layer, beside the codes until these are
 complete.
 
-It runs from the last layer to the first, so its files are usable once that of the first is there; a run that was killed
-before that does the pass again.
+It runs from the last layer to the first; a run that was killed before it came to that, or that finds a damaged file,
+does the pass again.
 """
 
 import math
@@ -17,7 +17,7 @@ from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.reverse import expert_products, linear_modules, reverse_model, thinned
 from ptqpipe.calibration.runner import in_batches
 from ptqpipe.calibration.skeleton import Skeleton
-from ptqpipe.checkpoint import CheckpointReader, output_errors, write_tensors
+from ptqpipe.checkpoint import CheckpointReader, is_sealed, output_errors, write_tensors
 from ptqpipe.inputs import lower_half, whole
 from ptqpipe.machine import BASE_BYTES, Machine, counting_bar
 from ptqpipe.rewriting.conversion import Conversion
@@ -48,7 +48,7 @@ def observe(
     largest = max(math.prod(m.shape) for unit in prepared.outputs.plan.units for m in unit.members)
     skeleton = Skeleton.of(prepared.source, dtype=pass_dtype(largest, machine.device))
     names = [name for name, _ in skeleton.blocks]
-    if not _file(folder, names[0]).exists():
+    if not all(is_sealed(_file(folder, name)) for name in names):
         wanted = {m.source.tensor for unit in prepared.outputs.plan.units for m in unit.members}
         found = reverse_model(
             skeleton,
@@ -85,7 +85,7 @@ def _write(folder: Path, block: str, gradients: Gradients) -> None:
     runs = {_BLOCK: gradients.last} | dict(gradients.outputs)
     tensors = {f"{block}/{name}/{i}": lower_half(run) for name, found in runs.items() for i, run in enumerate(found)}
     growing = folder / "growing"
-    write_tensors(growing, tensors)
+    write_tensors(growing, tensors, sealed=True)
     with output_errors(folder):
         growing.rename(_file(folder, block))
 

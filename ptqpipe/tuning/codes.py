@@ -12,7 +12,7 @@ import torch
 from ptqpipe._version import __version__
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.runner import Block
-from ptqpipe.checkpoint import BlockFolder, name_of, output_errors, write_tensors
+from ptqpipe.checkpoint import BlockFolder, name_of, write_tensors
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.rewriting.conversion import Conversion
@@ -21,16 +21,7 @@ from ptqpipe.tuning import backwards
 from ptqpipe.tuning.options import TuneOptions
 
 ENDED = "end to end"  # what gradient descent on the whole model has ended with: its entry in the journal
-
-
-def place(folder: BlockFolder, method: str) -> Path:
-    """Where a method's codes of a layer go: where the output grows, or beside it where others are learned from them."""
-    if method != "kl":
-        return folder.paths.growing
-    start = folder.paths.partial / "start"
-    with output_errors(start):
-        start.mkdir(exist_ok=True)
-    return start
+START = "start"  # where codes lie, beside the output, from which others are learned
 
 
 def write(folder: Path, block: str, codes: Mapping[str, QTensor]) -> dict[str, Any]:
@@ -54,10 +45,10 @@ def write_trained(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         write_tensors(folder / TRAINED_FILE, tensors)
 
 
-def read(files: Path, folder: BlockFolder, block: Block, units: Sequence[Unit]) -> dict[str, QTensor]:
-    """What a former run has written of a block into the folder ``files``."""
+def read(folder: BlockFolder, block: Block, units: Sequence[Unit]) -> dict[str, QTensor]:
+    """What a former run has written of a block."""
     content = {"weights": folder.done[block.name]["weights"]}
-    with Rounding.of_files(files, content) as stored:
+    with Rounding.of_files(folder.files, content) as stored:
         return {m.key: stored.of(m.key, unit.scheme.fmt, shape=m.shape) for unit in units for m in unit.members}
 
 

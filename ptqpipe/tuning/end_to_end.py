@@ -23,7 +23,7 @@ from ptqpipe.calibration.rounding import Choice, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.whole import LayerForward, Whole
-from ptqpipe.checkpoint import BlockFolder, CheckpointReader, output_errors, write_tensors
+from ptqpipe.checkpoint import BlockFolder, CheckpointReader, is_sealed, output_errors, write_tensors
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.text import SAMPLE, read_text
 from ptqpipe.machine import BASE_BYTES, Machine, counting_bar
@@ -39,7 +39,7 @@ from ptqpipe.tuning.kept import Trained, TrainedTensor, find_kept, unit_name, wi
 from ptqpipe.tuning.options import FOUR_BIT_RATE, GLOBAL, TuneOptions
 
 DATA, OTHER = "held-out samples", "sample text"
-_STATE, _FOUND = "state", "found"  # folders beside the output
+_STATE, _FOUND, _FILE = "state", "found", "model.safetensors"  # folders beside the output, and what each has
 _BYTES = 36  # for each weight: base, step and place of its choice, v, its gradient, two moments, codes, what is saved
 
 
@@ -86,8 +86,8 @@ def improve(
     """Learns codes from those that GPTQ has found, and commits every decoder layer with them."""
     partial, layers = folder.paths.partial, [name for name in folder.done if name != codes_of.ENDED]
     weights = {key: of for name in layers for key, of in folder.done[name]["weights"].items()}
-    with Rounding.of_files(codes_of.place(folder, "kl"), {"weights": weights}) as stored:
-        if codes_of.ENDED not in folder.done:
+    with Rounding.of_files(folder.files, {"weights": weights}) as stored:
+        if codes_of.ENDED not in folder.done or not is_sealed(partial / _FOUND / _FILE):
             found, floats, kept = _learn(prepared, samples, stored, partial, options, machine)
             _save(partial / _FOUND, {**found.codes, **({} if floats is None else floats.floats)})
             told = _told(found) | {"moved": found.moved}
@@ -104,7 +104,8 @@ def improve(
                     gain = unit_name(units[key])
                     if gain in reader.entries:
                         codes[key] = with_gain(q, reader.read(gain))
-                folder.commit(name, folder.done[name] | codes_of.write(folder.paths.growing, name, codes))
+                # Not in the journal, which says what the start was: a run that is resumed writes all of these again.
+                folder.done[name] |= codes_of.write(folder.paths.growing, name, codes)
             trained = folder.done[codes_of.ENDED].get("trained", {})
             codes_of.write_trained(folder.paths.growing, {name: reader.read(name) for name in trained})
 
@@ -270,8 +271,8 @@ def _other(prepared: Conversion, samples: Samples) -> torch.Tensor:
 
 
 def _read(folder: Path) -> dict[str, torch.Tensor] | None:
-    """What a stopped run has saved in a folder."""
-    if not folder.exists():
+    """What a stopped run has saved in a folder; None where it is damaged, too."""
+    if not is_sealed(folder / _FILE):
         return None
     with CheckpointReader.open(folder) as reader:
         return {name: reader.read(name) for name in reader.entries}
@@ -280,7 +281,7 @@ def _read(folder: Path) -> dict[str, torch.Tensor] | None:
 def _save(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Replaces what a folder has, in one go."""
     growing = folder.with_name(f"{folder.name}.growing")
-    write_tensors(growing, tensors)
+    write_tensors(growing, tensors, sealed=True)
     with output_errors(folder):
         folder.mkdir(exist_ok=True)
-        growing.rename(folder / "model.safetensors")
+        growing.rename(folder / _FILE)

@@ -29,7 +29,7 @@ from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
 from ptqpipe.calibration.pairs import most_tokens, nbytes as pairs_bytes
 from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.skeleton import Skeleton
-from ptqpipe.calibration.store import OUTPUTS, BlockRecord, digest_of, outputs_of, pairs_of, write_block
+from ptqpipe.calibration.store import OUTPUTS, BlockRecord, digest_of, is_of_outputs, outputs_of, pairs_of, write_block
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, check_place, name_of, resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.machine import BASE_BYTES, Machine, Ranks, compute_threads, counting_bar, peak_bytes, threads
@@ -120,8 +120,9 @@ def calibrate(
         skeleton = Skeleton.of(source, dtype=_dtype_of(options.dtype, config), images=bool(samples.images))
         parts = _run_parts(source, samples, options)
         folder = BlockFolder(
-            out, parts, source=source.reader, index_file=STATS_FILE, mode=mode, rank=ranks.rank, wait=ranks.barrier
-        )
+            out, parts, source=source.reader, index_file=STATS_FILE, mode=mode, rank=ranks.rank, wait=ranks.barrier,
+            lost_with=lambda unit: [OUTPUTS] if is_of_outputs(unit) else [],
+        )  # fmt: skip
         with folder as output, threads(machine.workers):
             if log is not None and ranks.rank == 0:
                 described = _described(samples, skeleton, options, collecting)

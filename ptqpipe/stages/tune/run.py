@@ -98,7 +98,10 @@ def tune(
             options = end_to_end.with_rate(prepared, options)
             end_to_end.check(prepared, samples, options, machine)
         parts = _identity(prepared, samples, options, collects=collects)
-        folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode)
+        start: dict[str, Any] = {}
+        if options.method == "kl":
+            start = {"beside": codes_of.START, "lost_with": lambda unit: [codes_of.ENDED]}
+        folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode, **start)
         found: dict[str, Likeness] = {}
         with folder, threads(machine.workers if _is_large(prepared) else 1):
             if log is not None:
@@ -323,7 +326,7 @@ def _layerwise(
     codes = work.start(inputs)
     entry: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0, "held_out": False}
     entry |= {"not_learned": []}
-    folder.commit(work.block.name, entry | codes_of.write(folder.paths.growing, work.block.name, codes))
+    folder.commit(work.block.name, entry | codes_of.write(folder.files, work.block.name, codes))
 
 
 def _tune_block(
@@ -353,7 +356,7 @@ def _tune_block(
 
     if block.name in folder.done:
         run(lambda batch: None)
-        codes = codes_of.read(codes_of.place(folder, options.method), folder, block, work.units)
+        codes = codes_of.read(folder, block, work.units)
     else:
         alone = [unit for unit in work.units if unit not in work.followed]
         inputs = observe(block, runner, run, units=alone) if collects and alone else None
@@ -363,7 +366,7 @@ def _tune_block(
         del inputs  # the moments
         store = partial(_open_stream, runner, folder.paths.partial)
         codes, record = _find(work, options, start, streams, gradients, known, store, on_part=on_part)
-        record |= codes_of.write(codes_of.place(folder, options.method), block.name, codes)
+        record |= codes_of.write(folder.files, block.name, codes)
         folder.commit(block.name, record)
     parameters = work.parameters({key: decoded(q) for key, q in codes.items()})
     with torch.no_grad():
