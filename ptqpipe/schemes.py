@@ -196,7 +196,6 @@ class Abilities:
     float32_scales  float scales are stored as float32, whatever they are: a bfloat16 scale comes back from it as itself
     even_blocks  a reader divides the rows by the height of the scale grid, and misreads a short last block of rows
                  where that leaves no rest
-    found_by_name  readers look for codes by name, so that no config has to list what is not quantized
     hf_quant_config  hf_quant_config.json describes the quantization, too
     own_reader    ptqpipe alone reads the layout, and takes every weight of every model
     methods       other values of ``quant_method`` than the container's own
@@ -213,7 +212,6 @@ class Abilities:
     kv_cache: KvCache | None = None
     float32_scales: bool = False
     even_blocks: bool = False
-    found_by_name: bool = False
     hf_quant_config: bool = False
     own_reader: bool = False
     methods: tuple[str, ...] = ()

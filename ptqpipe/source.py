@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ptqpipe.checkpoint import FOLDING_FILE, CheckpointReader, Memory
 from ptqpipe.containers import (
+    HF_QUANT_CONFIG,
     Container,
     Dangling,
     Part,
@@ -43,6 +45,7 @@ class Source:
     stored    logical name -> where its parts lie; empty for a plain checkpoint
     consumed  names of tensors that are parts of a stored weight
     tensors   logical tensors: name -> (dtype, shape), stored weights as the BF16 tensors that they stand for
+    config    config.json, with the description of hf_quant_config.json where it has none: what it was read by
     """
 
     reader: CheckpointReader
@@ -51,6 +54,7 @@ class Source:
     stored: Mapping[str, StoredWeight]
     consumed: frozenset[str]
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    config: Mapping[str, Any]
 
     @classmethod
     def open(cls, path: Path, *, dangling: bool = False) -> "Source":
@@ -76,14 +80,14 @@ class Source:
         for tensor, entry in reader.entries.items():
             kind = (entry.dtype, entry.shape)
             tensors[tensor] = kinds.setdefault(kind, kind)
-        config = merged_config(reader.config, reader.read_json("hf_quant_config.json"))
+        config = merged_config(reader.config, reader.read_json(HF_QUANT_CONFIG))
         name = detect_container(config, tensors)
         if name is None:
-            return cls(reader, None, "plain", {}, frozenset(), tensors)
+            return cls(reader, None, "plain", {}, frozenset(), tensors, config)
         container = get_container(name)
         stored = container.stored_weights(config, tensors)
         consumed = frozenset(part.name for weight in stored.values() for part in weight.parts)
-        return cls(reader, container, name, stored, consumed, _logical(tensors, stored))
+        return cls(reader, container, name, stored, consumed, _logical(tensors, stored), config)
 
     def folded(self, foldings: object) -> "Source":
         """This plain checkpoint with the factors of a transform in its weights, as `folded.py` takes them; who closes

@@ -92,8 +92,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "verification": {
         "card", "checkpoint", "containers", "dtypes", "errors", "families", "formats", "json_values", "measured",
-        "origins", "patterns", "plan", "qtensor", "quantities", "recipe", "record", "regular_file", "rewriting",
-        "rounding", "search", "source", "statistics", "tensor_names",
+        "origins", "plan", "qtensor", "quantities", "recipe", "record", "regular_file", "rewriting", "rounding",
+        "search", "source", "statistics", "tensor_names",
     },
     "stages":       {
         "_version", "dtypes", "errors", "formats", "schemes", "qtensor", "regular_file", "global_scale",

@@ -33,6 +33,7 @@ from ptqpipe.containers._config import (
 from ptqpipe.containers._dangling import Dangling, dangling
 from ptqpipe.containers._integers import has_integers
 from ptqpipe.containers._kv import announces_kv_cache, is_kv_scale, kv_scale, kv_scale_place
+from ptqpipe.containers._lists import Lists, contradicted, is_stack
 from ptqpipe.containers._read_only import is_read_only
 from ptqpipe.containers._types import (
     DECODED_ROLES,

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ptqpipe.containers._codec import FLOAT_SCALES
+from ptqpipe.containers._lists import wholes
 from ptqpipe.containers._types import Names, Part, Role, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import Format
@@ -18,11 +19,12 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 """ModelOpt's own config file, which describes the quantization once more, or alone."""
 
 _KEYS = ("quantization_config", "compression_config")
+_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")  # where models of several parts have it
 
 
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The quantization's description in a config.json, empty when there is none; CheckpointError if it is no object."""
-    for holder in (config, config.get("text_config")):
+    for holder in (config, *(config.get(part) for part in _PARTS)):
         if not isinstance(holder, Mapping):
             continue
         for key in _KEYS:
@@ -35,6 +37,17 @@ def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
+def quant_method(config: Mapping[str, Any]) -> str:
+    """The method that a config.json names, in lower case with "-" for "_"; "modelopt" where its producer alone is
+    named; "" for none."""
+    described = quantization_config(config)
+    method = described.get("quant_method")
+    producer = described.get("producer")
+    if method is None and isinstance(producer, Mapping) and described.get("quant_algo"):
+        method = producer.get("name")
+    return str(method or "").lower().replace("_", "-")
+
+
 def merged_config(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> dict[str, Any]:
     """config.json with the description of hf_quant_config.json, where config.json itself has none.
 
@@ -45,17 +58,17 @@ def merged_config(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] 
         inner = hf_quant_config.get("quantization")
         if not isinstance(inner, Mapping):
             raise CheckpointError("hf_quant_config.json has no object 'quantization'")
-        ignore = inner.get("exclude_modules", [])
-        merged["quantization_config"] = {"quant_method": "modelopt", **inner, "ignore": ignore}
+        described = {"quant_method": "modelopt", **inner, "ignore": inner.get("exclude_modules")}
+        merged["quantization_config"] = {"kv_cache_scheme": inner.get("kv_cache_quant_algo"), **described}
     return merged
 
 
 def without_quantization(base: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json without any description of a quantization."""
     cleaned = {key: value for key, value in base.items() if key not in _KEYS}
-    text = cleaned.get("text_config")
-    if isinstance(text, Mapping):
-        cleaned["text_config"] = {key: value for key, value in text.items() if key not in _KEYS}
+    for part in _PARTS:
+        if isinstance(cleaned.get(part), Mapping):
+            cleaned[part] = {key: value for key, value in cleaned[part].items() if key not in _KEYS}
     return cleaned
 
 
@@ -264,14 +277,8 @@ def kept_experts(kept: Iterable[str], targets: Sequence[Target]) -> list[str]:
 # in them for codes. vLLM 0.33's gemma3n.py has a module "self_decoder" around some. It calls state-space layers
 # "mixer", and falcon_h1.py and zamba2.py count them on behind the layers with attention ("{behind}"). SGLang 0.5.23
 # has "model" for "backbone", and "proj" for "o_proj" in the tower of pixtral.py. What is fused, it and zamba2.py look
-# for by the name of the whole alone: SGLang in ModelOpt's layout (is_layer_excluded of modelopt_quant.py), and where a
-# model has no packed_modules_mapping, as most have not.
-_WHOLES = (
-    (r"^(?!.*\.experts\.)(.*\.)?[qkv]_proj$", r"\1qkv_proj"),
-    (r"^(?!.*\.experts\.)(.*\.)?(gate|up)_proj$", r"\1gate_up_proj"),
-    (r"^(.*\.)?(q_a_proj|kv_a_proj_with_mqa)$", r"\1fused_qkv_a_proj"),  # vLLM
-    (r"^(.*\.)?(q_a_proj|kv_a_proj_with_mqa)$", r"\1fused_qkv_a_proj_with_mqa"),  # SGLang
-)
+# for by the name of the whole alone (`wholes`): SGLang in ModelOpt's layout (is_layer_excluded of modelopt_quant.py),
+# and where a model has no packed_modules_mapping, as most have not.
 _SELF_DECODER = (r"\b(?=(altup_projections\.\d+|per_layer_model_projection)$)", "self_decoder.")
 _READERS_NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "gemma3n": (_SELF_DECODER,),
@@ -326,7 +333,8 @@ def module_list(
     quantized = {target.module for target in targets}
     names = [name.removesuffix(".weight") for name in kept_modules if not name.endswith("bias")]
     names += [_readers_name(name, config) for name in names]
-    names += [re.sub(*whole, name) for whole in _WHOLES for name in names]
+    partly = set(wholes(quantized))  # of these a part is quantized: no reader fuses them
+    names += [name for name in wholes(names) if name not in partly]
     if not any(name.split(".")[-1] == "lm_head" for name in (*names, *quantized)):
         names.append("lm_head")
     names += [_drafting_name(name, config) for name in names]

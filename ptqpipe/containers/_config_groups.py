@@ -6,9 +6,8 @@ Knows the keys of a group and how readers match targets; must not know formats, 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ptqpipe.errors import CheckpointError, one_line
+from ptqpipe.containers._lists import matched
 from ptqpipe.json_values import short_json
-from ptqpipe.patterns import expression
 
 T = TypeVar("T")
 
@@ -20,7 +19,10 @@ _ARGUMENT_KEYS = frozenset(
         *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
     )
 )
-_CLASSES = frozenset({"Linear", "Conv1D", "Embedding"})  # targets that readers take for classes of layers with weights
+LINEAR = frozenset({"Linear", "LinearBase"})
+"""What readers call the class of all linear layers."""
+
+_CLASSES = LINEAR | {"Conv1D", "Embedding"}  # targets that readers take for classes of layers with weights
 
 
 def resolver(groups: Iterable[tuple[Iterable[str], T]], *, classes: bool = True) -> Callable[[str], T | None]:
@@ -45,13 +47,7 @@ def resolver(groups: Iterable[tuple[Iterable[str], T]], *, classes: bool = True)
 
 def matches(target: str, module: str) -> bool:
     """Whether an expression (``re:...``) matches a module's name; CheckpointError where that takes too long."""
-    try:
-        return expression(target.removeprefix("re:")).match(module)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{one_line(repr(target), limit=200)} in config.json cannot be matched with "
-            f"{one_line(module, limit=200)!r}: {error}"
-        ) from None
+    return matched(target.removeprefix("re:"), module, entry=target)
 
 
 def group_faults(

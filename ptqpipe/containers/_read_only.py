@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ptqpipe.containers._config import quantization_config
+from ptqpipe.containers._config import quant_method
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Container, Names, Part, StoredWeight, Target
 from ptqpipe.errors import FormatError
 from ptqpipe.schemes import Scheme
@@ -46,7 +46,7 @@ class ReadOnly:
 
     def detect(self, config: Mapping[str, Any], names: Names) -> bool:
         """Whether a checkpoint with this config has this layout."""
-        return str(quantization_config(config).get("quant_method", "")).lower() == self.method
+        return quant_method(config) == self.method
 
 
 def is_read_only(container: Container) -> bool:

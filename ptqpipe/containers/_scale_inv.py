@@ -13,6 +13,7 @@ from ptqpipe.containers._config import (
     kept_experts,
     matrix_shape,
     module_list,
+    quant_method,
     quantization_config,
     refuse,
     scheme_for,
@@ -20,6 +21,7 @@ from ptqpipe.containers._config import (
     structure,
     without_quantization,
 )
+from ptqpipe.containers._lists import Lists, as_transformers, is_head, listed
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError
 from ptqpipe.formats import CODECS, FORMATS, Format
@@ -82,14 +84,32 @@ class ScaleInv:
 
     def detect(self, config: Mapping[str, Any], names: Names) -> bool:
         """Whether a checkpoint with this config has this layout."""
-        return str(quantization_config(config).get("quant_method", "")).lower() == self.method
+        return quant_method(config) == self.method
+
+    def lists(self, config: Mapping[str, Any]) -> Lists:
+        """What readers take for excluded: a run of whole components of a name (SGLang), an expression from its
+        beginning, its end (transformers). Without a list transformers keeps the head, vLLM and SGLang always do."""
+        entries = listed(quantization_config(config), "modules_to_not_convert", "ignored_layers")
+        return Lists(
+            "modules_to_not_convert" if "modules_to_not_convert" in quantization_config(config) else "ignored_layers",
+            entries or [],
+            literal="parts",
+            patterns=as_transformers(entries or []),
+            suffixes=True,
+            also=_unlisted_head if entries is None else None,
+            unsure=lambda module: is_head(module) and not entries,
+        )
 
     def config_faults(self, files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
         """Nothing beyond the plain keys."""
         return iter(())
 
 
-def stored_weights_of(names: Names, fmt: Format, activation: Activation) -> dict[str, StoredWeight]:
+def _unlisted_head(names: Sequence[str]) -> str | None:
+    return "has no list of what is kept, and so keeps the head" if is_head(names[0]) else None
+
+
+def stored_weights_of(names: Names, fmt: Format, activation: Activation, *, excluded: Lists) -> dict[str, StoredWeight]:
     """Every F8_E4M3 weight with a scale, and every I8 one: those are two E2M1 codes to a byte (DeepSeek-V4's experts).
 
     ``fmt`` is what the config says of F8_E4M3 weights; the scale's dtype decides its codec.
@@ -102,6 +122,7 @@ def stored_weights_of(names: Names, fmt: Format, activation: Activation) -> dict
         scale, static = _suffix(module, SUFFIXES, names), _suffix(module, _STATIC, names)
         if scale is None:
             raise CheckpointError(f"{name!r} is {described[0]} without a '{name}_scale_inv'; the checkpoint is damaged")
+        excluded.refuse([module])
         kind = (described, scale, names[module + scale], static, static and names[module + static])
         if kind in kinds:
             found[name] = kinds[kind].renamed(name)

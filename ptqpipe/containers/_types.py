@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ptqpipe.containers._lists import Lists
 from ptqpipe.errors import FormatError
 from ptqpipe.kernels.decoding import decoded
 from ptqpipe.qtensor import QTensor
@@ -190,6 +191,10 @@ class Container(Protocol):
 
     def stored_weights(self, config: Mapping[str, Any], names: Names, /) -> dict[str, StoredWeight]:
         """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
+
+    def lists(self, config: Mapping[str, Any], /) -> Lists:
+        """Which modules the description excludes, and of which readers look for codes. ``config`` is config.json (see
+        `merged_config`). CheckpointError for lists that are none."""
 
     def config_faults(self, files: ConfigFiles, stored: Mapping[str, StoredWeight], /) -> Iterator[tuple[str, str]]:
         """(key or file, message): what readers act on in the config ``files`` and what is ``stored`` contradicts.

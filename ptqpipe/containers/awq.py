@@ -12,6 +12,7 @@ import torch
 
 from ptqpipe.containers._config import check_parts, quantization_config, scheme_for
 from ptqpipe.containers._integers import group_size, integer_format
+from ptqpipe.containers._lists import Lists, as_transformers, in_blocks, is_head, listed, plain_head
 from ptqpipe.containers._read_only import ReadOnly
 from ptqpipe.containers._types import Load, Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError
@@ -29,6 +30,21 @@ _ROWS = 256  # even: two codes share a byte
 _NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # column j of eight is the j-th of these nibbles of its word
 
 
+def lists(config: Mapping[str, Any]) -> Lists:
+    """What readers take for excluded: a part of a name (AutoAWQ, vLLM), an expression from its beginning
+    (transformers); and the head, unless it is said to be quantized. They look for codes in decoder layers."""
+    described = quantization_config(config)
+    entries = listed(described, "modules_to_not_convert") or []
+    return Lists(
+        "modules_to_not_convert",
+        entries,
+        literal="inside",
+        patterns=as_transformers(entries),
+        also=partial(plain_head, described),
+        aims=lambda names: is_head(names[0]) or in_blocks(names[0]),
+    )
+
+
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described = quantization_config(config)
@@ -37,6 +53,7 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
         raise CheckpointError(f"an awq checkpoint of {bits} bits, version {version!r}, is not read; expected 4, 'gemm'")
     group = group_size(described, QUANT_METHOD)
     modules = [name.removesuffix(".qweight") for name in names if name.endswith(".qweight")]
+    lists(config).refuse(modules)
     return {f"{module}.weight": _stored(module, group, names) for module in modules}
 
 

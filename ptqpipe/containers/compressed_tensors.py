@@ -18,6 +18,7 @@ from ptqpipe.containers._config import (
     kv_cache_scheme,
     matrix_shape,
     module_list,
+    quant_method,
     quantization_config,
     refuse,
     scale_grid,
@@ -26,8 +27,9 @@ from ptqpipe.containers._config import (
     structure,
     without_quantization,
 )
-from ptqpipe.containers._config_groups import group_faults, resolver
+from ptqpipe.containers._config_groups import LINEAR, group_faults, resolver
 from ptqpipe.containers._integers import described_integers, integer_parts, stored_integers
+from ptqpipe.containers._lists import Lists, by_expressions, listed
 from ptqpipe.containers._patterns import name_patterns
 from ptqpipe.containers._rotations import described_rotations, stored_rotations
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target, schemes_of
@@ -289,7 +291,26 @@ def _float16_warning(schemes: Sequence[Scheme], config: Mapping[str, Any]) -> li
 
 def detect(config: Mapping[str, Any], names: Names) -> bool:
     """Whether a checkpoint with this config has this layout."""
-    return quantization_config(config).get("quant_method") == QUANT_METHOD
+    return quant_method(config) == QUANT_METHOD
+
+
+def lists(config: Mapping[str, Any]) -> Lists:
+    """What readers take for excluded: exact names, expressions, classes of layers; and what the groups target."""
+    described = quantization_config(config)
+    entries, groups = listed(described, "ignore") or [], described.get("config_groups")
+    targets: list[str] = []
+    for key, group in groups.items() if isinstance(groups, Mapping) else ():
+        if isinstance(group, Mapping) and group.get("weights") is not None:
+            targets += strings(group.get("targets"), f"{key}.targets")
+    everything = next((entry for entry in entries if entry in LINEAR), None)
+    aimed = resolver([(targets, True)], classes=not LINEAR.isdisjoint(targets))
+    return Lists(
+        "ignore",
+        entries,
+        patterns=by_expressions(entries),
+        also=None if everything is None else lambda _: f"lists all linear layers under 'ignore' as {everything!r}",
+        aims=lambda names: any(map(aimed, names)),
+    )
 
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
@@ -297,7 +318,7 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
     described = quantization_config(config)
     rotation_of = stored_rotations(config, described)
     scheme_of = resolver(_read_groups(described))
-    ignored = resolver([(strings(described.get("ignore") or [], "ignore"), True)], classes=False)
+    excluded = lists(config)
     found, kinds = {}, dict[tuple[object, ...], StoredWeight]()  # a hundred thousand weights are of few kinds
     modules: dict[str, list[tuple[str, object]]] = {}  # what tensors each has, in whatever order
     for name, stored in names.items():
@@ -306,8 +327,7 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
     for module, tensors in modules.items():
         if not _MARKS.intersection([leaf for leaf, _ in tensors]):
             continue
-        if ignored(module):
-            raise CheckpointError(f"{module} is quantized, but config.json lists it under 'ignore'; readers drop it")
+        excluded.refuse([module])
         scheme = scheme_of(module)
         if scheme is None:
             raise CheckpointError(f"{module} is quantized, but no config group targets it; readers drop it")

@@ -12,18 +12,20 @@ from ptqpipe.containers._config import (
     check_parts,
     kept_stacks,
     module_list,
+    quant_method,
     quantization_config,
     scheme_for,
     structure,
     without_quantization,
 )
+from ptqpipe.containers._lists import Lists, as_transformers, is_stack, listed
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import FORMATS
 from ptqpipe.schemes import Abilities, Activation, Scheme
 
 QUANT_METHOD = "mxfp4"
-ABILITIES = Abilities(matrices=False, stacks=True, found_by_name=True, transformers="kernels")
+ABILITIES = Abilities(matrices=False, stacks=True, transformers="kernels")
 _FMT = FORMATS["mxfp4"]
 _BLOCK_BYTES = 16
 
@@ -73,18 +75,33 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
 
 def detect(config: Mapping[str, Any], names: Names) -> bool:
     """Whether a checkpoint with this config has this layout."""
-    return quantization_config(config).get("quant_method") == QUANT_METHOD
+    return quant_method(config) == QUANT_METHOD
+
+
+def lists(config: Mapping[str, Any]) -> Lists:
+    """What readers take for excluded: an expression from the beginning of a name, or a run of its components. They look
+    for codes of stacks of experts alone."""
+    entries = listed(quantization_config(config), "modules_to_not_convert") or []
+    return Lists(
+        "modules_to_not_convert",
+        entries,
+        literal="parts",
+        patterns=as_transformers(entries),
+        suffixes=True,
+        aims=lambda names: is_stack(names[0]),
+    )
 
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every stack of experts, by the name of the float model's tensor. CheckpointError where shapes disagree."""
-    found = {}
+    found, excluded = {}, lists(config)
     for name, (_, shape) in names.items():
         weight = name.removesuffix("_blocks")
         if weight == name:
             continue
         if len(shape) != 4 or 0 in shape:
             raise CheckpointError(f"{name!r} has shape {list(shape)}, expected [experts, rows, groups, {_BLOCK_BYTES}]")
+        excluded.refuse([weight])
         experts, n, groups, _ = shape
         matrix = (n, groups * _FMT.block[1])
         scheme = scheme_for(_FMT, Activation.NONE)

@@ -4,17 +4,18 @@
 [groups, N]; ``g_idx`` I32 [K], the group of every column. w = (q - z) * s, where version 1 stores z - 1.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from ptqpipe.containers._config import check_parts, quantization_config, scheme_for
+from ptqpipe.containers._config import check_parts, quantization_config, scheme_for, strings
 from ptqpipe.containers._integers import group_size, integer_format
+from ptqpipe.containers._lists import Lists, in_blocks, is_head, matched, plain_head
 from ptqpipe.containers._read_only import ReadOnly
 from ptqpipe.containers._types import Load, Names, Part, Role, StoredWeight
-from ptqpipe.errors import CheckpointError
+from ptqpipe.errors import CheckpointError, one_line
 from ptqpipe.formats import Format, unpack
 from ptqpipe.qtensor import QTensor
 from ptqpipe.schemes import Abilities, Activation
@@ -28,21 +29,69 @@ detect, config_faults = _LAYOUT.detect, _LAYOUT.config_faults
 _LEAST_ZERO = {"gptq": 1, "gptq_v2": 0}  # the zero point that is stored as 0, by checkpoint_format
 
 
+def lists(config: Mapping[str, Any]) -> Lists:
+    """What readers take for excluded: what the first rule of ``dynamic`` that matches says "-:" of, what
+    ``modules_in_block_to_quantize`` lacks; and the head, unless it is said to be quantized. They look for codes in
+    decoder layers."""
+    described = quantization_config(config)
+    return Lists(
+        "dynamic",
+        also=partial(_excluded, described, _inside(described)),
+        aims=lambda names: is_head(names[0]) or in_blocks(names[0]),
+    )
+
+
+def _excluded(described: Mapping[str, Any], inside: Sequence[str], names: Sequence[str]) -> str | None:
+    rule = next((rule for rule in (_rule(described, name) for name in names) if rule is not None), None)
+    if rule is not None and rule.startswith("-:"):
+        return f"lists it under 'dynamic' as {one_line(repr(rule), limit=200)}"
+    if inside and not is_head(names[0]) and not any(part in names[0] for part in inside):
+        return "does not list it under 'modules_in_block_to_quantize'"
+    return plain_head(described, names)
+
+
+def _rule(described: Mapping[str, Any], module: str) -> str | None:
+    """The first rule of ``dynamic`` that matches a module."""
+    rules = described.get("dynamic") or {}
+    if not isinstance(rules, Mapping):
+        raise CheckpointError(f"dynamic in config.json is {type(rules).__name__}, expected an object of rules")
+    patterns = ((rule, rule[2:] if rule.startswith(("-:", "+:")) else rule) for rule in rules)
+    return next((rule for rule, pattern in patterns if matched(pattern, module, entry=rule)), None)
+
+
+def _inside(described: Mapping[str, Any]) -> list[str]:
+    """``modules_in_block_to_quantize``, a list of lists of names, as one; empty where all are quantized."""
+    found = described.get("modules_in_block_to_quantize") or []
+    runs = [run if isinstance(run, list) else [run] for run in found] if isinstance(found, list) else [[found]]
+    return strings([name for run in runs for name in run], "modules_in_block_to_quantize")
+
+
+def _described(described: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    """What config.json says of a module, its own rule before the rest."""
+    rule = _rule(described, module)
+    own = {} if rule is None else described["dynamic"][rule]
+    if not isinstance(own, Mapping):
+        raise CheckpointError(f"the rule {rule!r} under 'dynamic' in config.json is {own!r:.60}, expected an object")
+    return {**described, **own}
+
+
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described = quantization_config(config)
-    bits, version = described.get("bits"), described.get("checkpoint_format") or "gptq"
-    if bits not in (4, 8) or version not in _LEAST_ZERO:
-        found = f"{bits!r} bits, checkpoint_format {version!r}"
-        raise CheckpointError(f"a gptq checkpoint of {found}, is not read; expected 4 or 8, {' or '.join(_LEAST_ZERO)}")
-    dynamic = described.get("dynamic") or {}
-    other = next((rule for rule in dynamic if not str(rule).startswith("-:")), None)
-    if other is not None:
-        raise CheckpointError(f"the rule {other!r} under 'dynamic' in config.json gives modules other bits: not read")
-    group = group_size(described, QUANT_METHOD)
+    version = described.get("checkpoint_format") or "gptq"
     modules = [name.removesuffix(".qweight") for name in names if name.endswith(".qweight")]
-    given = {"bits": bits, "group": group, "ordered": not described.get("desc_act"), "least": _LEAST_ZERO[version]}
-    return {f"{module}.weight": _stored(module, names, **given) for module in modules}
+    lists(config).refuse(modules)
+    found = {}
+    for module in modules:
+        own = _described(described, module)
+        bits = own.get("bits")
+        if bits not in (4, 8) or version not in _LEAST_ZERO:
+            shown = f"{bits!r} bits, checkpoint_format {version!r}"
+            known = " or ".join(_LEAST_ZERO)
+            raise CheckpointError(f"a gptq checkpoint of {shown}, is not read ({module}); expected 4 or 8, {known}")
+        given = {"bits": bits, "group": group_size(own, QUANT_METHOD), "ordered": not own.get("desc_act")}
+        found[f"{module}.weight"] = _stored(module, names, **given, least=_LEAST_ZERO[version])
+    return found
 
 
 def _stored(module: str, names: Names, *, bits: int, group: int, ordered: bool, least: int) -> StoredWeight:

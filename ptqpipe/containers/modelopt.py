@@ -16,15 +16,16 @@ from ptqpipe.containers._config import (
     kv_cache_scheme,
     matrix_shape,
     module_list,
+    quant_method,
     quantization_config,
     refuse,
     same_value,
     scheme_for,
     sglang_scale_warnings,
-    strings,
     structure,
     without_quantization,
 )
+from ptqpipe.containers._lists import Lists, by_wildcards, called, components, is_head, listed
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import FORMATS, Format, get_format
@@ -157,16 +158,9 @@ def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Ite
     described = quantization_config(files["config.json"] or {})
     if not isinstance(nested, Mapping):
         return
-    inner = described.get("quantization")
-    inner = inner if isinstance(inner, Mapping) else described
-    for key, other in (
-        ("quant_algo", "quant_algo"),
-        ("quantized_layers", "quantized_layers"),
-        ("exclude_modules", "ignore"),
-    ):
-        a, b = nested.get(key) or None, inner.get(other) or None
-        if key == "exclude_modules":
-            a, b = (sorted(map(str, names)) if isinstance(names, list) else names for names in (a or [], b or []))
+    inner = _flat(files["config.json"] or {})
+    for key in ("quant_algo", "quantized_layers"):  # what the lists exclude is compared with the weights
+        a, b = nested.get(key) or None, inner.get(key) or None
         if (b is not None or described) and not same_value(a, b):
             message = f"says {key} {short_json(a)}, config.json {short_json(b)}; readers take one of the two"
             yield HF_QUANT_CONFIG, message
@@ -243,23 +237,47 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
 
 def detect(config: Mapping[str, Any], names: Names) -> bool:
     """Whether a checkpoint with this config has this layout."""
-    return str(quantization_config(config).get("quant_method", "")).lower().startswith(QUANT_METHOD)
+    return quant_method(config).startswith(QUANT_METHOD)
+
+
+def lists(config: Mapping[str, Any]) -> Lists:
+    """What readers take for excluded: wildcards of whole names, names of parents (vLLM takes an entry for a part of a
+    name), wildcards of one component (SGLang). In mixed precision they look for codes of what is listed alone, else of
+    all linear layers; those before modelopt 0.39 had no towers, and vLLM knows them by their names."""
+    described = _flat(config)
+    entries = listed(described, "ignore", "exclude_modules") or []
+    mixed = str(described.get("quant_algo")).upper() == _MIXED
+    return Lists(
+        "ignore",
+        entries,
+        literal="parts",
+        patterns=by_wildcards(entries),
+        also=components("ignore", entries),
+        aims=(lambda names: any(_entry(name, described) for name in names)) if mixed else _no_tower,
+        unsure=lambda module: is_head(module) and not entries,
+    )
+
+
+def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The description, also of a hf_quant_config.json that was copied into config.json."""
+    described = quantization_config(config)
+    nested = described.get("quantization")
+    return nested if isinstance(nested, Mapping) else described
+
+
+def _no_tower(names: Sequence[str]) -> bool:
+    return not any(part in names[0] for part in ("vision_tower", "vision_model", "visual"))
 
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
-    described = quantization_config(config)
-    nested = described.get("quantization")
-    if isinstance(nested, Mapping):  # a hf_quant_config.json that was copied into config.json
-        described = {**nested, "ignore": nested.get("exclude_modules", [])}
-    ignore = set(strings(described.get("ignore") or [], "ignore"))
+    described, excluded = _flat(config), lists(config)
     found = {}
     for name in names:
         module = name.removesuffix(".weight_scale")
         if module == name:
             continue
-        if module in ignore:
-            raise CheckpointError(f"{module} is quantized, but config.json lists it under 'ignore'; readers drop it")
+        excluded.refuse([module])
         found[f"{module}.weight"] = _stored(module, _read_algorithm(module, described), names)
     for name, (dtype, shape) in names.items():
         if name.endswith(".weight") and len(shape) == 2 and dtype in ("F8_E4M3", "U8") and name not in found:
@@ -271,16 +289,24 @@ def _read_algorithm(module: str, described: Mapping[str, Any]) -> str:
     algorithm = str(described.get("quant_algo") or "").upper()
     if algorithm != _MIXED:
         return algorithm
-    layers = described.get("quantized_layers")
-    if not isinstance(layers, Mapping):
+    if not isinstance(described.get("quantized_layers"), Mapping):
         raise CheckpointError("quant_algo MIXED_PRECISION needs 'quantized_layers' in config.json; there is none")
-    owner = module
-    while owner:  # an entry of a parent speaks for its children
-        entry = layers.get(owner)
-        if isinstance(entry, Mapping):
+    for name in called(module):
+        entry = _entry(name, described)
+        if entry is not None:
             return str(entry.get("quant_algo") or "").upper()
-        owner = owner.rpartition(".")[0]
     raise CheckpointError(f"{module} is quantized, but 'quantized_layers' does not list it; readers drop it")
+
+
+def _entry(name: str, described: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What ``quantized_layers`` says of a module: an entry of a parent speaks for its children."""
+    layers = described.get("quantized_layers")
+    while name and isinstance(layers, Mapping):
+        entry = layers.get(name)
+        if isinstance(entry, Mapping):
+            return entry
+        name = name.rpartition(".")[0]
+    return None
 
 
 def _stored(module: str, algorithm: str, names: Names) -> StoredWeight:

@@ -24,7 +24,7 @@ _LAYOUT = ScaleInv(
     ignore_keys=("modules_to_not_convert", "ignored_layers"),  # two readers, two names for what is kept
 )
 supports, parts, configs = _LAYOUT.supports, _LAYOUT.parts, _LAYOUT.configs
-detect, config_faults = _LAYOUT.detect, _LAYOUT.config_faults
+detect, lists, config_faults = _LAYOUT.detect, _LAYOUT.lists, _LAYOUT.config_faults
 
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
@@ -42,4 +42,4 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
     block = quantization_config(config).get("weight_block_size", [1, 32])
     if block != [1, 32]:
         raise CheckpointError(f"weight_block_size of an mxfp8 checkpoint is {block!r}, expected [1, 32]")
-    return stored_weights_of(names, _LAYOUT.scheme.fmt, _LAYOUT.scheme.activation)
+    return stored_weights_of(names, _LAYOUT.scheme.fmt, _LAYOUT.scheme.activation, excluded=lists(config))

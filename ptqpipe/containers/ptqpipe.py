@@ -23,6 +23,7 @@ from typing import Any
 
 from ptqpipe.containers._codec import scale_dtype
 from ptqpipe.containers._config import check_parts, quantization_config, scheme_for, without_quantization
+from ptqpipe.containers._lists import Lists
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import Format, get_codec, get_format
@@ -30,7 +31,7 @@ from ptqpipe.schemes import LOW_RANK_DTYPES, ROTATION_BLOCKS, Abilities, Activat
 
 QUANT_METHOD = "ptqpipe"
 ABILITIES = Abilities(
-    stacks=True, transposed=True, low_rank=True, rotation=True, kv_cache=KvCache(), found_by_name=True, own_reader=True,
+    stacks=True, transposed=True, low_rank=True, rotation=True, kv_cache=KvCache(), own_reader=True,
     transformers="never",
 )  # fmt: skip
 VERSION = 1
@@ -120,6 +121,11 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
 def detect(config: Mapping[str, Any], names: Names) -> bool:
     """Whether a checkpoint with this config has this layout."""
     return quantization_config(config).get("quant_method") == QUANT_METHOD
+
+
+def lists(config: Mapping[str, Any]) -> Lists:
+    """Nothing: codes are known by their names."""
+    return Lists("weights", aims=lambda _: False)
 
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ptqpipe.containers._codec import with_scale_dtype
 from ptqpipe.containers._config import as_found, matrix_shape, quantization_config, scheme_for, stored_grid
+from ptqpipe.containers._lists import Lists, by_expressions, by_wildcards, is_head, listed
 from ptqpipe.containers._read_only import ReadOnly
 from ptqpipe.containers._types import Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError
@@ -30,15 +31,34 @@ _WEIGHTS = {
 }
 
 
+def lists(config: Mapping[str, Any]) -> Lists:
+    """What readers take for excluded: names and expressions (vLLM), wildcards (Quark), layers without a weight spec."""
+    described = quantization_config(config)
+    entries = listed(described, "exclude") or []
+    return Lists(
+        "exclude",
+        entries,
+        patterns={**by_expressions(entries), **by_wildcards(entries)},
+        also=lambda names: _without_weights(names[0], described),
+        unsure=lambda module: is_head(module) and not entries,
+    )
+
+
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
-    described = quantization_config(config)
+    described, excluded = quantization_config(config), lists(config)
     found = {}
     for name in names:
         module = name.removesuffix(".weight_scale")
         if module != name:
+            excluded.refuse([module])
             found[f"{module}.weight"] = _stored(module, _spec(module, described), names)
     return found
+
+
+def _without_weights(module: str, described: Mapping[str, Any]) -> str | None:
+    spec = _spec(module, described)
+    return None if spec.get("weight") else "has a quark config without a weight spec for it"
 
 
 def _spec(module: str, described: Mapping[str, Any]) -> Mapping[str, Any]:

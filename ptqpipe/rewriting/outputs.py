@@ -135,7 +135,7 @@ class Outputs:
 
     def configs(self, source: Source, *, version: object) -> dict[str, dict[str, Any]]:
         """The config files by name, as the container writes them. ``version``: of the ptqpipe that writes them."""
-        base = config_with_cache(source.reader.config, self.recipe.kv_cache)
+        base = config_with_cache(source.config, self.recipe.kv_cache)
         provenance = {"producer": "ptqpipe", "version": version}
         return self.container.configs(ConfigRequest(base, self.targets, self.plan.kept_modules, provenance))
 

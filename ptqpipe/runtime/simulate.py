@@ -186,7 +186,7 @@ def _scales(source: Source) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _is_fp8(source: Source) -> bool:
-    described = quantization_config(source.reader.config)
+    described = quantization_config(source.config)
     scheme = described.get("kv_cache_scheme") or described.get("kv_cache_quant_algo")
     if isinstance(scheme, str):
         return scheme.upper() == "FP8"

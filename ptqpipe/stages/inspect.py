@@ -230,7 +230,7 @@ def _kv_scales(opened: Source) -> tuple[int, float, float] | None:
 
 
 def _producer(opened: Source, record: Mapping[str, Any]) -> str:
-    described = quantization_config(opened.reader.config)
+    described = quantization_config(opened.config)
     if record.get("ptqpipe"):
         return f"ptqpipe {record['ptqpipe']}"
     for key in ("ptqpipe", "producer"):

@@ -5,23 +5,26 @@ for another tool's. Must not know how a container stores a scheme, only how to c
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ptqpipe.containers import (
     HF_QUANT_CONFIG,
     ConfigRequest,
+    Lists,
     Target,
+    contradicted,
+    is_stack,
+    merged_config,
     quantization_config,
     same_value,
+    without_quantization,
 )
-from ptqpipe.errors import CheckpointError, PtqError
-from ptqpipe.families import check_config as check_names, doubts, fails_either_way
+from ptqpipe.errors import PtqError
+from ptqpipe.families import check_config as check_names, doubts, facts_of, fails_either_way
 from ptqpipe.json_values import short_json
-from ptqpipe.patterns import expression
 from ptqpipe.plan import conv1d_leaves, is_matrix
-from ptqpipe.recipe import failing_facts
+from ptqpipe.recipe import failing_facts, matches
 from ptqpipe.source import Source
 from ptqpipe.verification.findings import Findings
 
@@ -48,14 +51,18 @@ def check_config(ckpt: Source, findings: Findings) -> None:
     if ckpt.container is None:
         return
     files = {"config.json": ckpt.reader.config, HF_QUANT_CONFIG: ckpt.reader.read_json(HF_QUANT_CONFIG)}
-    described = quantization_config(ckpt.reader.config)
+    described = quantization_config(ckpt.config)
     expected = _expected(ckpt, findings)
     if expected is not None:
         _check_scalars(described, quantization_config(expected.get("config.json", {})), "config.json", findings)
     for where, message in ckpt.container.config_faults(files, ckpt.stored):
         findings.fault("config", where, message)
     _check_sparsity(described, findings)
-    _check_kept_modules(ckpt, described, findings)
+    _check_groups(described, findings)
+    lists = {file: ckpt.container.lists(config) for file, config in _descriptions(ckpt, files)}
+    for file, found in lists.items():
+        _check_lists(ckpt, found, file, findings)
+    _check_agreement(ckpt, lists, findings)
     _check_hf_quant_config(ckpt, files[HF_QUANT_CONFIG], (expected or {}).get(HF_QUANT_CONFIG), findings)
 
 
@@ -94,7 +101,7 @@ def _expected(ckpt: Source, findings: Findings) -> dict[str, dict[str, Any]] | N
             findings.fault("config", "quantization_config", message)
         return None
     try:
-        return ckpt.container.configs(ConfigRequest(ckpt.reader.config, targets, kept_modules(ckpt)))
+        return ckpt.container.configs(ConfigRequest(ckpt.config, targets, kept_modules(ckpt)))
     except PtqError as error:
         findings.deviation("config", "quantization_config", str(error))
         return None
@@ -102,9 +109,12 @@ def _expected(ckpt: Source, findings: Findings) -> dict[str, dict[str, Any]] | N
 
 def _check_scalars(found: Mapping[str, Any], expected: Mapping[str, Any], where: str, findings: Findings) -> None:
     """Keys with one plain value mean the same in both."""
+    layerwise = () if findings.own or "quantized_layers" not in found else ("quant_algo", "group_size")
     for key, value in expected.items():
         if isinstance(value, Mapping) or key in _LISTS or (isinstance(value, list) and not _numbers(value)):
             continue
+        if key in layerwise or (key == "kv_cache_quant_algo" and value is None and not findings.own):
+            continue  # every layer says its own, and was read by it; of caches we know FP8 alone
         actual = found.get(key, _NO_KEY)
         if actual is _NO_KEY:
             findings.deviation("config", where, f"has no {key}, expected {value!r}; readers may refuse it")
@@ -127,51 +137,78 @@ def _check_sparsity(described: Mapping[str, Any], findings: Findings) -> None:
         findings.fault("config", "sparsity_config", f"{message}; vLLM refuses it, remove the key")
 
 
-def _check_kept_modules(ckpt: Source, described: Mapping[str, Any], findings: Findings) -> None:
-    """A linear layer that is not quantized is listed as such, so that readers do not look for its codes."""
-    ignore = [str(item) for key in _LISTS for item in described.get(key) or []]
-    entries = {name: (entry.dtype, entry.shape) for name, entry in ckpt.reader.entries.items()}
-    conv1d = conv1d_leaves(entries)
-    targets = _targets(described, findings)
-    by_name = ckpt.container is not None and ckpt.container.ABILITIES.found_by_name
-    for module in kept_modules(ckpt):
-        entry = entries.get(f"{module}.weight")  # stacks of experts and their biases are no linear layers
-        if entry is None or len(entry[1]) != 2 or _EMBEDDING.search(module) or module.rpartition(".")[2] in conv1d:
+def _descriptions(ckpt: Source, files: Mapping[str, Mapping[str, Any] | None]) -> list[tuple[str, Mapping[str, Any]]]:
+    """(file, config as containers take it) of each description that readers of the layout go by: some of
+    hf_quant_config.json, the others of config.json."""
+    assert ckpt.container is not None
+    second = files[HF_QUANT_CONFIG]
+    if not ckpt.container.ABILITIES.hf_quant_config or not isinstance((second or {}).get("quantization"), Mapping):
+        return [("config.json", ckpt.config)]
+    own = [("config.json", ckpt.config)] if quantization_config(ckpt.reader.config) else []
+    return [*own, (HF_QUANT_CONFIG, merged_config(without_quantization(ckpt.reader.config), second))]
+
+
+def _check_lists(ckpt: Source, lists: Lists, file: str, findings: Findings) -> None:
+    """No list excludes what is stored quantized; what is not quantized is listed as such, so that readers do not look
+    for its codes."""
+    stored = [weight.removesuffix(".weight") for weight in ckpt.stored]
+    for module in stored:
+        if (said := lists.excluding(module)) is not None:
+            findings.fault("config", module, contradicted(said, file))
+    for entry, module in lists.within(stored):
+        findings.note("config", module, f"has {entry!r} in its name, which {file} lists: vLLM takes it for excluded")
+    plain = _built_plain(ckpt)
+    for module in _linear_layers(ckpt):
+        if not lists.aims(module) or plain(module) or lists.excluding(module) is not None:
             continue
-        aimed = targets is None or any(_names(target, module) or target == "Linear" for target in targets)
-        if aimed and not by_name and not any(_excludes(i, module) for i in ignore):
-            report = findings.fault if findings.own or _LINEAR.search(module) else findings.note
-            report("config", module, "is not quantized, but no config list says so; readers look for its codes")
+        certain = not lists.unsure(module) and (_LINEAR.search(module) or is_stack(module))
+        report = findings.fault if findings.own or certain else findings.note
+        lost = f"is not quantized, but no config list says so; readers look for its codes: list it in {file}"
+        report("config", module, lost)
 
 
-def _targets(described: Mapping[str, Any], findings: Findings) -> list[str] | None:
-    """The targets of all config groups, None where the description has no groups."""
-    groups = described.get("config_groups")
-    if not isinstance(groups, Mapping):
-        return None
-    found: list[str] = []
-    for name, group in groups.items():
-        targets = group.get("targets") if isinstance(group, Mapping) else None
-        if not isinstance(targets, list):
-            findings.fault("config", f"config_groups.{name}", "must be an object with a list of targets")
-        else:
-            found += map(str, targets)
+def _check_agreement(ckpt: Source, lists: Mapping[str, Lists], findings: Findings) -> None:
+    """Two descriptions exclude the same modules."""
+    modules = [*(weight.removesuffix(".weight") for weight in ckpt.stored), *_linear_layers(ckpt)]
+    for module in modules if len(lists) > 1 else ():
+        said = {file: found.excluding(module) for file, found in lists.items()}
+        if None in said.values() and any(said.values()):
+            file = next(file for file, text in said.items() if text is None)
+            message = f"does not exclude {module} under exclude_modules or ignore, and the other config file does"
+            findings.fault("config", file, f"{message}; readers take one of the two: write the same list in both")
+            return
+
+
+def _linear_layers(ckpt: Source) -> list[str]:
+    """Kept modules that readers may build quantized: linear layers and stacks of experts."""
+    entries = {name: (entry.dtype, entry.shape) for name, entry in ckpt.reader.entries.items()}
+    conv1d, found = conv1d_leaves(entries), []
+    for module in kept_modules(ckpt):
+        entry = entries.get(f"{module}.weight")
+        linear = entry is not None and len(entry[1]) == 2 and module.rpartition(".")[2] not in conv1d
+        stacked = is_stack(module) and len((entry or entries.get(module, ("", ())))[1]) == 3
+        if (linear and not _EMBEDDING.search(module)) or stacked:
+            found.append(module)
     return found
 
 
-def _names(target: str, module: str) -> bool:
-    """Whether an entry names a module: exactly, as an expression, or as a wildcard."""
-    if target.startswith("re:"):
-        try:
-            return expression(target[3:]).match(module)
-        except ValueError as error:
-            raise CheckpointError(f"{target!r} in config.json cannot be matched with {module!r}: {error}") from None
-    return target == module or fnmatchcase(module, target)
+def _built_plain(ckpt: Source) -> Callable[[str], bool]:
+    """Whether readers build a module unquantized, whatever a config says, and so look for no codes of it."""
+    patterns = [
+        fact.keep.pattern
+        for fact in facts_of(ckpt.reader.config)
+        if fact.unread and not fact.beside and not fact.formats and not fact.keep.bits
+        and (not fact.containers or ckpt.container_name in fact.containers)
+    ]  # fmt: skip
+    return lambda module: any(matches(pattern, module) for pattern in patterns)
 
 
-def _excludes(entry: str, module: str) -> bool:
-    """Whether an exclusion covers a module: by name, or the name of a parent."""
-    return _names(entry, module) or (not entry.startswith("re:") and module.startswith(entry.rstrip("*.") + "."))
+def _check_groups(described: Mapping[str, Any], findings: Findings) -> None:
+    """Config groups are objects with targets."""
+    groups = described.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+        if not isinstance(group, Mapping) or not isinstance(group.get("targets"), list):
+            findings.fault("config", f"config_groups.{name}", "must be an object with a list of targets")
 
 
 def check_readers(ckpt: Source, source: Source | None, findings: Findings) -> None:

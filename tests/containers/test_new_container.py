@@ -24,11 +24,12 @@ MODULE = '''
 """A layout of NVFP4 weights and of nothing else."""
 
 from ptqpipe.containers._config import check_parts, matrix_shape, quantization_config, refuse, without_quantization
+from ptqpipe.containers._lists import Lists
 from ptqpipe.containers._types import Part, Role, StoredWeight
 from ptqpipe.schemes import Abilities, KvCache, get_scheme
 
 QUANT_METHOD = "drawer"
-ABILITIES = Abilities(kv_cache=KvCache(r"\\1.cache_\\2_scale", (), written=True, per_head=False), found_by_name=True)
+ABILITIES = Abilities(kv_cache=KvCache(r"\\1.cache_\\2_scale", (), written=True, per_head=False))
 _SCHEME = get_scheme("nvfp4")
 
 
@@ -59,6 +60,10 @@ def warnings(targets, config):
 
 def detect(config, names):
     return quantization_config(config).get("quant_method") == QUANT_METHOD
+
+
+def lists(config):
+    return Lists("full", aims=lambda names: False)
 
 
 def stored_weights(config, names):

@@ -149,9 +149,7 @@ class Relayout(Rewrite[MoveWeight | CopyTensor]):
         tied = "lm_head.weight" not in source.tensors
         kept_modules = tuple(dict.fromkeys(modules + ["lm_head"] * tied))
         provenance = {"producer": "ptqpipe", "version": __version__}
-        return self.container.configs(
-            ConfigRequest(source.reader.config, targets_of(self.jobs), kept_modules, provenance)
-        )
+        return self.container.configs(ConfigRequest(source.config, targets_of(self.jobs), kept_modules, provenance))
 
     def record(self, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """As `Rewrite`: the source's record, with this layout, the new hashes, and the run that it came from.
