@@ -3,11 +3,15 @@
 The scale multiplies despite its name, which DeepSeek-V4 shortens to ``scale``. Knows the layout only.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from ptqpipe.containers._codec import FLOAT_SCALES
+import torch
+
+from ptqpipe.containers._codec import FLOAT_SCALES, scale_codes
 from ptqpipe.containers._config import (
     as_found,
     kept_experts,
@@ -22,13 +26,15 @@ from ptqpipe.containers._config import (
     without_quantization,
 )
 from ptqpipe.containers._lists import Lists, as_transformers, is_head, listed
-from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight
+from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Load, Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError
 from ptqpipe.formats import CODECS, FORMATS, Format
+from ptqpipe.qtensor import QTensor
 from ptqpipe.schemes import Activation, Scheme
 
 SUFFIXES = (".weight_scale_inv", ".weight_scale", ".scale")
 _STATIC = (".input_scale", ".activation_scale")
+_MOST_SHARDS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +115,13 @@ def _unlisted_head(names: Sequence[str]) -> str | None:
     return "has no list of what is kept, and so keeps the head" if is_head(names[0]) else None
 
 
-def stored_weights_of(names: Names, fmt: Format, activation: Activation, *, excluded: Lists) -> dict[str, StoredWeight]:
+def stored_weights_of(
+    names: Names, fmt: Format, activation: Activation, *, excluded: Lists, in_shards: bool = False
+) -> dict[str, StoredWeight]:
     """Every F8_E4M3 weight with a scale, and every I8 one: those are two E2M1 codes to a byte (DeepSeek-V4's experts).
 
-    ``fmt`` is what the config says of F8_E4M3 weights; the scale's dtype decides its codec.
+    fmt        what the config says of F8_E4M3 weights; the scale's dtype decides its codec
+    in_shards  blocks of a fused ``qkv_proj`` begin anew with each of the shards that it was quantized in
     """
     found, kinds = {}, dict[tuple[object, ...], StoredWeight]()  # a hundred thousand weights are of few kinds
     for name, described in names.items():
@@ -124,10 +133,14 @@ def stored_weights_of(names: Names, fmt: Format, activation: Activation, *, excl
             raise CheckpointError(f"{name!r} is {described[0]} without a '{name}_scale_inv'; the checkpoint is damaged")
         excluded.refuse([module])
         kind = (described, scale, names[module + scale], static, static and names[module + static])
-        if kind in kinds:
+        sharded = in_shards and module.endswith("qkv_proj")
+        if kind in kinds and not sharded:
             found[name] = kinds[kind].renamed(name)
-        else:
-            found[name] = kinds[kind] = _stored(module, names, fmt, activation, scale=scale, static=static)
+            continue
+        parts = {"scale": scale, "static": static}
+        found[name] = _stored(module, names, fmt, activation, in_shards=sharded, **parts)
+        if not sharded:
+            kinds[kind] = found[name]
     for name in (name for name in names if name.endswith(SUFFIXES[:2])):
         for suffix in SUFFIXES[:2]:  # ".scale" is also what other things than weights have
             if name.endswith(suffix) and name.removesuffix(suffix) + ".weight" not in found:
@@ -155,7 +168,7 @@ def _suffix(module: str, suffixes: Sequence[str], names: Names) -> str | None:
 
 
 def _stored(
-    module: str, names: Names, fmt: Format, activation: Activation, *, scale: str, static: str | None
+    module: str, names: Names, fmt: Format, activation: Activation, *, scale: str, static: str | None, in_shards: bool
 ) -> StoredWeight:
     """The weight of a module. ``scale``, ``static``: the suffixes of its scales, and of the static one of its input."""
     weight, scales = f"{module}.weight", module + scale
@@ -164,8 +177,60 @@ def _stored(
     shape = matrix_shape(names, weight, bits=fmt.element.bits, owner=module)
     fmt = fmt_of_scale(fmt, names[scales][0])
     codes = Part(weight, names[weight][0], (shape[0], shape[1] * fmt.element.bits // 8), Role.DATA)
-    expected = [codes, Part(scales, names[scales][0], stored_grid(weight, fmt, shape), Role.SCALES)]
+    grid, whole = stored_grid(weight, fmt, shape), None
+    if fmt.step(0) > 1 and (in_shards or names[scales][1] != grid):
+        rows = _shard_rows(scales, names[scales][1], shape[0], fmt, grid=grid, in_shards=in_shards)
+        if rows < shape[0] and rows % fmt.step(0):
+            grid, high = names[scales][1], fmt.step(0)
+            fmt = replace(fmt, block=(math.gcd(rows, high), fmt.block[1]))
+            whole = partial(_read_shards, weight, scales, fmt, shape, rows=rows, high=high)
+    expected = [codes, Part(scales, names[scales][0], grid, Role.SCALES)]
     if static is not None:
         expected.append(Part(module + static, names[module + static][0], (1,), Role.INPUT_GLOBAL))
         activation = Activation.FP8_TENSOR_STATIC
-    return StoredWeight(weight, shape, scheme_for(fmt, activation), as_found(expected, names, weight=weight))
+    return StoredWeight(
+        weight, shape, scheme_for(fmt, activation), as_found(expected, names, weight=weight), whole=whole
+    )
+
+
+def _shard_rows(
+    scales: str, found: tuple[int, ...], total: int, fmt: Format, *, grid: tuple[int, ...], in_shards: bool
+) -> int:
+    """How many rows each of the shards has that a weight of ``total`` rows was quantized in, one below the other; all
+    of them where it was quantized as one, or shards begin where blocks do.
+
+    Where the rows of a shard do not fill blocks, its last block is short, and the next shard begins a new one. How many
+    shards there are is told by nothing but shapes. CheckpointError where they leave it open, and for shards where
+    nothing says what they are. ``found``: the shape of the scales. ``grid``: that of the scales of one weight.
+    """
+    high, columns = fmt.step(0), found[1:] == grid[1:] and len(found) == 2
+    counts = [n for n in range(1, min(found[0], _MOST_SHARDS) + 1) if total % n == 0] if columns else []
+    fits = {total // n for n in counts if n * -(-(total // n) // high) == found[0]}
+    rows = {total if height % high == 0 else height for height in fits}  # whole blocks: as if it were one
+    if len(rows) == 1 and (in_shards or rows == {total}):
+        return rows.pop()
+    if not rows or (found == grid and not in_shards):
+        return total  # and no shape that is read
+    counted = ", ".join(str(total // height) for height in sorted(rows, reverse=True))
+    if in_shards:
+        why = f"which fit {counted} shards of the rows, each quantized apart, alike: how it is to be read is left open"
+    else:
+        why = (
+            f"as if it had been quantized in {counted} shards apart, a layout that is read of MiMo-V2's qkv_proj alone"
+        )
+    raise CheckpointError(
+        f"{scales!r} has {found[0]} rows of scales for {total} rows of the weight, {why}; start from the model's float "
+        "checkpoint"
+    )
+
+
+def _read_shards(
+    weight: str, scales: str, fmt: Format, shape: tuple[int, int], load: Load, *, rows: int, high: int
+) -> QTensor:
+    """A weight of shards of ``rows`` rows, quantized in blocks ``high`` rows high, as blocks that no shard cuts."""
+    first = torch.arange(0, shape[0], fmt.step(0))
+    index = first // rows * -(-rows // high) + first % rows // high
+    found = load(scales, None, None)[index]
+    if fmt.scale.enumerable:
+        found = scale_codes(found, fmt, scales)
+    return QTensor(fmt, shape, load(weight, None, None).view(torch.uint8), found)

@@ -29,6 +29,7 @@ _LAYOUT = ScaleInv(
 # Scales that are powers of two: DeepGEMM on Blackwell uses them as they are, and rounds any others when it loads them.
 _UE8M0 = replace(_LAYOUT, scheme=get_scheme("fp8_block_ue8m0"), described={**_LAYOUT.described, "scale_fmt": "ue8m0"})
 detect, lists, config_faults = _LAYOUT.detect, _LAYOUT.lists, _LAYOUT.config_faults
+_IN_SHARDS = "mimo_v2"  # MiMo-V2.5's published qkv_proj is of shards that were quantized apart
 
 
 def supports(scheme: Scheme) -> str | None:
@@ -72,8 +73,9 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described = quantization_config(config)
-    fmt, activation = _read_block(described.get("weight_block_size"), described.get("scale_fmt"))
-    return stored_weights_of(names, fmt, activation, excluded=lists(config))
+    block = _read_block(described.get("weight_block_size"), described.get("scale_fmt"))
+    in_shards = str(config.get("model_type")).startswith(_IN_SHARDS)
+    return stored_weights_of(names, *block, excluded=lists(config), in_shards=in_shards)
 
 
 def _read_block(block: Any, scale_fmt: Any) -> tuple[Format, Activation]:

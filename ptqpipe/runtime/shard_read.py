@@ -67,6 +67,9 @@ def read_part(
     rows = [(0, n)] if rows is None else list(rows)
     first, last = columns or (0, k)
     fmt = stored.scheme.fmt
+    if stored.whole is not None:
+        whole = source.quantized(stored.weight, expert=expert)
+        return check_scales(_cut(whole, rows, (first, last)), scales=_need(stored, Role.SCALES).name, global_scale="")
     high, wide = fmt.block_extent(stored.shape)
     if fmt.block[1] and (first % wide or (last % wide and last != k)):
         raise FormatError(f"columns [{first}, {last}) of {stored.weight} do not lie on block edges of {wide}")
@@ -100,6 +103,16 @@ def read_part(
     return check_scales(
         part, scales=_need(stored, Role.SCALES).name, global_scale="" if scalar is None else scalar.name
     )
+
+
+def _cut(q: QTensor, rows: Sequence[Range], columns: Range) -> QTensor:
+    """Rows and columns of what has to be read whole. FormatError where they cut blocks."""
+    if list(rows) != [(0, q.shape[0])]:
+        parts = [q.narrow(0, start, stop - start) for start, stop in rows]
+        zeros = None if q.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None])
+        data, scales = (torch.cat(found) for found in zip(*[(part.data, part.scales) for part in parts], strict=True))
+        q = replace(q, shape=(len(data), q.shape[1]), data=data, scales=scales, zeros=zeros)
+    return q if columns == (0, q.shape[1]) else q.narrow(1, columns[0], columns[1] - columns[0])
 
 
 def _common_rows(fmt: Format, shape: tuple[int, int], rows: Sequence[Range]) -> int:

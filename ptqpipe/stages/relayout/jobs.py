@@ -6,6 +6,7 @@ of bytes and nothing is decoded. Numbers that a layout stores alone (global scal
 other side divides; what that costs is looked for and recorded. Must not know configs or records.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -187,6 +188,12 @@ class MoveWeight(Job):
 
 def weight_jobs(stored: StoredWeight, source: Source, target: Container, name: str, *, group: int) -> list[MoveWeight]:
     """One job per weight, or per expert of a stack; FormatError naming the weight where the layout cannot store it."""
+    scales, grid = stored.part(Role.SCALES), stored.scheme.fmt.scale_shape(stored.shape)
+    if scales is not None and math.prod(scales.shape) != (stored.experts or 1) * math.prod(grid):
+        raise FormatError(
+            f"{stored.weight}: its scales are of shards that were quantized apart, for which {name} has no place; "
+            "`ptqpipe dequantize` gives the float model, which `ptqpipe convert` quantizes"
+        )
     scheme = _scheme_in(stored, source, target)
     reason = target.supports(scheme)
     if reason is not None:
