@@ -235,7 +235,8 @@ class PipelineOptions:
 
     data: tuple[str, ...] = option(
         (),
-        "Text to calibrate on, like what the model will serve: .txt, .jsonl, .parquet, a folder of them, a data set "
+        "Text to calibrate on, like what the model will serve: .txt, .jsonl, .json, .csv, .parquet, a folder, a data "
+        "set "
         "NAME:CONFIG:SPLIT, or self for text that the model generates. Repeatable; FILE=2 gives a file the weight 2, "
         "and self gets as many windows as all files together.",
         metavar="FILE|DIR|NAME|self",

@@ -40,17 +40,24 @@ def read_regular(path: Path, *, limit: int) -> bytes:
     Raises OSError as `open` does, and, with words of its own for ``strerror``, for anything else than a regular file
     and for more than ``limit`` bytes; never waits, and never holds more than twice ``limit`` bytes.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    try:
-        status = os.fstat(fd)
-        if kind := kind_of(status.st_mode):
-            raise OSError(errno.EINVAL, f"it is {kind}, expected a file", str(path))
-        raw = b"" if status.st_size > limit else _up_to(fd, limit + 1)
-    finally:
-        os.close(fd)
+    with open_regular(path) as file:
+        status = os.fstat(file.fileno())
+        raw = b"" if status.st_size > limit else _up_to(file.fileno(), limit + 1)
     if status.st_size > limit or len(raw) > limit:
         raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
     return raw
+
+
+def open_regular(path: Path) -> io.FileIO:
+    """A regular file, open for reading, unbuffered. Raises OSError as `read_regular` does; never waits."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        if kind := kind_of(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, f"it is {kind}, expected a file", str(path))
+        return io.FileIO(fd)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def read_regular_text(path: Path, *, limit: int) -> str:

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import UsageError
-from ptqpipe.rows import weighted
+from ptqpipe.rows import is_data_file, weighted
 
 Data = str | Path | Iterable[Any] | None
 """A file, a data set by its name, or several; or rows: texts, token ids, messages, dicts; a ``datasets`` object or a
 DataLoader, whose batches are tensors or dicts with ``input_ids``."""
 
-FILE_NAMES = (".txt", ".jsonl", ".json", ".parquet", ".raw")
 MOST_BYTES = 64 << 20  # of the rows of a stream, which may have no end
-_KEPT = (str, int, float, list)  # types of the fields that a row of a data set keeps
+_KEPT = (str, int, float, list, dict, type(None))  # types of the fields that a row of a data set keeps
 
 
 @contextmanager
@@ -60,12 +59,13 @@ def _is_name(item: Any) -> bool:
     if not isinstance(item, str):
         return isinstance(item, Path)
     name, _ = weighted(item)
-    return (name.endswith(FILE_NAMES) and not any(letter.isspace() for letter in name)) or os.path.isfile(name)
+    return (not any(letter.isspace() for letter in name) and is_data_file(name)) or os.path.isfile(name)
 
 
 def write_rows(data: Any, path: Path) -> None:
     """Writes rows as JSON lines. UsageError for none, and for rows that are neither text nor token ids."""
-    whole, written = isinstance(data, torch.Tensor | Mapping), 0
+    data, written = _rows_of_table(data), 0
+    whole = isinstance(data, torch.Tensor | Mapping)
     stream = not whole and not _has_length(data)
     try:
         items = enumerate([data] if whole else data)
@@ -73,12 +73,54 @@ def write_rows(data: Any, path: Path) -> None:
         raise UsageError(f"data is a {type(data).__name__}; give files, texts, token ids or batches of them") from None
     with open(path, "w", encoding="utf-8") as file:
         for number, item in items:
-            for row in _rows(item, f"data[{number}]"):
-                written += file.write(json.dumps(row) + "\n")
+            where = "data" if whole else f"data[{number}]"
+            for row in _rows(item, where):
+                written += file.write(_line(row, where))
             if stream and written > MOST_BYTES:
                 break
     if not written:
         raise UsageError("data has no rows; give texts, token ids or batches of them")
+
+
+def _rows_of_table(data: Any) -> Any:
+    """The rows of a table in memory, of which an iterator gives columns: pandas', Polars' and pyarrow's. Of messages,
+    one row with all of them. UsageError for several data sets by the names of their splits."""
+    if hasattr(data, "to_dicts"):
+        return data.to_dicts()
+    if hasattr(data, "to_pylist") and hasattr(data, "column_names"):
+        return data.to_pylist()
+    if hasattr(data, "to_dict") and hasattr(data, "columns") and hasattr(data, "iloc"):
+        return data.astype(object).where(data.notna(), None).to_dict("records")
+    if isinstance(data, Mapping) and data and all(_is_data_set(part) for part in data.values()):
+        raise UsageError(f"data has several data sets ({', '.join(map(str, data))}); give one of them")
+    if isinstance(data, list | tuple) and data and all(_is_message(item) for item in data):
+        return [data]
+    return data
+
+
+def _is_data_set(value: Any) -> bool:
+    return hasattr(value, "features") and hasattr(value, "__iter__")
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, Mapping) and isinstance(item.get("role"), str) and "content" in item
+
+
+def _line(row: Mapping[str, Any], where: str) -> str:
+    """A row as a line of JSON. UsageError for values that JSON has none for, as images in memory are."""
+    try:
+        return f"{json.dumps(row, default=_listed)}\n"
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{where} cannot be written as JSON ({error}); give texts, messages and token ids") from None
+
+
+def _listed(value: Any) -> Any:
+    """An array, a number of NumPy or another mapping as JSON has it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"it has a {type(value).__name__}")
 
 
 def _has_length(data: Any) -> bool:
@@ -97,13 +139,29 @@ def _rows(item: Any, where: str) -> Iterator[dict[str, Any]]:
         for tokens in _tokens(item["input_ids"], item.get("attention_mask"), f"{where}['input_ids']"):
             yield {"input_ids": tokens}
     elif isinstance(item, Mapping):
-        yield {str(name): value for name, value in item.items() if isinstance(value, _KEPT)}
+        kept = {str(n): _listed(v) if hasattr(v, "tolist") else v for n, v in item.items()}
+        kept = {name: value for name, value in kept.items() if isinstance(value, _KEPT)}
+        yield from _unbatched(kept)
     elif isinstance(item, list | tuple) and item and all(isinstance(part, Mapping) for part in item):
         yield {"messages": [dict(part) for part in item]}
     else:  # of a batch of several tensors, the first one has the tokens
         several = isinstance(item, list | tuple) and item and isinstance(item[0], torch.Tensor) and item[0].dim() > 0
         for tokens in _tokens(item[0] if several else item, None, where):
             yield {"input_ids": tokens}
+
+
+def _unbatched(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows of a batch of texts, as a DataLoader collates them: {name: [text of each row]}; a row as it is."""
+    columns = list(row.values())
+    count = len(columns[0]) if columns and isinstance(columns[0], list) else 0
+    batch = count and all(
+        isinstance(c, list) and len(c) == count and not isinstance(c[0], Mapping | list) for c in columns
+    )
+    if not batch or not any(isinstance(column[0], str) for column in columns):
+        yield row
+        return
+    for number in range(count):
+        yield {name: value[number] for name, value in row.items()}
 
 
 def _tokens(value: Any, mask: Any, where: str) -> Iterator[list[int]]:

@@ -23,7 +23,18 @@ import torch
 from ptqpipe.checkpoint import file_sha256
 from ptqpipe.errors import UsageError
 from ptqpipe.images import decode_images, digest_of, read_image, split_content
-from ptqpipe.rows import chat_text, files_of, pieces, read_rows, row_tokens, shows_images, size_of, weighted
+from ptqpipe.rows import (
+    Messages,
+    Notes,
+    files_of,
+    pieces,
+    read_rows,
+    row_text,
+    row_tokens,
+    shows_images,
+    size_of,
+    weighted,
+)
 from ptqpipe.runtime.loading import load_tokenizer, read_config
 from ptqpipe.runtime.processor import Processor
 
@@ -70,6 +81,7 @@ class Samples:
     images      of each window and then of each held out: what the model takes beside tokens; empty without images.
                 A row with images is a window of its own, `NO_TOKEN` behind its end
     origin      int64 [samples + held out]: of which of ``files`` a window has its first token
+    notes       lines about the rows: in which form they are, what was left out
     """
 
     windows: torch.Tensor
@@ -79,6 +91,7 @@ class Samples:
     candidates: int
     images: tuple[Mapping[str, Any] | None, ...] = ()
     origin: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    notes: tuple[str, ...] = ()
 
     def judged(self) -> "Samples":
         """These, with one of every HELD_SHARE windows held out, the last ones, where the data had no others left: whole
@@ -183,6 +196,7 @@ def _together(picked: "Sequence[tuple[int, _Chosen]]", pools: "Sequence[_Pool]")
         sum(pool.candidates for pool in pools),
         tuple(None if row is None else row.inputs for row in given) if any(pool.shown for pool in pools) else (),
         origin[order],
+        tuple(line for pool in pools for line in pool.notes),
     )
 
 
@@ -240,6 +254,7 @@ class _Pool:
     seqlen: int
     lengths: "Counter[int]"
     more: bool
+    notes: list[str] = field(default_factory=list)
 
     @property
     def candidates(self) -> int:
@@ -311,10 +326,10 @@ def _read(
     """
     most = math.inf if wanted is None else max(LONG, CHARACTERS * wanted * seqlen)
     of_image = 0 if wanted is None else int(most) // (_IMAGES * max(1, wanted))
-    found, counts, more = _Thinned(most), list[int](), False
+    found, counts, more, notes = _Thinned(most), list[int](), False, Notes()
     for number, name in enumerate(files):
         rows, size, whole = 0, 0, Path(name).expanduser().is_file()
-        for where, value in read_rows(name, field=field):
+        for where, value in read_rows(name, field=field, notes=notes):
             shown = see is not None and shows_images(value)
             for at, part in enumerate(pieces(value) if isinstance(value, str) else [value]):
                 found.add(_Row(number, where, part, at == 0), of_image if shown else size_of(part))
@@ -323,8 +338,6 @@ def _read(
             if not whole and size > most:
                 more = True
                 break
-        if not rows:
-            raise UsageError(f"{name} is empty; give a file with text")
         counts.append(rows)
     every = found.every if found.every > 1 else None
     pool = _Pool([], array("q"), [], [], [], seqlen, Counter(), more or every is not None)
@@ -335,17 +348,19 @@ def _read(
         for row in taken.get(number, ()):
             if see is not None and shows_images(row.value):
                 folder = Path(name).expanduser().parent
-                made = _with_images(see(), tokenizer(), row.value, row.where, folder=folder, seqlen=seqlen)
+                place: dict[str, Any] = {"folder": folder, "seqlen": seqlen, "notes": notes}
+                made = _with_images(see(), tokenizer(), row.value, row.where, **place)
                 pool.shown.append(made)
                 pool.shown_of.append(number)
                 total += len(made.tokens)
             else:
-                for tokens in row_tokens(tokenizer, row.value, row.where, begins=row.begins):
+                for tokens in row_tokens(tokenizer, row.value, row.where, begins=row.begins, notes=notes):
                     pool.stream.extend(tokens)
                     pool.lengths[len(tokens)] += 1
                     total += len(tokens)
         pool.files.append(_described(name, rows, total, weight, every))
         pool.ends.append(len(pool.stream))
+    pool.notes.extend(notes.lines())
     return pool
 
 
@@ -378,16 +393,15 @@ class _Shown:
 
 
 def _with_images(
-    processor: Processor, tokenizer: Any, messages: list[dict[str, Any]], where: str, *, folder: Path, seqlen: int
+    processor: Processor, tokenizer: Any, messages: Messages, where: str, *, folder: Path, seqlen: int, notes: Notes
 ) -> _Shown:
     """A row of messages with images. UsageError for what is none."""
-    if not all(isinstance(message, Mapping) for message in messages):
-        raise UsageError(f"{where} has messages that are no objects, expected role and content of each")
     split = [split_content(message.get("content"), where) for message in messages]
     raw = [read_image(place, folder, remedy="-", within=False) for _, places in split for place in places]
     shown = decode_images(raw, where)
-    plain = [{**message, "content": parts} for message, (parts, _) in zip(messages, split, strict=True)]
-    text = chat_text(tokenizer, plain, where, template=processor.template)
+    plain = Messages({**message, "content": parts} for message, (parts, _) in zip(messages, split, strict=True))
+    plain.tools = messages.tools
+    text, _ = row_text(tokenizer, plain, where, notes=notes, template=processor.template)
     try:
         tokens, inputs = processor(text, shown)
     except UsageError as error:

@@ -76,11 +76,11 @@ def _sums(runner: Runner, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def lines_of(found: Mapping[str, Likeness], samples: Samples) -> list[str]:
-    """All sources of the samples in a line; then warnings of those that are unlike what the model knows, or that say
-    nothing since the model gives NaN for them, and of those that give no window."""
+    """How the rows are read; all sources of the samples in a line; then warnings of those that are unlike what the
+    model knows, or that say nothing since the model gives NaN for them, and of those that give no window."""
     if any(math.isnan(one.loss) for one in found.values()):
         nan = "warning: the model's logits are not finite; check the weights of its last norm and its head"
-        return [nan, *_unused(samples)]
+        return [*samples.notes, nan, *_unused(samples)]
     each = ", ".join(f"{name} {_perplexity(one.loss)}" for name, one in found.items())
     lines = [f"perplexity of the data under the model: {each}{samples.thinned}"] if found else []
     lines += [
@@ -89,7 +89,7 @@ def lines_of(found: Mapping[str, Likeness], samples: Samples) -> list[str]:
         for name, one in found.items()
         if one.unlike
     ]
-    return [*lines, *_unused(samples)]
+    return [*samples.notes, *lines, *_unused(samples)]
 
 
 def _unused(samples: Samples) -> list[str]:

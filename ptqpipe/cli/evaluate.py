@@ -29,7 +29,8 @@ ptqpipe eval CKPT --tasks local_piqa --task-data FOLDER --limit 200
     "--data",
     multiple=True,
     metavar="FILE|DIR|NAME:CONFIG:SPLIT",
-    help="Text to score: .txt, .jsonl or .parquet files, a folder of them, or a data set of the datasets library. "
+    help="Text to score: .txt, .jsonl, .json, .csv or .parquet files, a folder of them, or a data set of the "
+    "datasets library. "
     "Repeatable.  [default: a sample text, about 30,000 tokens]",
 )
 @FIELD

@@ -307,7 +307,8 @@ def data_options(samples: str, seed: str) -> Callable[[F], F]:
             "--data",
             multiple=True,
             metavar="FILE",
-            help="Text like what the model will serve: .txt, .jsonl, .parquet, or a data set NAME:CONFIG:SPLIT. "
+            help="Text like what the model will serve: .txt, .jsonl, .json, .csv, .parquet, or a data set "
+            "NAME:CONFIG:SPLIT. "
             "Repeatable; FILE=2 gives it the weight 2.  [required]",
         ),
         FIELD,

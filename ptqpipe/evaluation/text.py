@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import UsageError
-from ptqpipe.rows import files_of, read_rows, row_tokens, size_of
+from ptqpipe.rows import Notes, files_of, read_rows, row_tokens, size_of
 
 SAMPLE = Path(__file__).resolve().parent / "sample.txt"
 SAMPLE_NAME = "sample text"
@@ -23,11 +23,13 @@ MAX_CHARACTERS = 64  # of a token: so much of a text is read for each token that
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text as tokens: int64 [n]. ``sha256`` is that of the tokens that are used, as little-endian int64."""
+    """A text as tokens: int64 [n]. ``sha256`` is that of the tokens that are used, as little-endian int64; ``notes``
+    say in which form the rows are, and what was left out."""
 
     name: str
     tokens: torch.Tensor
     sha256: str
+    notes: tuple[str, ...] = ()
 
 
 def read_text(
@@ -42,14 +44,15 @@ def read_text(
     """
     texts: list[str] = []
     ids: list[int] = []
-    for where, value in _rows(str(name), field, max_tokens):
+    notes = Notes()
+    for where, value in _rows(str(name), field, max_tokens, notes):
         if isinstance(value, str):
             texts.append(value)
         else:
-            for tokens in row_tokens(tokenizer, value, where):
+            for tokens in row_tokens(tokenizer, value, where, notes=notes):
                 ids += tokens
     if texts and ids:
-        raise UsageError(f"{name} mixes rows of text and rows of tokens; part them")
+        raise UsageError(f"{name} mixes rows of text with rows of messages or tokens; write each kind to its own file")
     if texts:
         ids = tokenizer()("\n\n".join(texts), verbose=False)["input_ids"]
     found = torch.tensor(ids, dtype=torch.int64)[:max_tokens]
@@ -60,7 +63,7 @@ def read_text(
     digest = hashlib.sha256(found.numpy().astype("<i8").tobytes()).hexdigest()
     path = Path(name).expanduser()
     shown = SAMPLE_NAME if path == SAMPLE else path.resolve().name if path.exists() else str(name)
-    return Text(shown, found, digest)
+    return Text(shown, found, digest, tuple(notes.lines()))
 
 
 def check_text(name: str, tokenizer: Callable[[], Any], *, field: str | None = None) -> None:
@@ -78,11 +81,11 @@ def _too_short(name: str | Path, tokens: int) -> UsageError:
     return UsageError(f"{name} gives {tokens} tokens, expected {LEAST} or more; give another text")
 
 
-def _rows(name: str, field: str | None, max_tokens: int | None) -> Iterator[tuple[str, Any]]:
+def _rows(name: str, field: str | None, max_tokens: int | None, notes: Notes) -> Iterator[tuple[str, Any]]:
     """The rows of all files; only as many, and of the last one so much, as ``max_tokens`` tokens need."""
     left = math.inf if max_tokens is None else MAX_CHARACTERS * max(LEAST, max_tokens)
     for file in files_of([name]):
-        for where, value in read_rows(file, field=field):
+        for where, value in read_rows(file, field=field, notes=notes):
             yield where, value[: int(left)] if isinstance(value, str) and len(value) > left else value
             left -= size_of(value)
             if left <= 0:

@@ -13,7 +13,7 @@ from ptqpipe.calibration.generate import Texts, check_windows, generate as windo
 from ptqpipe.checkpoint import Finished, check_file, resolve_source, write_file
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.machine import Machine, compute_threads, counting_bar, peak_bytes, threads
-from ptqpipe.rows import files_of, read_rows, row_tokens
+from ptqpipe.rows import Notes, files_of, read_rows, row_tokens
 from ptqpipe.runtime.language_model import with_note
 from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load, load_tokenizer, read_config
 from ptqpipe.source import Source
@@ -77,10 +77,11 @@ def generate(
         raise UsageError(f"-o {out} does not end in .jsonl, which says that it holds rows; give {out.stem}.jsonl")
     if out.exists() and not overwrite:
         raise OutputExists(f"{out} exists; --overwrite replaces it, or give another -o")
-    texts = Texts(options.temperature, options.length, _begins(options.prompts, path))
+    notes = Notes()
+    texts = Texts(options.temperature, options.length, _begins(options.prompts, path, notes))
     if log is not None:
         header = f"{model} generates {samples} windows of {seqlen} tokens and {held_out} to hold out; loading the model"
-        log(with_note(header, config))
+        log("\n".join([with_note(header, config), *notes.lines()]))
     begin = getattr(config.get_text_config(), "bos_token_id", None)
     loaded = load(path, packed=False, dtype=options.dtype, device=str(machine.device))
     most = threads_for(loaded, samples=count, seqlen=seqlen, most=machine.workers)
@@ -109,8 +110,8 @@ def _check_texts(options: GenerateOptions, seqlen: int) -> None:
             raise UsageError(f"--length {tokens}: expected 2 or more, and at most the {seqlen} tokens of a window")
 
 
-def _begins(names: Sequence[str], model: Path) -> list[list[int]]:
+def _begins(names: Sequence[str], model: Path, notes: Notes) -> list[list[int]]:
     """The tokens of all rows of files. UsageError for rows that are none, and where there are none."""
     tokenizer = cache(lambda: load_tokenizer(model))
-    rows = (row for name in files_of(names, option="--prompts") for row in read_rows(name))
-    return [list(chain.from_iterable(row_tokens(tokenizer, value, where))) for where, value in rows]
+    rows = (row for name in files_of(names, option="--prompts") for row in read_rows(name, notes=notes))
+    return [list(chain.from_iterable(row_tokens(tokenizer, value, where, notes=notes))) for where, value in rows]

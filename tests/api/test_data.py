@@ -50,6 +50,15 @@ def _stream() -> Iterator[str]:
     yield from ("one", "two")
 
 
+SQUAD = {"question": "Why?", "answers": {"text": ["So."], "answer_start": [3]}}
+
+
+def _table(library: str) -> Any:
+    made = pytest.importorskip(library)
+    columns = {"text": ["one", None], "id": [7, 8]}
+    return made.DataFrame(columns) if library == "pandas" else made.table(columns)
+
+
 KINDS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     "texts": (lambda: ["one text", "two\nlines"], [{"text": "one text"}, {"text": "two\nlines"}]),
     "texts that are no names": (
@@ -74,6 +83,14 @@ KINDS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     "a data set of tokens": (lambda: Rows([{"input_ids": row.tolist(), "id": 7} for row in ROWS]), TOKENS),
     "chats": (lambda: [CHAT], [{"messages": CHAT}]),
     "a data set of chats": (lambda: Rows([{"messages": CHAT}]), [{"messages": CHAT}]),
+    "one chat": (lambda: CHAT, [{"messages": CHAT}]),
+    "a table of pandas": (lambda: _table("pandas"), [{"text": "one", "id": 7}, {"text": None, "id": 8}]),
+    "a table of Arrow": (lambda: _table("pyarrow"), [{"text": "one", "id": 7}, {"text": None, "id": 8}]),
+    "a loader of texts": (
+        lambda: DataLoader([{"text": t, "id": t * 2} for t in ("a", "b", "c")], batch_size=2),  # type: ignore[arg-type]
+        [{"text": t, "id": t * 2} for t in ("a", "b", "c")],
+    ),
+    "answers": (lambda: Rows([SQUAD]), [SQUAD]),
 }
 
 
@@ -97,6 +114,10 @@ def test_files_and_data_sets_go_by_their_names(tmp_path: Path) -> None:
             assert names == expected
 
 
+class Splits(list[Any]):
+    features: None = None
+
+
 class Endless(IterableDataset[str]):
     def __iter__(self) -> Iterator[str]:
         while True:
@@ -117,6 +138,8 @@ def test_a_stream_without_an_end_is_cut(data: Any, monkeypatch: pytest.MonkeyPat
         ([0.5], r"data\[0\] is float, expected a text"),
         ([torch.zeros(2, 4)], r"data\[0\] is Tensor, expected a text"),
         ([{"input_ids": ["a"]}], r"data\[0\]\['input_ids'\] is list"),
+        ([{"text": "a", "tags": [object()]}], r"data\[0\] cannot be written as JSON .*; give texts, messages"),
+        ({"train": Splits(), "test": Splits()}, r"data has several data sets \(train, test\); give one of them"),
         (["a.txt", "and a text"], r"data has files \(a.txt\) and other rows; give one kind"),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 from ptqpipe.calibration import data
 from ptqpipe.calibration.data import DataFile, check_samples, load_samples
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.rows import PIECE
+from ptqpipe.rows.tokens import PIECE
 
 WORDS = [f"w{i}" for i in range(50)]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
@@ -189,7 +189,7 @@ def test_of_a_data_set_by_name_the_first_rows_are_read(tmp_path: Path, monkeypat
             yield number, {"input_ids": [number] * 100}
 
     monkeypatch.setattr(data, "LONG", 1000)
-    monkeypatch.setattr("ptqpipe.rows._dataset_rows", rows)
+    monkeypatch.setattr("ptqpipe.rows.forms.dataset_rows", rows)
     made = load_samples(["owner/texts"], tmp_path, samples=5, seqlen=4)
     assert (len(read), made.files[0].rows, made.files[0].every) == (11, 11, 2)
     load_samples(["owner/texts"], tmp_path, samples=12_000, seqlen=4)  # more than the first ones of so many give
@@ -223,7 +223,7 @@ def bad_files() -> Iterator[tuple[str, bytes | None, str]]:
     yield "bad.jsonl", b'{"text": "w1"}\n{"text": \n', r"bad\.jsonl, line 2 is not JSON"
     yield "list.jsonl", b"[1]\n", r"list\.jsonl, line 1 is list, expected an object"
     yield "field.jsonl", b'\n{"id": 3}\n', r"field\.jsonl, line 2 has id, not any of messages, .*--field"
-    yield "number.jsonl", b'{"text": 5}\n', r"number\.jsonl, line 1 is int, expected a text"
+    yield "number.jsonl", b'{"text": 5}\n', r"number\.jsonl, line 1, 'text' is int, expected a text"
     yield "negative.jsonl", b'{"input_ids": [1, -2]}\n', r"line 1 has token id -2"
     yield "short.txt", b"w1 w2", r"give 3 tokens, 0 windows of 4, expected 1; give more data"
 

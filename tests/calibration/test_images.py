@@ -132,5 +132,5 @@ def test_messages_that_are_no_objects_beside_an_image_are_one_line(tmp_path: Pat
     data = write(tmp_path)
     row = {"messages": [{"role": "user", "content": [{"type": "image", "image": "0.png"}]}, 5]}
     data.write_text(json.dumps(row) + "\n" + data.read_text())
-    with pytest.raises(UsageError, match=r"chats\.jsonl, line 1 has messages that are no objects, expected role"):
+    with pytest.raises(UsageError, match=r"chats\.jsonl, line 1, 'messages' is a list of dict and int, expected"):
         load_samples([str(data)], folder, samples=2, seqlen=SEQLEN, images=True)

@@ -95,7 +95,7 @@ def test_parquet_columns(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "a"}\n{oops\n', "line 2 is not JSON"),
         ("a.jsonl", b"[1, 2]\n", "line 1 is list"),
         ("a.jsonl", b'{"words": "a"}\n', "line 1 has words, not any of"),
-        ("a.jsonl", b'{"input_ids": {"a": 1}}\n', "line 1 is dict, expected a text"),
+        ("a.jsonl", b'{"input_ids": {"a": 1}}\n', "line 1, 'input_ids' is dict, expected a text"),
         ("a.jsonl", b'{"input_ids": [1, 2]}\n{"text": "a"}\n', "mixes"),
     ],
 )

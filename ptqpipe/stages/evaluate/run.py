@@ -208,7 +208,7 @@ def _header(job: _Job) -> str:
         stride = "" if job.stride == job.window else f", one every {job.stride}"
         count = len(job.windows(text))
         parts = f"{count} window{'s' * (count != 1)} of {job.window}{stride}"
-        lines.append(f"{text.name}: {len(text.tokens):,} tokens in {parts}")
+        lines += [f"{text.name}: {len(text.tokens):,} tokens in {parts}", *text.notes]
     if any(text.name == SAMPLE_NAME for text in job.texts):
         lines.append("(the sample text of the package; for a better test give text like yours with --data)")
     if job.options.tasks:

@@ -70,10 +70,10 @@ def measure(
     measurement: Measurement,
     *,
     shown: bool = False,
-    begin: Callable[[], None] = lambda: None,
+    begin: Callable[[Sequence[str]], None] = lambda notes: None,
 ) -> tuple[dict[tuple[str, str], float], str]:
     """(the cost of every option but keep, what the costs are). ``shown``: with a progress bar; ``begin`` is called when
-    all is checked.
+    all is checked, with lines about the text's rows.
 
     UsageError for a text or a record that does not belong here, CheckpointError for a model that cannot be run.
     """
@@ -96,7 +96,7 @@ def measure(
     }
     known = _read_record(measurement.record, header)
     todo = [(g, o.scheme) for g in groups for o in g.options if o.scheme and (g.id, o.name) not in known]
-    begin()
+    begin(text.notes)
     if todo:
         model = load(path, packed=False, dtype=torch.float32, activations="none")
         reference = KeptLogits(model, text.tokens, window)

@@ -143,9 +143,9 @@ def plan_mixed(
         limits = _Limits.of(source, groups, budget)
         costs: Costs
 
-        def begin() -> None:
+        def begin(notes: Sequence[str] = ()) -> None:
             if log is not None:
-                log(_header(source, groups, formats, limits))
+                log("\n".join([_header(source, groups, formats, limits), *notes]))
 
         options: Mapping[str, str] = {}
         if isinstance(sensitivity, Measurement):

@@ -1,0 +1,166 @@
+"""The value of a row whose fields are known: of one field, of a conversation, of a question with its answer."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ptqpipe.errors import UsageError
+from ptqpipe.images import has_image
+from ptqpipe.rows.chats import Messages, is_turn, messages_of, turns_of
+
+CHATS = ("messages", "conversations", "conversation")
+TEXTS = ("text", "content")
+ASKS = ("instruction", "prompt", "question", "query", "problem", "input")
+_CONTEXTS = ("context", "input")
+_ANSWERS = ("output", "response", "completion", "answer", "answers", "solution", "chosen")
+_SYSTEMS = ("system", "system_prompt")
+_SHOWN = ("images", "image", "videos", "audios")
+_STARTS = ("user", "human", "system")  # roles that a whole conversation begins with
+TOKENS = "input_ids"
+FIELDS = (*CHATS, *TEXTS, *ASKS, "chosen", TOKENS)
+
+Value = tuple[str, "str | Messages | list[int] | None"]
+"""What a row's form is called, and a text, messages or token ids; None for a row without text."""
+
+
+def nothing(value: Any) -> bool:
+    """Whether a value is null, or empty."""
+    return value is None or (isinstance(value, str | list | dict) and not value) or _blank(value)
+
+
+def _blank(value: Any) -> bool:
+    return isinstance(value, str) and not value.strip()
+
+
+def one_field(row: Mapping[Any, Any], key: str, where: str) -> Value:
+    """Of one field of a row. UsageError for what is neither text nor messages nor token ids."""
+    value = row[key]
+    if nothing(value):
+        return "text", None
+    if key in CHATS or not isinstance(value, str):
+        value = turns_of(value)
+    if key == TOKENS and isinstance(value, str):
+        value = _token_list(value, where)
+    if isinstance(value, str):
+        left = [name for name in (*ASKS, *_ANSWERS) if key in TEXTS and not nothing(row.get(name)) and name != key]
+        return f"{key!r} alone ({_names(left)} left out)" if left else "text", value
+    if isinstance(value, list) and all(type(token) is int for token in value):
+        return _masked(value, row.get("attention_mask") if key == TOKENS else None)
+    if isinstance(value, list) and all(isinstance(turn, Mapping) for turn in value):
+        return conversation(value, row if key in CHATS else {}, where)
+    kinds = sorted({type(part).__name__ for part in value}) if isinstance(value, list) else []
+    what = f"a list of {' and '.join(kinds)}" if kinds else type(value).__name__
+    raise UsageError(
+        f"{where}, {key!r} is {what}, expected a text, a list of messages or a list of token ids; name another field "
+        "with --field, or leave such rows out"
+    )
+
+
+def _token_list(value: str, where: str) -> Any:
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise UsageError(
+            f"{where}, {TOKENS!r} is a text, expected a list of token ids; tokenize the data again"
+        ) from None
+
+
+def _masked(tokens: list[int], mask: Any) -> Value:
+    if not isinstance(mask, list) or len(mask) != len(tokens) or all(mask):
+        return "token ids", tokens
+    used = [token for token, use in zip(tokens, mask, strict=True) if use]
+    return "token ids that attention_mask leaves in", used or None
+
+
+def conversation(turns: Sequence[Any], row: Mapping[Any, Any], where: str) -> Value:
+    """Of turns, and what else a row says about them: its system prompt, its tools.
+
+    UsageError for turns whose keys nobody knows, and for images beside them, which no message shows.
+    """
+    form, made = messages_of(turns, where)
+    others = []
+    system = next((key for key in _SYSTEMS if isinstance(row.get(key), str) and not _blank(row[key])), None)
+    if system is not None and made and made[0]["role"] != "system":
+        made.insert(0, {"role": "system", "content": row[system]})
+        others.append(system)
+    tools = turns_of(row.get("tools"))
+    if not nothing(tools):
+        if not isinstance(tools, list):
+            raise UsageError(f"{where}, 'tools' is {type(tools).__name__}, expected a list of objects; leave it out")
+        made.tools = tools
+        others.append("tools")
+    shown = next((key for key in _SHOWN if not nothing(row.get(key))), None)
+    if shown is not None and not any(has_image(message["content"]) for message in made):
+        raise UsageError(
+            f"{where} has {shown!r} beside its messages; put them into content as parts "
+            '{"type": "image", "image": "a.png"}, or leave such rows out'
+        )
+    if not any(not nothing(message["content"]) or message.get("tool_calls") for message in made):
+        return form, None
+    return f"{form} with {' and '.join(others)}" if others else form, made
+
+
+def asked(row: Mapping[Any, Any], ask: str, where: str) -> Value:
+    """Of a row with an instruction, a prompt or a question in its field ``ask``: with the answer where it has one."""
+    first, answer = row[ask], next((key for key in _ANSWERS if _reply(row.get(key)) is not None), None)
+    reply = None if answer is None else _reply(row[answer])
+    if not isinstance(first, str):
+        if not isinstance(reply, list) or not isinstance(first, list):
+            return one_field(row, ask, where)
+        form, made = conversation([*first, *reply], row, where)
+        return f"{form} in {ask!r} and {answer!r}{_left_out(row, [ask, str(answer)])}", made
+    if isinstance(reply, list):  # the chosen one of two conversations: mostly the prompt is its beginning
+        whole = reply[0].get("role", reply[0].get("from")) in _STARTS
+        form, made = conversation(reply if whole else [{"role": "user", "content": first}, *reply], row, where)
+        return f"{form} in {answer!r}{_left_out(row, [ask, str(answer)])}", made
+    context = next(
+        (key for key in _CONTEXTS if key != ask and isinstance(row.get(key), str) and not _blank(row[key])), None
+    )
+    texts = [first] if context is None else [row[context], first] if context == "context" else [first, row[context]]
+    used = [ask, *([context] if context is not None else []), *([str(answer)] if answer is not None else [])]
+    form, question = f"{' and '.join(map(repr, used))}{_left_out(row, used)}", "\n\n".join(texts)
+    if reply is None:
+        plain = used == [ask] and form == repr(ask)
+        return ("text" if plain else form), question
+    if answer == "completion":  # it goes on where the prompt ends
+        return form, question + ("" if question[-1].isspace() or reply[0].isspace() else "\n") + reply
+    turns = [*_history(row), {"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+    _, made = conversation(turns, {key: row.get(key) for key in _SYSTEMS}, where)
+    if isinstance(made, Messages):
+        made.plain = True
+    return form, made
+
+
+def _reply(value: Any) -> Any:
+    """An answer: a text, or turns; of several texts the first. None for what is neither."""
+    if isinstance(value, Mapping):  # as SQuAD has it
+        value = value.get("text")
+    if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+        value = value[0]
+    if isinstance(value, list) and value and all(is_turn(turn) for turn in value):
+        return value
+    return None if not isinstance(value, str) or _blank(value) else value
+
+
+def _history(row: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    """Earlier turns of a row, [[question, answer], ...]."""
+    pairs = row.get("history") or ()
+    good = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+    roles = ("user", "assistant")
+    return [{"role": roles[at], "content": pair[at]} for pair in pairs for at in (0, 1)] if good else []
+
+
+def _left_out(row: Mapping[Any, Any], used: Sequence[str]) -> str:
+    """Which other fields of a row have sentences or lists, in words; empty for none. Names, places and labels have no
+    space in them."""
+    known = {*used, *_SYSTEMS, "history", "tools"}
+    left = [key for key, value in row.items() if key not in known and not nothing(value) and _says(value)]
+    return f" ({_names(left)} left out)" if left else ""
+
+
+def _says(value: Any) -> bool:
+    return isinstance(value, list | dict) or (isinstance(value, str) and any(letter.isspace() for letter in value))
+
+
+def _names(keys: Sequence[Any]) -> str:
+    return ", ".join(map(str, keys[:4])) + (", ..." if len(keys) > 4 else "")
