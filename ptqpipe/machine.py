@@ -28,6 +28,7 @@ from ptqpipe.quantities import disk_size, memory_size, option_size, three_digits
 BASE_BYTES = 420 << 20
 WORKER_BYTES = 128 << 20
 MAX_DEFAULT_WORKERS = 16  # of those that wait for disks; what only computes has as many threads as there are cores
+LARGE_MATRIX = 1 << 20  # numbers, below which threads wait for each other longer than they work
 READ_AHEAD = 1  # threads beside the workers, which wait for the disk while those compute
 
 
@@ -136,10 +137,12 @@ class Machine:
 
 
 @contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Sets torch's own threads to ``count`` in the context, at most the processors that this process may use."""
+def threads(count: int, *, largest: int | None = None) -> Iterator[None]:
+    """Sets torch's own threads to ``count`` in the context, at most the processors that this process may use; to one
+    where a model's ``largest`` matrix is below LARGE_MATRIX."""
     before = torch.get_num_threads()
-    torch.set_num_threads(min(count, len(processors())))
+    small = largest is not None and largest < LARGE_MATRIX
+    torch.set_num_threads(1 if small else min(count, len(processors())))
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ parameter, and how experts become stacks, is transformers' own conversion mappin
 tensors of one part at a time. A quantized checkpoint is decoded as it is read (`runtime/state.py`).
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -134,6 +135,11 @@ class Skeleton:
     def nbytes(self, part: str) -> int:
         """Bytes of a part's parameters."""
         return sum(p.numel() * p.element_size() for p in self.model.get_submodule(part).parameters())
+
+    def largest_matrix(self) -> int:
+        """Numbers in the largest matrix of a layer, of stacked experts in one of theirs."""
+        shapes = (p.shape[-2:] for _, block in self.blocks for p in block.parameters())
+        return max((math.prod(shape) for shape in shapes if len(shape) == 2), default=0)
 
     def has_room(self, tokens: int, memory_bytes: int, streams: int) -> bool:
         """Whether weights of a layer and so many sets of hidden states of all tokens fit into memory together."""

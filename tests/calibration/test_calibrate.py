@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ptqpipe import machine as machine_module
 from ptqpipe.calibration import runner
 from ptqpipe.calibration.activations import OnDisk
 from ptqpipe.calibration.data import load_samples
@@ -231,6 +232,25 @@ def stage_text() -> Any:
     from ptqpipe.stages.calibrate import text as calibrate_text
 
     return calibrate_text
+
+
+@pytest.mark.parametrize(("large", "most"), [(1 << 20, 1), (1, 2)])
+def test_threads_run_only_a_model_whose_matrices_are_worth_it(
+    large: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On small matrices two threads spend most of their time waiting for each other."""
+    monkeypatch.setattr(machine_module, "processors", lambda: [0, 1])
+    monkeypatch.setattr(machine_module, "LARGE_MATRIX", large)
+    seen: set[int] = set()
+
+    def advance(self: runner.Block, *args: Any, **options: Any) -> None:
+        seen.add(torch.get_num_threads())
+        original(self, *args, **options)
+
+    original = runner.Block.advance
+    monkeypatch.setattr(runner.Block, "advance", advance)
+    run(tmp_path, machine=Machine(workers=2))
+    assert seen == {most}
 
 
 def test_samples_on_disk_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,15 @@ def test_moments_of_pieces_are_those_of_all_rows(dtype: torch.dtype) -> None:
         assert torch.equal(found["block_moment"][i], found["full_moment"][part, part])
 
 
+def test_sums_of_many_columns_are_exact_and_leave_the_rows_alone() -> None:
+    x = rows(300, 600).double()
+    before = x.clone()
+    moments = collected([x], full=False)
+    assert torch.equal(x, before)
+    assert torch.allclose(moments.total, x.sum(0), rtol=1e-12, atol=1e-9)
+    assert torch.allclose(moments.squares, (x * x).sum(0), rtol=1e-12)
+
+
 def test_blocks_alone_are_those_of_the_full_moment() -> None:
     x = rows(500).double()
     alone = collected([x], full=False).tensors(block=True)

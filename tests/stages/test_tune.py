@@ -27,7 +27,7 @@ from ptqpipe.errors import NumericsError, OutputError, UsageError
 from ptqpipe.evaluation.text import SAMPLE
 from ptqpipe.formats import get_format
 from ptqpipe.kernels import cpu_library
-from ptqpipe.machine import Machine
+from ptqpipe.machine import LARGE_MATRIX, Machine
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting import conversion
 from ptqpipe.rounding import Rounding
@@ -62,12 +62,12 @@ def rows(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_windows(tmp_path_factory.mktemp("rows") / "rows.jsonl", torch.tensor(ids).view(16, 32))
 
 
-@pytest.mark.parametrize(("large", "threads"), [(tune.LARGE, 1), (1, 2)], ids=["small", "large"])
+@pytest.mark.parametrize(("large", "threads"), [(LARGE_MATRIX, 1), (1, 2)], ids=["small", "large"])
 def test_small_weights_are_computed_by_one_thread(
     large: int, threads: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two would wait for each other longer than they compute: ten times the seconds on a busy machine."""
-    monkeypatch.setattr(tune, "LARGE", large)
+    monkeypatch.setattr("ptqpipe.machine.LARGE_MATRIX", large)
     monkeypatch.setattr("ptqpipe.machine.processors", lambda: [0, 1])
 
     def begins(line: str) -> None:

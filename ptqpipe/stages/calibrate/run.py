@@ -123,7 +123,7 @@ def calibrate(
             out, parts, source=source.reader, index_file=STATS_FILE, mode=mode, rank=ranks.rank, wait=ranks.barrier,
             lost_with=lambda unit: [OUTPUTS] if is_of_outputs(unit) else [],
         )  # fmt: skip
-        with folder as output, threads(machine.workers):
+        with folder as output, threads(machine.workers, largest=skeleton.largest_matrix()):
             if log is not None and ranks.rank == 0:
                 described = _described(samples, skeleton, options, collecting)
                 log(with_note(f"{name_of(path)} on {described}", config, images=samples.shown))

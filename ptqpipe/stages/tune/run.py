@@ -54,8 +54,6 @@ from ptqpipe.tuning.block import BlockWork, observe
 from ptqpipe.tuning.in_order import divided, follow
 from ptqpipe.tuning.options import TuneOptions, check
 
-LARGE = 1 << 20  # numbers in a weight
-
 
 def tune(
     model: str | Path,
@@ -103,7 +101,7 @@ def tune(
             start = {"beside": codes_of.START, "lost_with": lambda unit: [codes_of.ENDED]}
         folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode, **start)
         found: dict[str, Likeness] = {}
-        with folder, threads(machine.workers if _is_large(prepared) else 1):
+        with folder, threads(machine.workers, largest=_largest(prepared)):
             if log is not None:
                 log(with_note(described(prepared, samples, options), config, images=samples.shown))
             if codes_of.ENDED not in folder.done:
@@ -159,10 +157,9 @@ def _runs_backwards(prepared: Conversion, options: TuneOptions, *, collects: boo
     return options.by_kl and (options.follows or (collects and fits))
 
 
-def _is_large(prepared: Conversion) -> bool:
-    """Whether a weight is so large that torch's threads gain more than they cost by waiting for each other: operations
-    on fewer numbers take microseconds, and there are hundreds for each weight."""
-    return any(m.shape[0] * m.shape[1] >= LARGE for unit in prepared.outputs.plan.units for m in unit.members)
+def _largest(prepared: Conversion) -> int:
+    """Numbers of the largest weight whose codes are chosen."""
+    return max((m.shape[0] * m.shape[1] for unit in prepared.outputs.plan.units for m in unit.members), default=0)
 
 
 def _has_full(stats: Path) -> bool:
