@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.chat_template import TemplateError, render
 from ptqpipe.checkpoint import nearest_path
-from ptqpipe.errors import UsageError, first_line, missing_package
+from ptqpipe.errors import UsageError, first_line, missing_package, tokenizer_errors
 from ptqpipe.images import has_image
 from ptqpipe.regular_file import MAX_TEXT_BYTES, kind_of, read_regular_text
 
@@ -208,7 +209,9 @@ def row_tokens(tokenizer: Callable[[], Any], value: Any, where: str, *, begins: 
     """
     if isinstance(value, str):
         for number, piece in enumerate(pieces(value)):
-            yield tokenizer()(piece, add_special_tokens=begins and number == 0, verbose=False)["input_ids"]
+            with tokenizer_errors(where):
+                ids = tokenizer()(piece, add_special_tokens=begins and number == 0, verbose=False)["input_ids"]
+            yield ids
     elif isinstance(value, list) and value and all(isinstance(token, int) for token in value):
         if not all(0 <= token < MAX_TOKEN for token in value):
             worst = next(token for token in value if not 0 <= token < MAX_TOKEN)
@@ -255,14 +258,13 @@ def shows_images(value: Any) -> bool:
 
 def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> list[int]:
     text = chat_text(tokenizer, messages, where)
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    with tokenizer_errors(where):
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def chat_text(tokenizer: Any, messages: list[dict[str, Any]], where: str, *, template: str | None = None) -> str:
     """What the chat template of a tokenizer, or else ``template``, makes of messages. UsageError without one, and for
     messages that do not fit it."""
-    from jinja2 import TemplateError
-
     template = getattr(tokenizer, "chat_template", None) or template
     if not template:
         raise UsageError(
@@ -270,9 +272,10 @@ def chat_text(tokenizer: Any, messages: list[dict[str, Any]], where: str, *, tem
             "--field"
         )
     try:
-        text: str = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
-    except (TemplateError, ValueError, KeyError, TypeError) as error:
+        return render(tokenizer, messages, template, {})
+    except TemplateError as error:
+        if not error.ends:
+            raise UsageError(f"{where}: the model's chat template is of no use: {error}; give plain text") from None
         raise UsageError(
-            f"{where} does not fit the model's chat template: {first_line(error)}; expected role and content"
+            f"{where} does not fit the model's chat template: {error}; expected role and content"
         ) from None
-    return text
