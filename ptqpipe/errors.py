@@ -6,7 +6,8 @@ it without a stack trace; anything that is not a PtqError is a bug and keeps its
 
 import errno
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -168,6 +169,24 @@ def missing_package(what: str, package: str, install: str) -> UsageError:
     """The error for a package that is not installed. ``what`` needs it; ``install`` is what pip is to install."""
     quoted = f"'{install}'" if "[" in install else install
     return UsageError(f"{what} needs {package}; install it with: pip install {quoted}")
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust gave up: what it raises is no Exception, so that nothing else would catch it."""
+    return type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def tokenizer_errors(what: str) -> Iterator[None]:
+    """Makes a UsageError about ``what`` of a tokenizer's failure: an Exception of no further kind, or a panic."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and not is_panic(error):
+            raise
+        raise UsageError(
+            f"{what}: the model's tokenizer fails on this text: {first_line(error)}; shorten the text or leave it out"
+        ) from None
 
 
 class RecipeError(PtqError):

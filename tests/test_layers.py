@@ -62,7 +62,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "measured":     {"formats", "qtensor", "global_scale", "kernels", "search", "source"},
     "statistics":   {"errors", "checkpoint", "inputs"},
     "rounding":     {"errors", "formats", "qtensor", "checkpoint"},
-    "rows":         {"checkpoint", "errors", "images", "regular_file"},
+    # The child imports nothing of the package, and is started by its path.
+    "chat_renderer": set(),
+    "chat_template": {"errors", "processes"},
+    "rows":         {"chat_template", "checkpoint", "errors", "images", "regular_file"},
     "calibration":  {
         "errors", "families", "formats", "images", "inputs", "qtensor", "checkpoint", "plan", "source", "statistics",
         "runtime", "rotation", "rows",
@@ -74,7 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation":   {"_version", "errors", "quantities", "regular_file", "checkpoint", "rows"},
     # The engine is given a model; a server is given an engine. Neither knows files, formats or each other's business.
     "engine":       {"errors", "kernels", "quantities"},
-    "server":       {"_version", "errors", "engine", "images"},
+    "server":       {"_version", "chat_template", "errors", "engine", "images"},
     "report":       {"errors", "quantities"},
     "collectives":  {"errors", "formats", "qtensor", "kernels"},
     # Runs inside vLLM, beside vLLM's own transformers: nothing that imports ours.
@@ -97,11 +100,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "stages":       {
         "_version", "dtypes", "errors", "formats", "schemes", "qtensor", "regular_file", "global_scale",
-        "families", "kernels", "search", "algorithms", "transforms", "containers", "checkpoint", "recipe", "plan",
-        "source", "origins", "record", "folded", "measured", "statistics", "rounding", "calibration", "runtime",
-        "evaluation", "report", "engine", "server", "collectives", "options", "inputs", "processes", "quantities",
-        "readers", "rotation", "rows", "scan", "card", "machine", "tensor_names", "json_values", "rewriting", "tuning",
-        "verification",
+        "families", "kernels", "search", "algorithms", "transforms", "chat_template", "containers", "checkpoint",
+        "recipe", "plan", "source", "origins", "record", "folded", "measured", "statistics", "rounding", "calibration",
+        "runtime", "evaluation", "report", "engine", "server", "collectives", "options", "inputs", "processes",
+        "quantities", "readers", "rotation", "rows", "scan", "card", "machine", "tensor_names", "json_values",
+        "rewriting", "tuning", "verification",
     },
     "api":          {
         "errors", "formats", "schemes", "qtensor", "algorithms", "source", "options", "stages", "checkpoint",
@@ -128,14 +131,14 @@ COMMANDS: dict[str, set[str]] = {
 
 # Third-party packages that only some modules may import: names in dotted form, a package stands for all it holds.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "transformers": ("calibration", "runtime", "engine", "stages.serve"),
+    "transformers": ("calibration", "chat_renderer", "chat_template", "runtime", "engine", "stages.serve"),
     "accelerate": ("calibration",),
     "lm_eval": ("evaluation",),
     "click": ("cli",),
     "huggingface_hub": ("checkpoint.source", "stages.push"),
     "triton": ("kernels",),
     "yaml": ("recipe.file", "evaluation.harness", "card"),
-    "jinja2": ("report", "rows"),
+    "jinja2": ("report",),
     "matplotlib": ("report",),
     "fastapi": ("server",),
     "starlette": ("server",),

@@ -85,6 +85,7 @@ class QuantAllReduce:
     ) -> None:
         self.group = _group(group)
         self.world: int = self.group.size()
+        self._devices = {device.type for device in self.group._device_types}
         self.codec: WireCodec = get_wire_codec(codec, block, hadamard=hadamard)
         self.chunk_bytes = _positive("chunk_bytes", chunk_bytes)
         if not isinstance(transport, SymmetricMemory) and transport not in get_args(Transport):
@@ -134,10 +135,15 @@ class QuantAllReduce:
         return "quantized" if nbytes >= self.thresholds.quantized else self.thresholds.plain_way(nbytes)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of ``x`` over the ranks, into ``out`` (may be ``x``) or a new contiguous tensor."""
+        """The sum of ``x`` over the ranks, into ``out`` (may be ``x``) or a new contiguous tensor.
+
+        UsageError, before anything is sent, for what is no dense tensor on a device of the group, and for an ``out``
+        that does not fit ``x``, overlaps it in part, or has one number in several places.
+        """
         if torch.compiler.is_compiling():
             y = op.quant_all_reduce(x, self.name)
             return y if out is None else out.copy_(y)
+        self._check(x, out)
         if self._last is not None:
             self._settle()
         way = self.way(x.numel(), x.dtype)
@@ -151,6 +157,7 @@ class QuantAllReduce:
 
         A plain sum is a collective of the group's: meanwhile the ranks may call others only in one order.
         """
+        self._check(x, out)
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="ptqpipe-allreduce")
         self._behind = True
@@ -159,6 +166,7 @@ class QuantAllReduce:
 
     def quantized(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The quantized sum whatever the size. UsageError for dtypes that have no codec."""
+        self._check(x, out)
         if x.dtype not in DTYPES:
             raise UsageError(f"{x.dtype} cannot be quantized; expected bfloat16, float16 or float32")
         self._settle()
@@ -166,22 +174,44 @@ class QuantAllReduce:
 
     def plain(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The plain sum: the group's own or, where that was measured to be faster, one of our schedules."""
+        self._check(x, out)
         self._settle()
         return self._plain(x, out, "own" if x.dtype not in DTYPES else self.thresholds.plain_way(x.nbytes))
 
     def plain_two_shot(self, x: torch.Tensor) -> torch.Tensor:
         """The plain sum by the schedule of the quantized one, in place: what the codec alone has to beat."""
+        self._check(x, x)
         self._settle()
         return self._sum(x, x, Plain())
 
     def plain_one_shot(self, x: torch.Tensor) -> torch.Tensor:
         """The same sum, bit by bit, in place: every rank gets every partial. UsageError for CUDA tensors."""
+        self._check(x, x)
         self._settle()
         return self._sum(x, x, Plain(), one_shot=True)
 
     def stats(self) -> Stats:
         """Counters since this was created."""
         return replace(self._stats, plain_calls=self._plain_calls)
+
+    def _check(self, x: torch.Tensor, out: torch.Tensor | None) -> None:
+        """UsageError for tensors that cannot be summed. Few steps for the usual ones: small sums take no longer."""
+        _check_tensor("x", x, self._devices)
+        if out is None or (out is x and x.is_contiguous()):
+            return
+        _check_tensor("out", out, self._devices)
+        if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
+            wanted = f"{list(x.shape)} {x.dtype} on {x.device}"
+            raise UsageError(f"out is {list(out.shape)} {out.dtype} on {out.device}; expected {wanted}")
+        if _overlaps_itself(out):
+            raise UsageError(
+                f"out is {list(out.shape)} with strides {list(out.stride())}, which has one number in several places; "
+                "give a contiguous tensor"
+            )
+        if _same(x, out) or not (x.is_contiguous() and out.is_contiguous()):
+            return  # what lies between the other's rows is written when the sum is complete
+        if _meet(x, out):
+            raise UsageError("out overlaps x in part; give x itself, or memory of its own")
 
     def _settle(self) -> None:
         """Waits for what :meth:`start` began: messages of two calls must not mix."""
@@ -294,15 +324,47 @@ def _positive(name: str, value: int) -> int:
 
 def _result(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """A contiguous tensor for the sum: ``out`` where it can be."""
-    if out is None:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if out is x and x.is_contiguous():
-        return x
-    if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
-        raise UsageError(
-            f"out is {list(out.shape)} {out.dtype} on {out.device}; expected {list(x.shape)} {x.dtype} on {x.device}"
-        )
-    return out if out.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out is not None and out.is_contiguous() and (out is x or _same(x, out) or not _meet(x, out)):
+        return out
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _check_tensor(name: str, x: torch.Tensor, devices: set[str]) -> None:
+    """UsageError for what is no dense tensor on one of the devices."""
+    if not isinstance(x, torch.Tensor):
+        raise UsageError(f"{name} is {type(x).__name__}, expected a torch tensor; use torch.as_tensor")
+    if x.layout != torch.strided or x.is_nested or x.is_quantized:
+        raise UsageError(f"{name} is no dense tensor; use to_dense")
+    if x.device.type not in devices:
+        raise UsageError(f"{name} is on {x.device}; this group sums tensors on {' and '.join(sorted(devices))}")
+
+
+def _overlaps_itself(x: torch.Tensor) -> bool:
+    """Whether two of a tensor's numbers may be one in memory: as of an expanded tensor, or of windows that slide."""
+    reach = 0  # of the dimensions so far, in elements
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def _same(x: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether two tensors of one shape are the same memory in the same order."""
+    return x.data_ptr() == out.data_ptr() and x.stride() == out.stride()
+
+
+def _meet(x: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether the memory from the first to the last number of one has a byte of the other's."""
+
+    def ends(one: torch.Tensor) -> tuple[int, int]:
+        reach = sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
+        return one.data_ptr(), one.data_ptr() + (reach + 1) * one.element_size()
+
+    if not x.numel() or x.device != out.device:
+        return False
+    (first, last), (other_first, other_last) = ends(x), ends(out)
+    return first < other_last and other_first < last
 
 
 def _deliver(y: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

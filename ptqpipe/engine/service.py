@@ -186,7 +186,7 @@ class Service:
         except PtqError as error:
             if self.engine is not None or self.state is not State.DRAINING:  # else the loading was given up
                 self.fail(str(error))
-        except Exception as error:
+        except BaseException as error:  # also a panic of a library in Rust, such as the tokenizer's
             self.fail(f"the engine failed: {type(error).__name__}: {error}")
             raise
         finally:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from ptqpipe.errors import UsageError, first_line, missing_package
+from ptqpipe.errors import UsageError, first_line, missing_package, tokenizer_errors
 from ptqpipe.regular_file import MAX_TEXT_BYTES, read_regular_text
 
 LOCAL_TASKS = Path(__file__).resolve().parent / "tasks"
@@ -110,7 +110,7 @@ def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, progress: boo
                 f"the tasks {', '.join(request.names)} cannot be loaded: {first_line(error)}; local_ tasks need no hub"
             ) from None
         lm = _language_model()(pretrained=model, tokenizer=tokenizer, batch_size=request.batch_size)
-        with _without_git(), _in_one_process():
+        with _without_git(), _in_one_process(), tokenizer_errors("a text of the tasks"):
             found = simple_evaluate(
                 model=lm,
                 tasks=list(tasks.values()),

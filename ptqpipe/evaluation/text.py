@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, tokenizer_errors
 from ptqpipe.rows import Notes, files_of, read_rows, row_tokens, size_of
 
 SAMPLE = Path(__file__).resolve().parent / "sample.txt"
@@ -54,7 +54,8 @@ def read_text(
     if texts and ids:
         raise UsageError(f"{name} mixes rows of text with rows of messages or tokens; write each kind to its own file")
     if texts:
-        ids = tokenizer()("\n\n".join(texts), verbose=False)["input_ids"]
+        with tokenizer_errors(str(name)):
+            ids = tokenizer()("\n\n".join(texts), verbose=False)["input_ids"]
     found = torch.tensor(ids, dtype=torch.int64)[:max_tokens]
     if max_tokens is not None and max_tokens < LEAST:
         raise UsageError(f"--max-tokens {max_tokens}: expected 2 or more, since each is predicted from those before it")

@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ptqpipe.errors import UsageError, first_line
+from ptqpipe.chat_template import TemplateError, render
+from ptqpipe.errors import UsageError, tokenizer_errors
 from ptqpipe.rows.chats import Messages, text_in
 from ptqpipe.rows.forms import Notes, shows_images
 
@@ -40,10 +41,14 @@ def row_tokens(
                 f"{where} has an image, which only calibrate and tune take, for a model of images; leave such rows out"
             )
         text, plain = row_text(tokenizer(), value, where, notes=notes)
-        yield list(tokenizer()(text, add_special_tokens=plain, verbose=False)["input_ids"])
+        with tokenizer_errors(where):
+            ids = list(tokenizer()(text, add_special_tokens=plain, verbose=False)["input_ids"])
+        yield ids
     elif isinstance(value, str):
         for number, piece in enumerate(pieces(value)):
-            yield tokenizer()(piece, add_special_tokens=begins and number == 0, verbose=False)["input_ids"]
+            with tokenizer_errors(where):
+                ids = tokenizer()(piece, add_special_tokens=begins and number == 0, verbose=False)["input_ids"]
+            yield ids
     else:
         if not all(0 <= token < MAX_TOKEN for token in value):
             worst = next(token for token in value if not 0 <= token < MAX_TOKEN)
@@ -142,20 +147,17 @@ def _with_parts(messages: Messages) -> Messages:
 
 def chat_text(tokenizer: Any, messages: Messages, where: str, *, template: str | None) -> str:
     """What a chat template makes of messages. UsageError without one, and for messages that do not fit it."""
-    from jinja2 import TemplateError
-
     if not template:
         raise UsageError(
             f"{where} is a list of messages, and the model's tokenizer has no chat template; give plain text with "
             "--field"
         )
     try:
-        text: str = tokenizer.apply_chat_template(
-            messages, tools=messages.tools, chat_template=template, tokenize=False
-        )
-    except (TemplateError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return render(tokenizer, list(messages), template, {"tools": messages.tools} if messages.tools else {})
+    except TemplateError as error:
+        if not error.ends:
+            raise UsageError(f"{where}: the model's chat template is of no use: {error}; give plain text") from None
         raise UsageError(
-            f"{where} does not fit the model's chat template: {first_line(error)}; change the roles and contents of "
-            "such rows, or leave them out"
+            f"{where} does not fit the model's chat template: {error}; change the roles and contents of such rows, or "
+            "leave them out"
         ) from None
-    return text

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from ptqpipe.checkpoint import refuse_pipes
 from ptqpipe.dtypes import FLOATS
-from ptqpipe.errors import CheckpointError, UsageError, first_line, missing_package, one_line
+from ptqpipe.errors import CheckpointError, UsageError, first_line, is_panic, missing_package, one_line
 from ptqpipe.families import check_experts
 from ptqpipe.runtime.creating import create_config, creating, quiet
 from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare
@@ -218,7 +218,9 @@ def load_tokenizer(path: Path) -> Any:
     try:
         with quiet():
             return AutoTokenizer.from_pretrained(path, config=config, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of what kind depends on the tokenizer's own code
+    except BaseException as error:  # of what kind depends on the tokenizer's own code
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         reason = first_line(error)
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
             reason = f"it has none of {', '.join(TOKENIZER_FILES)}"

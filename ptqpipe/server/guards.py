@@ -24,6 +24,8 @@ _ID = re.compile(rb"[\w.:-]{1,128}")
 _HOST = re.compile(r"\[(?P<ipv6>[^]]*)\](?::\d*)?|(?P<name>[^:]*)(?::\d*)?")
 _DRAIN_BYTES = 256 << 20  # of a body that is too large, read and thrown away so that its sender sees the answer
 _DRAIN_S = 10.0
+_MOST_GROUPS = 1 << 14  # lists and objects of a body: a chat has one a message, and one a part of it
+_MOST_STRINGS = 1 << 17
 _LARGE_BYTES = 1 << 16  # of a body, whose objects do not wait until Python looks for cycles by itself
 
 
@@ -127,6 +129,7 @@ class Guards:
                     await _drain(receive)
                 raise self._too_large()
         body = b"".join(parts)
+        _check_values(body)
         whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -136,6 +139,24 @@ class Guards:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max_body} bytes", code="body_too_large")
+
+
+def _check_values(body: bytes) -> None:
+    """ApiError for JSON of more values than a request can have: to build a million objects of 4 MB, and check each,
+    takes a second in which nothing else is answered."""
+    if body.count(b"[") + body.count(b"{") <= _MOST_GROUPS and body.count(b'"') <= 2 * _MOST_STRINGS:
+        return
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quotation mark left begins or ends a string
+    count, most, what = plain.count(b'"') // 2, _MOST_STRINGS, "strings"
+    if count <= most:
+        outside = b'"'.join(plain.split(b'"')[::2])
+        count, most, what = outside.count(b"[") + outside.count(b"{"), _MOST_GROUPS, "lists and objects"
+    if count > most:
+        raise ApiError(
+            400,
+            f"the body has {count} {what}, expected at most {most}; send it as several requests",
+            code="too_many_values",
+        )
 
 
 def _is_address(name: str) -> bool:

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ptqpipe.chat_template import TemplateError, render
 from ptqpipe.engine import ContextTooLong, Images
-from ptqpipe.errors import UsageError, one_line
+from ptqpipe.errors import UsageError, tokenizer_errors
 from ptqpipe.images import decode_images, digest_of, read_image, split_content
 from ptqpipe.server.errors import ApiError
 from ptqpipe.server.logprobs import TokenNames
@@ -62,8 +63,13 @@ class Prompts:
         return self._template is not None
 
     async def run(self, work: Callable[[], _T]) -> _T:
-        """What ``work`` returns, which tokenizes: in the one thread that does."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        """What ``work`` returns, which tokenizes: in the one thread that does. UsageError where the tokenizer fails."""
+
+        def guarded() -> _T:
+            with tokenizer_errors("the request"):
+                return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, guarded)
 
     def encode(self, prompt: str | list[int], *, special: bool = True) -> tuple[tuple[int, ...], str]:
         """(tokens, text) of a prompt that is one or the other. ContextTooLong for more than twice the context."""
@@ -142,10 +148,9 @@ class Prompts:
             {**(message.model_extra or {}), "role": message.role, "content": content}
             for message, content in zip(messages, contents, strict=True)
         ]
+        assert self._template is not None
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                plain, chat_template=self._template, add_generation_prompt=generate, tokenize=False, **extra
-            )
-        except Exception as error:  # a template is a program of the checkpoint's author
-            raise ApiError(400, f"the chat template refuses these messages: {one_line(str(error))}") from error
-        return text
+            return render(self.tokenizer, plain, self._template, {"add_generation_prompt": generate, **extra})
+        except TemplateError as error:
+            what = "refuses" if error.ends else "fails on"
+            raise ApiError(400, f"the chat template {what} these messages: {error}", param="messages") from None

@@ -9,6 +9,7 @@ import asyncio
 import copy
 import errno
 import gc
+import logging
 import signal
 import socket
 import time
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+import uvicorn.logging
 from starlette.types import ASGIApp
 
 from ptqpipe.engine import Service, State
@@ -88,6 +90,7 @@ def run(
         backlog=backlog,
         log_config=_logging(),
         access_log=access_log,
+        proxy_headers=False,  # else every client on loopback may say which address the log shows
         timeout_graceful_shutdown=int(_LAST_WORDS_S),
         lifespan="off",
     )
@@ -112,11 +115,23 @@ def url_of(host: str, listening: socket.socket) -> str:
 def _logging() -> dict[str, Any]:
     """uvicorn's settings of its log: warnings, and requests with their time, on stderr."""
     settings = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    settings["formatters"]["access"]["()"] = _Access
     settings["formatters"]["access"]["fmt"] = '%(asctime)s %(client_addr)s "%(request_line)s" %(status_code)s'
     settings["handlers"]["access"]["stream"] = "ext://sys.stderr"
     for name in ("uvicorn", "uvicorn.error"):
         settings["loggers"][name]["level"] = "WARNING"
     return settings
+
+
+class _Access(uvicorn.logging.AccessFormatter):
+    """Lines of the access log without what follows "?", where no route takes anything and clients may put keys."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line."""
+        if isinstance(record.args, tuple) and len(record.args) == 5:  # client, method, path, version, status
+            client, method, path, version, status = record.args
+            record.args = (client, method, str(path).partition("?")[0], version, status)
+        return super().formatMessage(record)
 
 
 class _Running:

@@ -385,6 +385,79 @@ def test_what_makes_no_sense_is_refused_in_one_line() -> None:
         assert all("expected" in line or "known are" in line or "two ranks" in line for line in found)
 
 
+def views() -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
+    """Pairs of x and out that share memory or have none."""
+    b, plane = torch.zeros(1000), torch.zeros(20, 30)
+    return {
+        "a later part of the same memory": (b[:500], b[250:750]),
+        "an earlier part": (b[250:750], b[:500]),
+        "one number further": (b[:999], b[1:]),
+        "rows of rows": (plane[:10], plane[5:15]),
+        "expanded, in place": (wide := torch.zeros(1, 7).expand(5, 7), wide),
+        "expanded in one dimension of three": (deep := torch.zeros(3, 1, 7).expand(3, 4, 7), deep),
+        "windows that slide": (slid := torch.zeros(10).unfold(0, 3, 1), slid),
+        "an expanded out": (torch.zeros(5, 7), torch.zeros(7).expand(5, 7)),
+        "meta": (torch.zeros(8, device="meta"), None),
+        "meta, in place": (meta := torch.zeros(8, device="meta"), meta),
+        "a meta out": (torch.zeros(8), torch.zeros(8, device="meta")),
+        "sparse": (torch.eye(4).to_sparse(), None),
+        "a list": ([1.0, 2.0], None),  # type: ignore[dict-item]
+        "numpy": (torch.zeros(4).numpy(), None),
+        "nothing": (None, None),  # type: ignore[dict-item]
+        "a list as out": (torch.zeros(2), [0.0, 0.0]),  # type: ignore[dict-item]
+    }
+
+
+def refused_views(rank: int, world: int) -> list[str]:
+    """What was not refused, whichever sum it would be; afterwards the ranks still sum."""
+    reduce, left = QuantAllReduce(min_bytes=0), []
+    for name, (x, out) in views().items():
+        for sums in (reduce, reduce.start, reduce.quantized, reduce.plain):
+            try:
+                sums(x, out)
+            except UsageError:
+                continue
+            left.append(f"{name}: {sums.__name__}")
+        for sums_in_place in (reduce.plain_two_shot, reduce.plain_one_shot) if out is x else ():
+            try:
+                sums_in_place(x)
+            except UsageError:
+                continue
+            left.append(f"{name}: {sums_in_place.__name__}")
+    assert torch.equal(reduce.plain(torch.ones(4)), torch.full((4,), float(world)))
+    return left
+
+
+def test_memory_that_no_sum_fits_into_is_refused_by_all_ways() -> None:
+    assert on_ranks(2, refused_views) == [[], []]
+
+
+def shared_memory(rank: int, world: int) -> list[bool]:
+    """Whether sums are right where x and out share memory without sharing a number, or all of it."""
+    same = []
+    for codec_bytes in (0, 1 << 30):  # quantized, plain
+        reduce = QuantAllReduce(min_bytes=codec_bytes)
+        x = partial(64 * 64, rank, torch.float32).reshape(64, 64)
+        wanted = reduce(x)
+        beside = torch.zeros(64, 128)
+        beside[:, :64] = x
+        same.append(torch.equal(reduce(beside[:, :64], beside[:, 64:]), wanted))
+        same.append(torch.equal(beside[:, :64], x))
+        after = torch.cat([x.reshape(-1), torch.zeros(4096)])
+        same.append(torch.equal(reduce(after[:4096], after[4096:]), wanted.reshape(-1)))
+        for again in (x.clone(), x.t().contiguous().t()):  # by two names; transposed
+            same.append(torch.equal(reduce(again, again.view_as(again)), wanted))
+            same.append(torch.equal(again, wanted))
+        own = x.clone()
+        same.append(torch.equal(reduce(own[:, :32], own[:, :32]), reduce(x[:, :32])))
+    return same
+
+
+def test_memory_of_which_no_number_is_shared_or_all_are_is_summed_into() -> None:
+    for found in on_ranks(2, shared_memory):
+        assert found == [True] * len(found)
+
+
 def test_no_process_group_is_a_clear_error() -> None:
     with pytest.raises(UsageError, match="init_process_group"):
         QuantAllReduce()

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from ptqpipe import chat_template
 from ptqpipe.cli import main
 from ptqpipe.engine.engine import ContextTooLong
+from ptqpipe.server import guards
+from ptqpipe.server.errors import ApiError
 from ptqpipe.server.prompts import Prompts
 from tests.engine import models
 from tests.server.conftest import Server, serving
@@ -186,3 +189,74 @@ def test_of_many_items_of_a_wrong_type_few_are_reported(path: str, body: dict[st
     with pytest.raises(ValidationError) as error:
         TypeAdapter(getattr(schema, kinds[path])).validate_python(json.loads(json.dumps(body)))
     assert len(RequestValidationError(error.value.errors()).errors()) <= 20
+
+
+MANY = {
+    "lists": json.dumps({"prompt": [[1]] * 20_000}),
+    "lists in lists": "[" * 20_000,
+    "objects": json.dumps({"messages": [{}] * 20_000}),
+    "objects of fields that nobody reads": json.dumps({"prompt": "a", "metadata": [{}] * 20_000}),
+    "strings": json.dumps({"prompt": [""] * 140_000}),
+    "keys": json.dumps({"prompt": "a", "logit_bias": {str(at): 1 for at in range(140_000)}}),
+    "strings with quotation marks": json.dumps({"prompt": ['"\\'] * 140_000}),
+}
+FEW = {
+    "brackets in a text": json.dumps({"prompt": "[{" * 20_000}),
+    "brackets between quotation marks in a text": json.dumps({"prompt": '\\"[{' * 40_000}),
+    "quotation marks in a text": json.dumps({"prompt": '"' * 300_000}),
+    "tokens": json.dumps({"prompt": [1] * 300_000}),
+    "a long chat": json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "["}]}] * 5_000}),
+}
+
+
+@pytest.mark.parametrize("body", MANY.values(), ids=list(MANY))
+def test_bodies_of_many_values_are_refused_before_they_are_objects(body: str) -> None:
+    with pytest.raises(ApiError, match=r"expected at most (16384|131072); send it as several requests"):
+        guards._check_values(body.encode())
+
+
+@pytest.mark.parametrize("body", FEW.values(), ids=list(FEW))
+def test_what_looks_like_many_values_inside_of_a_text_is_one(body: str) -> None:
+    guards._check_values(body.encode())
+
+
+def test_a_body_of_many_values_gets_400(named: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "_MOST_GROUPS", 10)
+    with named.client() as http:
+        response = http.post("/v1/completions", json={"prompt": [[1]] * 10})
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "too_many_values")
+        assert http.post("/v1/completions", json={"prompt": [[1]] * 2, "max_tokens": 1}).status_code == 200
+
+
+def test_a_tokenizer_that_gives_up_is_an_error_of_the_request() -> None:
+    """As Oniguruma does after ten million steps: a panic in Rust, which is no Exception."""
+    from tokenizers import Regex, pre_tokenizers
+
+    words = models.tokenizer()
+    words.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
+    long = "a" * 60
+    chat = [{"role": "user", "content": long}]
+    with serving(tokenizer=words) as server, server.client() as http:
+        for path, body in (
+            ("/v1/completions", {"prompt": long}),
+            ("/v1/completions", {"prompt": ["a", long], "stream": True}),
+            ("/tokenize", {"prompt": long}),
+            ("/v1/chat/completions", {"messages": chat}),
+        ):
+            response = http.post(path, json=body)
+            assert response.status_code == 400
+            assert "the model's tokenizer fails on this text: Onig" in response.json()["error"]["message"]
+            assert http.post("/tokenize", json={"prompt": "b"}).status_code == 200
+
+
+def test_a_chat_template_that_does_not_end_is_an_error_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are answered after it, and nothing keeps the service from ending."""
+    chat_template.compile_template("x")
+    monkeypatch.setattr(chat_template, "RENDER_S", 0.5)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    with serving(template=loop) as server, server.client() as http:
+        response = http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 400
+        assert "the chat template fails on these messages: it does not end" in response.json()["error"]["message"]
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200

@@ -140,3 +140,18 @@ def test_requests_are_lines_if_asked(capsys: pytest.CaptureFixture[str]) -> None
     with serving() as server, server.client() as http:
         http.get("/health")
     assert "/health" not in capsys.readouterr().err
+
+
+def test_a_client_neither_forges_a_line_nor_leaves_its_key_there(capsys: pytest.CaptureFixture[str]) -> None:
+    headers = {"x-forwarded-for": '9.9.9.9 evil "x" 200', "x-forwarded-proto": "https", "forwarded": "for=9.9.9.9"}
+    with serving(access_log=True) as server, server.client(**headers) as http:
+        http.get("/health?key=SECRET&x=%0a127.0.0.1")
+        http.get("/v1/models%0aFORGED?key=SECRET")
+    said = capsys.readouterr().err
+    lines = [line for line in said.splitlines() if "GET" in line]
+    assert [line.partition(" 127.0.0.1:")[2].partition(" ")[2] for line in lines] == [
+        '"GET /health HTTP/1.1" 200 OK',
+        '"GET /v1/models%0AFORGED HTTP/1.1" 404 Not Found',
+    ]
+    assert "SECRET" not in said
+    assert "9.9.9.9" not in said

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ptqpipe.chat_template import TemplateError, compile_template, render
 from ptqpipe.errors import PtqError, UsageError, missing_package, one_line
 from ptqpipe.regular_file import MAX_RECIPE_BYTES, read_regular_text
 
@@ -70,18 +71,27 @@ def read_template(file: Path | None) -> str | None:
     """The text of a chat template. UsageError for one that is not Jinja."""
     if file is None:
         return None
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
     try:
         text = read_regular_text(file, limit=MAX_RECIPE_BYTES)
-        _compile_jinja_template(text)  # with transformers' own tags and filters
+        compile_template(text)  # with transformers' own tags and filters
     except OSError as error:
         raise UsageError(f"--chat-template {file} cannot be read: {error.strerror}; give a Jinja file") from None
     except UnicodeDecodeError:
         raise UsageError(f"--chat-template {file} is not UTF-8 text; give a Jinja file") from None
-    except Exception as error:  # jinja2's, which this file does not import
+    except TemplateError as error:
         raise UsageError(f"--chat-template {file} is no Jinja template: {one_line(str(error), limit=300)}") from None
     return text
+
+
+def try_template(tokenizer: Any, template: str | dict[str, str]) -> None:
+    """UsageError for a chat template that is none, or does not end. One that refuses this chat may take others."""
+    try:
+        render(tokenizer, [{"role": "user", "content": "Hello"}], template, {"add_generation_prompt": True})
+    except TemplateError as error:
+        if error.ends and error.compiles:
+            return
+        what = "is of no use" if error.compiles else "is no Jinja template"
+        raise UsageError(f"the chat template {what}: {error}; give another one with --chat-template") from None
 
 
 def processor_of(ckpt: str, *, invariant: bool) -> Any:

@@ -24,6 +24,7 @@ from ptqpipe.stages.serve.checks import (
     processor_of,
     read_template,
     require_packages,
+    try_template,
 )
 from ptqpipe.stages.serve.ranks import OtherRanks, Place
 
@@ -187,6 +188,9 @@ def _prepared(
         check_speculative(options.ckpt, tp=place.size)
     tokenizer, context = load_tokenizer(Path(options.ckpt)), context_of(options.ckpt, options.max_len)
     processor = processor_of(options.ckpt, invariant=options.invariant)
+    chats = template or getattr(tokenizer, "chat_template", None) or getattr(processor, "template", None)
+    if chats:
+        try_template(tokenizer, chats)
     if isinstance(processor, str) and options.media is not None:
         raise UsageError(f"--allowed-local-media-path: {processor}; leave the option out")
     with OtherRanks.start(place, worker) as ranks:
