@@ -47,6 +47,10 @@ def did_you_mean(word: str, known: Iterable[str], *, listed: bool = False) -> st
     return f"did you mean {meant}? {names}" if listed else f"did you mean {meant}?"
 
 
+class PtqWarning(UserWarning, RuntimeWarning):
+    """What ptqpipe warns of; commands print it as a line, and no other package's warnings."""
+
+
 class PtqError(Exception):
     """Root of every error that a user can act on. ``exit_code`` is what the CLI exits with.
 

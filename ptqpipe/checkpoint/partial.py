@@ -36,7 +36,7 @@ from ptqpipe.checkpoint.journal import (
     read_journal,
     read_journals,
 )
-from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, WrongOutput
+from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, PtqWarning, WrongOutput
 from ptqpipe.quantities import disk_size
 from ptqpipe.regular_file import read_json
 
@@ -134,9 +134,7 @@ class RankLock:
                 raise OutputError(
                     f"{shown(str(folder))} is being written by {holder}; wait for it, or choose another -o"
                 ) from None
-            warnings.warn(
-                f"{folder} is on a file system without locks; start no second run", RuntimeWarning, stacklevel=2
-            )
+            warnings.warn(f"{folder} is on a file system without locks; start no second run", PtqWarning, stacklevel=2)
         try:
             same = os.path.samestat(os.fstat(self._fd), os.stat(self._path))
         except FileNotFoundError:
