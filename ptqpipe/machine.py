@@ -386,7 +386,7 @@ class _LinesAbove(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Whole lines at once: between bars that are taken away and drawn again."""
-        with tqdm.get_lock():
+        with tqdm.get_lock():  # type: ignore[no-untyped-call]
             lines, end, rest = f"{self._begun}{text}".rpartition("\n")
             self._begun = rest
             if end or "\r" in rest:  # a line that others draw over and over, as it is

@@ -133,7 +133,7 @@ def _continue(
     past, new = None, ids[:, :ready]
     name = cache_name(model)
     for at in range(ready, ids.shape[1]):
-        kept = {} if name is None or past is None else {name: past}
+        kept: dict[str, Any] = {} if name is None or past is None else {name: past}
         out = model(new.to(model.device), use_cache=True, **kept)
         past, logits = None if name is None else getattr(out, name, None), out.logits[:, -1].float().cpu() / heat
         if not bool(torch.isfinite(logits).all()):

@@ -86,8 +86,8 @@ def watching(module: torch.nn.Module, observer: KeyValueObserver, config: Any) -
     def give(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return args, {**kwargs, name: cache}
 
-    name = cache_name(module)
-    if name is None or (at < len(kinds) and kinds[at] not in _WATCHED):
+    name = cache_name(module) or ""
+    if not name or (at < len(kinds) and kinds[at] not in _WATCHED):
         yield
         return
     cache = _observed_cache(observer)

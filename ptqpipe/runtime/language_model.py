@@ -54,8 +54,7 @@ def named_model_of(config: Any, path: Path) -> tuple[Any, Any]:
     import transformers
 
     name = next(iter(config.architectures or ()), None)
-    known = isinstance(name, str) and name.isidentifier() and hasattr(transformers, name)
-    named: Any = getattr(transformers, name) if known else None
+    named: Any = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
     is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
     if is_model and named.config_class is type(config) and named is not _with_images(config):
         return named, config
