@@ -102,6 +102,10 @@ def failure(error: OSError) -> str:
     return write_failure(error, resumes=False) if of_writing else read_failure(error)
 
 
+class PtqWarning(UserWarning, RuntimeWarning):
+    """What ptqpipe warns of; commands print it as a line, and no other package's warnings."""
+
+
 class PtqError(Exception):
     """Root of every error that a user can act on. ``exit_code`` is what the CLI exits with.
 

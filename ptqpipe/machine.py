@@ -5,6 +5,7 @@ None of it changes a byte of any output. Must not know what a job computes, or w
 
 import contextlib
 import gc
+import io
 import os
 import resource
 import sys
@@ -16,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -350,13 +351,14 @@ def counting_bar(
     narrow = room < _BAR + 1 + _MEMORY + _NOTE  # no place for the memory in use
     width = max(0, min(_BAR, room - 1))
     room -= width + 1 + (0 if narrow else _MEMORY) + len(" | ")  # for notes
+    stream = getattr(sys.stderr, "below", sys.stderr)
     bar: Any = _Bar(
         width,
         total=total,
         initial=done,
         unit=unit,
         disable=not shown,
-        file=sys.stderr,
+        file=stream,
         smoothing=0.05,
         desc=f"{label}: " if label else None,
         leave=leave,
@@ -372,9 +374,70 @@ def counting_bar(
             bar.update(amount)
 
     try:
-        yield advance
+        with lines_above(stream) if shown else contextlib.nullcontext():
+            yield advance
     finally:
         bar.close()
+
+
+class _LinesAbove(io.TextIOBase):
+    """A stream that writes lines of text above the bars that are drawn on the stream ``below``."""
+
+    def __init__(self, below: TextIO) -> None:
+        self.below = below
+        self._begun = ""  # of a line that has no end yet
+
+    def write(self, text: str) -> int:
+        """Whole lines at once: between bars that are taken away and drawn again."""
+        with tqdm.get_lock():  # type: ignore[no-untyped-call]
+            lines, end, rest = f"{self._begun}{text}".rpartition("\n")
+            self._begun = rest
+            if end or "\r" in rest:  # a line that others draw over and over, as it is
+                self._put(lines + end + (rest if "\r" in rest else ""))
+                self._begun = "" if "\r" in rest else rest
+        return len(text)
+
+    def _put(self, text: str) -> None:
+        with tqdm.external_write_mode(file=self.below, nolock=True):
+            self.below.write(text)
+
+    def flush(self) -> None:
+        """Of what has been written; a line that has no end yet waits for it."""
+        self.below.flush()
+
+    def finish(self) -> None:
+        """Writes the rest."""
+        if self._begun:
+            self._put(f"{self._begun}\n")
+            self._begun = ""
+
+    def isatty(self) -> bool:
+        """As the stream below."""
+        return self.below.isatty()
+
+    def fileno(self) -> int:
+        """As the stream below."""
+        return self.below.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # of the base class it may be set
+        """As the stream below."""
+        return self.below.encoding
+
+
+@contextmanager
+def lines_above(stream: TextIO) -> Iterator[None]:
+    """What anybody prints on stderr, which is ``stream``, stands above the bars meanwhile and leaves them whole."""
+    if sys.stderr is not stream:  # a bar around this one sees to that
+        yield
+        return
+    above = _LinesAbove(stream)
+    sys.stderr = above
+    try:
+        yield
+    finally:
+        sys.stderr = stream
+        above.finish()
 
 
 def _fitting(note: str, room: int) -> str:

@@ -18,7 +18,7 @@ from ptqpipe.api.calls import (
 )
 from ptqpipe.api.data import Data, data_names
 from ptqpipe.api.result import Result
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import PtqWarning, UsageError
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT
 from ptqpipe.quantities import disk_size, number
 from ptqpipe.stages import diff as diff_stage, inspect as inspect_stage, simulate as simulate_stage
@@ -149,7 +149,7 @@ def evaluate(
         chosen = into(evaluate_stage.Options, options, **measured)
         original = None if source is None else str(source)
         found = evaluate_stage.evaluate(str(ckpt), source=original, options=chosen, progress=watched(progress))
-    evaluate_text.write(found, target, ckpt=Path(ckpt), warn=lambda line: warnings.warn(line, stacklevel=4))
+    evaluate_text.write(found, target, ckpt=Path(ckpt), warn=lambda line: warnings.warn(line, PtqWarning, stacklevel=4))
     facts = {f"perplexity on {row['data']}": number(row["checkpoint"]) for row in found["perplexity"]}
     facts |= {f"{row['task']} {row['metric']}": number(row["checkpoint"]) for row in found["tasks"]}
     return Result(

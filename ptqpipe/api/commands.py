@@ -32,6 +32,7 @@ from ptqpipe.api.calls import (
 from ptqpipe.api.data import Data, data_names
 from ptqpipe.api.result import Result
 from ptqpipe.checkpoint import Finished
+from ptqpipe.errors import PtqWarning
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.quantities import disk_size, number
 from ptqpipe.rewriting import Done
@@ -131,7 +132,7 @@ def _convert(
     with prepare(model, options=best, recipe_path=rules, **where) as prepared:
         no_config = missing_config(prepared)
         if no_config is not None:
-            warnings.warn(no_config, stacklevel=4)
+            warnings.warn(no_config, PtqWarning, stacklevel=4)
         done = convert_stage.convert(prepared, mode=mode_of(options), machine=machine_of(options))
     return checkpoint("convert", done, converted_text)
 
@@ -194,7 +195,7 @@ def calibrate(model: str | Path, data: Data, out: str | Path, **options: Any) ->
             options=into(calibrate_stage.CalibrateOptions, chosen),
             mode=mode_of(options),
             machine=machine_of(options, memory=COMPUTING, waits=False),
-            warn=lambda line: warnings.warn(line, stacklevel=6),
+            warn=lambda line: warnings.warn(line, PtqWarning, stacklevel=6),
         )
     assert done is not None  # rank 0 always has a result
     read = done.content["data"]

@@ -15,6 +15,7 @@ import torch
 
 from ptqpipe.errors import UsageError
 from ptqpipe.rows import is_data_file, weighted
+from ptqpipe.runtime.language_model import CACHES
 
 Data = str | Path | Iterable[Any] | None
 """A file, a data set by its name, or several; or rows: texts, token ids, messages, dicts; a ``datasets`` object or a
@@ -195,7 +196,7 @@ def recorded(model: Any, forward_loop: Callable[[Any], Any]) -> list[list[int]]:
     found: list[list[int]] = []
 
     def look(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        past = named.get("past_key_values")
+        past = next((named[name] for name in CACHES if named.get(name) is not None), None)
         if past is not None and past.get_seq_length() > 0:
             return
         ids = named.get("input_ids", given[0] if given else None)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import CheckpointError, one_line
+from ptqpipe.runtime.language_model import with_cache
 
 Arguments = list[tuple[tuple[Any, ...], dict[str, Any]]]
 """What each block is given beside hidden states: by place, and by name."""
@@ -168,12 +169,8 @@ class Surroundings:
         given = {name: _on(value, self._device) for name, value in (images or {}).items()}
         try:
             with contextlib.suppress(StopForward):
-                return self._model(
-                    input_ids=ids.to(self._device),
-                    past_key_values=self._cache,
-                    use_cache=self._cache is not None,
-                    **given,
-                )
+                cached = with_cache(self._model, self._cache)
+                return self._model(input_ids=ids.to(self._device), **cached, **given)
             return None
         except torch.OutOfMemoryError:
             raise

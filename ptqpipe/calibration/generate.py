@@ -8,7 +8,6 @@ That a model's own text calibrates it about as well as real text is what LLM-QAT
 found for quantization-aware training.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import UsageError, not_finite
+from ptqpipe.runtime.language_model import cache_name
 from ptqpipe.runtime.loading import check_length
 
 DRAWN = -1  # a token that the model is still to choose
@@ -131,10 +131,11 @@ def _continue(
     ready = int((ids != DRAWN).sum(1).amin())
     report(ids[:, :ready].numel())
     past, new = None, ids[:, :ready]
-    cache = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+    name = cache_name(model)
     for at in range(ready, ids.shape[1]):
-        out = model(new.to(model.device), use_cache=True, **{cache: past})
-        past, logits = getattr(out, cache, None), out.logits[:, -1].float().cpu() / heat
+        kept: dict[str, Any] = {} if name is None or past is None else {name: past}
+        out = model(new.to(model.device), use_cache=True, **kept)
+        past, logits = None if name is None else getattr(out, name, None), out.logits[:, -1].float().cpu() / heat
         if not bool(torch.isfinite(logits).all()):
             raise not_finite("the model's logits are not finite", out.logits.dtype)
         drawn = torch.multinomial(torch.softmax(logits, -1), 1, generator=generator)

@@ -7,12 +7,12 @@ them, keys after the rotary embedding and before they are repeated for the query
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any
 
 import torch
 
 from ptqpipe.errors import UsageError, not_finite
+from ptqpipe.runtime.language_model import cache_name
 
 _PLAIN = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _WATCHED = _PLAIN | {"attention", "hybrid"}  # beside layers, or parts of one, of other kinds
@@ -84,10 +84,10 @@ def watching(module: torch.nn.Module, observer: KeyValueObserver, config: Any) -
     kinds, at = _kinds(config), getattr(module, "layer_idx", None) or 0
 
     def give(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return args, {**kwargs, "past_key_values": cache}
+        return args, {**kwargs, name: cache}
 
-    known = signature(module.forward).parameters
-    if "past_key_values" not in known or (at < len(kinds) and kinds[at] not in _WATCHED):
+    name = cache_name(module) or ""
+    if not name or (at < len(kinds) and kinds[at] not in _WATCHED):
         yield
         return
     cache = _observed_cache(observer)

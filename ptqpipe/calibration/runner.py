@@ -310,7 +310,7 @@ class Runner:
         """The language-model head's weights are loaded while it is open; a head that is the embedding gets its."""
         skeleton = self.skeleton
         skeleton.require_head()
-        name = skeleton.head_name
+        name = str(skeleton.head_name)
         names = [n for n in skeleton.names_in(name) if n in skeleton.origins]
         tied = f"{name}.weight" not in names
         embedding = skeleton.model.get_input_embeddings()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from ptqpipe.checkpoint.header import shown
-from ptqpipe.errors import OutputError
+from ptqpipe.errors import OutputError, PtqWarning
 
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 _HELD: Final = frozenset({errno.EAGAIN, errno.EACCES})
@@ -52,7 +52,7 @@ class RankLock:
             except OSError as error:
                 if error.errno in _NO_LOCKS:
                     warnings.warn(
-                        f"{folder} is on a file system without locks; start no second run", RuntimeWarning, stacklevel=4
+                        f"{folder} is on a file system without locks; start no second run", PtqWarning, stacklevel=4
                     )
                     return
                 if error.errno not in _HELD:

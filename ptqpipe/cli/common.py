@@ -22,6 +22,7 @@ import click
 from click.core import ParameterSource
 
 from ptqpipe._version import __version__
+from ptqpipe.cli.foreign import hold_back
 from ptqpipe.cli.help import Command, Commands, examples
 from ptqpipe.cli.lines import fitted, say
 from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, failure, first_line, one_line
@@ -115,6 +116,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # names of files need not be Unicode, and terminals need not know it
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    hold_back(os.environ)
 
 
 def command(

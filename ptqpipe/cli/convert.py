@@ -2,11 +2,11 @@
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -92,6 +92,7 @@ def convert(given: Given) -> None:
         ranks = ranks_of()
         if ranks.rank == 0:
             _warn(given, no_config)
+            _warn(given, tables.missing_tokenizer(prepared))
         pushed = also_complete(given.push if ranks.rank == 0 else None)
         with says_how_to_resume(prepared.out, mode), _stop_is_interrupt(), pushed:
             if ranks.rank == 0 and not given.as_json:
@@ -102,7 +103,7 @@ def convert(given: Given) -> None:
         given.show(json.dumps(tables.converted_json(done)) if given.as_json else tables.converted_text(done))
         _upload(given, done.out)
         if no_config is None:  # nothing measures or serves what has none
-            next_steps.say_next(given, next_steps.convert, done.out, done.record["container"] != "ptqpipe")
+            next_steps.say_next(given, next_steps.convert, done.out, _read_by_vllm(done.record, done.warnings))
 
 
 def _dry_run(given: Given, machine: "Machine", prepares: Callable[[], "Conversion"]) -> None:
@@ -111,6 +112,7 @@ def _dry_run(given: Given, machine: "Machine", prepares: Callable[[], "Conversio
 
     with prepares() as prepared:
         _warn(given, text.missing_config(prepared))
+        _warn(given, text.missing_tokenizer(prepared))
         plan = text.plan_json(prepared, machine) if given.as_json else text.plan_text(prepared, machine)
     given.show(plan if isinstance(plan, str) else json.dumps(plan))
 
@@ -142,8 +144,13 @@ def _pipeline(given: Given, work: PipelineOptions) -> None:
         made = stage.run(prepared, say=say)
     given.tell(made, text)
     _upload(given, made.out)
-    elsewhere = made.record["container"] != "ptqpipe"
+    elsewhere = _read_by_vllm(made.record, prepared.warnings)
     next_steps.say_next(given, next_steps.convert, made.out, elsewhere, made.evaluation is not None, made.report)
+
+
+def _read_by_vllm(record: Mapping[str, Any], warnings: Sequence[str]) -> bool:
+    """Whether vLLM reads a checkpoint, and computes what its formats say."""
+    return record["container"] != "ptqpipe" and not any(line.startswith("vLLM ") for line in warnings)
 
 
 def _warn(given: Given, line: str | None) -> None:

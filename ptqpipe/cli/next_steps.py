@@ -75,32 +75,45 @@ def _in_lines(words: list[str], columns: int | None) -> str:
 def convert(
     given: Given, out: Path, elsewhere: bool = True, measured: bool = False, page: Path | None = None
 ) -> Iterator[Call]:
-    """Measure it, or see what was measured, and serve it.
+    """Measure it, or see what was measured, and serve it; verify what continues no text.
 
-    elsewhere  whether vLLM reads the layout
+    elsewhere  whether vLLM reads the layout, and computes what it says
     measured   whether this call has measured it; page: the report that it made
     """
     if page is not None:
         yield from report(given, page)
-    else:
+    elif measured or _continues_text(out):
         yield "ptqpipe", "report" if measured else "eval", out, "--source", given.model
-    yield "ptqpipe", "serve", out
-    if elsewhere:
-        yield "vllm", "serve", out
+    else:
+        yield "ptqpipe", "verify", out, "--source", given.model
+    yield from _serve(out, elsewhere)
 
 
 def relayout(given: Given, out: Path, elsewhere: bool) -> Iterator[Call]:
     """Make sure that nothing was lost, and serve it."""
     yield "ptqpipe", "diff", given.ckpt, out
-    yield "ptqpipe", "serve", out
-    if elsewhere:
-        yield "vllm", "serve", out
+    yield from _serve(out, elsewhere)
 
 
 def dequantize(given: Given, out: Path) -> Iterator[Call]:
     """It is a plain model again."""
     yield "ptqpipe", "diff", given.ckpt, out
-    yield "vllm", "serve", out
+    if _continues_text(out):
+        yield "vllm", "serve", out
+
+
+def _serve(out: Path, elsewhere: bool) -> Iterator[Call]:
+    """Serve what continues text, here and where vLLM reads it."""
+    if _continues_text(out):
+        yield "ptqpipe", "serve", out
+        if elsewhere:
+            yield "vllm", "serve", out
+
+
+def _continues_text(path: str | Path) -> bool:
+    from ptqpipe.stages.kind import continues_text
+
+    return continues_text(Path(path))
 
 
 def generate(given: Given, windows: Call) -> Iterator[Call]:
@@ -138,11 +151,11 @@ def verify(given: Given, sound: bool) -> Iterator[Call]:
     """Check a sound checkpoint against its model, measure and serve it; of a fault the fault itself says what to do."""
     if not sound:
         return
-    if given.source is not None:
+    if given.source is not None and _continues_text(given.ckpt):
         yield "ptqpipe", "eval", given.ckpt, "--source", given.source
-    elif original := _original(given.ckpt):
+    elif given.source is None and (original := _original(given.ckpt)):
         yield "ptqpipe", "verify", given.ckpt, *original
-    yield "ptqpipe", "serve", given.ckpt
+    yield from _serve(given.ckpt, elsewhere=False)
 
 
 def inspect(given: Given, quantized: bool) -> Iterator[Call]:
@@ -163,9 +176,20 @@ def _original(ckpt: str | Path) -> Call:
 
 def diff(given: Given, equal: bool, backwards: bool = False) -> Iterator[Call]:
     """How much a difference is; nothing for none. ``backwards``: A is what was made, B what it was made from."""
-    if not equal:
-        made, source = (given.a, given.b) if backwards else (given.b, given.a)
+    made, source = (given.a, given.b) if backwards else (given.b, given.a)
+    if equal or not _continues_text(made):
+        return
+    if not _is_quantized(source):
         yield "ptqpipe", "eval", made, "--source", source
+    elif original := _original(source) or _original(made):  # of two quantized ones neither is the other's measure
+        yield "ptqpipe", "eval", source, *original
+        yield "ptqpipe", "eval", made, *original
+
+
+def _is_quantized(path: str | Path) -> bool:
+    from ptqpipe.stages.kind import is_quantized
+
+    return is_quantized(Path(path))
 
 
 def doctor(given: Given) -> Iterator[Call]:

@@ -28,7 +28,7 @@ from ptqpipe.collectives.codecs import WireCodec
 from ptqpipe.collectives.layout import Layout, cut
 from ptqpipe.collectives.stats import Stats
 from ptqpipe.collectives.wire import Quantized
-from ptqpipe.errors import UsageError, first_line
+from ptqpipe.errors import PtqWarning, UsageError, first_line
 from ptqpipe.kernels import triton
 
 Transport = Literal["auto", "p2p", "collectives", "symmetric"]
@@ -184,7 +184,7 @@ def _checked(group: dist.ProcessGroup, codec: WireCodec, *, wanted: bool) -> Sym
     line = f"quantized all-reduce without symmetric memory: {reason}"
     if wanted:
         raise UsageError(f"{line}; leave transport out")
-    warnings.warn(f"{line}; it goes through collectives", RuntimeWarning, stacklevel=4)
+    warnings.warn(f"{line}; it goes through collectives", PtqWarning, stacklevel=4)
     return None
 
 

@@ -15,6 +15,7 @@ import torch
 
 from ptqpipe.engine.attention import PagedAttention, slots_of, tables_of
 from ptqpipe.engine.batch import Batch
+from ptqpipe.errors import PtqWarning
 from ptqpipe.kernels.triton_attention import DeviceSpans
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -98,7 +99,7 @@ def _say_unrecorded(size: int, why: str) -> None:
     """Says that steps of so many sequences take the model's own launches."""
     warnings.warn(
         f"steps of {size} or fewer sequences are not recorded as a CUDA graph and take longer: {why}",
-        RuntimeWarning,
+        PtqWarning,
         stacklevel=2,
     )
 

@@ -19,7 +19,7 @@ import torch
 
 from ptqpipe.engine.batch import Batch
 
-_CACHES = ("cache_params", "past_key_values")  # parameters of a module that take transformers' cache
+_CACHES = ("cache", "cache_params", "past_key_values")  # parameters of a module that take transformers' cache
 _CONV, _RECURRENT = "conv_states", "recurrent_states"  # of a layer of that cache
 
 

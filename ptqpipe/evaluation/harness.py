@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from ptqpipe.errors import UsageError, first_line, missing_package, tokenizer_errors
+from ptqpipe.errors import PtqWarning, UsageError, first_line, missing_package, tokenizer_errors
 from ptqpipe.regular_file import MAX_TEXT_BYTES, read_regular_text
 
 LOCAL_TASKS = Path(__file__).resolve().parent / "tasks"
@@ -123,6 +123,7 @@ def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, progress: boo
         warnings.warn(
             f"{lm.cut} requests of the tasks are longer than the {lm.max_length} tokens that the model takes: their "
             "beginnings are cut off, as lm-eval does",
+            PtqWarning,
             stacklevel=2,
         )
     return [metric for name, task in tasks.items() for metric in _metrics(name, task, found)]

@@ -16,6 +16,7 @@ _NO_TEXT = (
     "which is no causal language model, as calibrate, tune, generate, eval and serve need; convert it without --data "
     "and --stats, which does not run it"
 )
+CACHES = ("cache", "cache_params", "past_key_values")  # what transformers calls a cache: today, and before
 _NEED_IMAGES = {"idefics"}  # their forward refuses text alone, which its signature does not say
 
 
@@ -53,12 +54,24 @@ def named_model_of(config: Any, path: Path) -> tuple[Any, Any]:
     import transformers
 
     name = next(iter(config.architectures or ()), None)
-    known = isinstance(name, str) and name.isidentifier() and hasattr(transformers, name)
-    named: Any = getattr(transformers, name) if known else None
+    named: Any = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
     is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
     if is_model and named.config_class is type(config) and named is not _with_images(config):
         return named, config
     return causal_model_of(config, path)
+
+
+def cache_name(module: Any) -> str | None:
+    """What a module's forward calls transformers' cache: by its name of today or an older one; None where it takes
+    none."""
+    known = signature(module.forward).parameters
+    return next((name for name in CACHES if name in known), None)
+
+
+def with_cache(module: Any, cache: Any) -> dict[str, Any]:
+    """The keywords by which a model or its decoder is called with a cache, or with None."""
+    name = cache_name(module)
+    return {"use_cache": False} if cache is None or name is None else {name: cache, "use_cache": True}
 
 
 def lacks_head(model: Any, known: Container[str]) -> bool:

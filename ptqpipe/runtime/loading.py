@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from ptqpipe.checkpoint import refuse_pipes
 from ptqpipe.dtypes import FLOATS
-from ptqpipe.errors import CheckpointError, UsageError, first_line, is_panic, missing_package, one_line
+from ptqpipe.errors import CheckpointError, PtqWarning, UsageError, first_line, is_panic, missing_package, one_line
 from ptqpipe.families import check_experts
 from ptqpipe.runtime.creating import create_config, creating, quiet
 from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare
@@ -304,5 +304,6 @@ def _check_fit(source: Source, info: Any) -> None:
             raise CheckpointError(f"{path} has a quantized {lost!r} that its model has no place for")
         warnings.warn(
             one_line(f"{path}: the model has no place for {unexpected[0]!r} ({len(unexpected)} in all); left out"),
+            PtqWarning,
             stacklevel=4,
         )

@@ -16,6 +16,7 @@ import torch
 
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.families import Mtp, family_of, layer_count
+from ptqpipe.runtime.language_model import with_cache
 from ptqpipe.source import Source
 
 
@@ -54,9 +55,8 @@ class MtpLayer(torch.nn.Module):
         attention gets as a key-value cache."""
         embedded, states = pairs.chunk(2, dim=-1)
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(states)], dim=-1))
-        out: torch.Tensor = self._around(model)(
-            inputs_embeds=joined, position_ids=positions, past_key_values=cache, use_cache=cache is not None
-        )[0]
+        around = self._around(model)
+        out: torch.Tensor = around(inputs_embeds=joined, position_ids=positions, **with_cache(around, cache))[0]
         return out
 
     def _around(self, model: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ptqpipe.containers import Role, StoredWeight, kv_scale_place, quantization_config
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import CheckpointError, PtqWarning, UsageError
 from ptqpipe.runtime.activations import InputQuantizer, round_to_e4m3
 from ptqpipe.runtime.experts import experts_forward, float_project, is_experts
 from ptqpipe.runtime.names import Home
@@ -152,12 +152,14 @@ def simulate_kv_cache(
         return 0
     path = source.reader.path
     if not _is_fp8(source):
-        warnings.warn(f"{path}: the kv cache is not FP8 per config.json; it is not simulated", stacklevel=3)
+        warnings.warn(f"{path}: the kv cache is not FP8 per config.json; it is not simulated", PtqWarning, stacklevel=3)
         return 0
     config = model.config.get_text_config()
     if config._attn_implementation not in ("sdpa", IMPLEMENTATION):
         warnings.warn(
-            f"{path}: attention is {config._attn_implementation}; its kv cache is not simulated", stacklevel=3
+            f"{path}: attention is {config._attn_implementation}; its kv cache is not simulated",
+            PtqWarning,
+            stacklevel=3,
         )
         return 0
     for name, scales in found.items():

@@ -28,7 +28,10 @@ ATTENTION = "re:.*self_attn.*"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "a model", "llama", dtype=torch.bfloat16)
+    folder = make_model(tmp_path_factory.mktemp("model") / "a model", "llama", dtype=torch.bfloat16)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(Path(ptqpipe.__file__).parent / "demo_model" / name, folder / name)
+    return folder
 
 
 @pytest.fixture(scope="module")

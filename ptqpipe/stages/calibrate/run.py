@@ -340,7 +340,7 @@ def _advance(advance: Callable[[float, str], None], times: int, note: str, token
 def _block(runner: Runner, copies: Sequence[Block], output: BlockFolder, collecting: Collecting) -> BlockRecord | None:
     """Runs a block and writes what was seen; None on all ranks but the first."""
     name, observer = copies[0].name, runner.key_values
-    inside, attention = find_attention(name, copies[0].module, copies[0].origins) or (None, None)
+    inside, attention = find_attention(name, copies[0].module, copies[0].origins) or ("", None)
     collectors = [
         Collector(name, part.module, part.origins, block=collecting.block, full=collecting.full, device=part.device)
         for part in copies
@@ -349,7 +349,7 @@ def _block(runner: Runner, copies: Sequence[Block], output: BlockFolder, collect
     with contextlib.ExitStack() as stack:
         for collector in collectors:
             stack.enter_context(collector)
-        for part in copies if inside is not None and runner.cache is None else ():
+        for part in copies if inside and runner.cache is None else ():
             stack.enter_context(watching(part.module.get_submodule(inside), observer, runner.skeleton.model.config))
         advance_together(copies, [_switch(collector, runner) for collector in collectors])
     observer.stop()

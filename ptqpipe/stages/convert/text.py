@@ -16,6 +16,7 @@ from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.schemes import Activation
 from ptqpipe.stages.common import sqnr_db
+from ptqpipe.stages.kind import has_tokenizer, may_continue_text
 from ptqpipe.tensor_names import name_pattern, role_of
 
 _WEIGHT_ERROR = (
@@ -121,6 +122,17 @@ def missing_config(work: Conversion) -> str | None:
     return (
         f"{work.source.reader.path} has no config.json: transformers, vLLM and SGLang cannot load what is made of it, "
         "and what its family keeps is not known; put the model's config.json there and convert again"
+    )
+
+
+def missing_tokenizer(work: Conversion) -> str | None:
+    """The warning that the source of a language model without tokenizer deserves, None for others."""
+    path = work.source.reader.path
+    if not work.source.reader.has_config or has_tokenizer(path) or not may_continue_text(work.source.reader.config):
+        return None
+    return (
+        f"{path} has no tokenizer: eval, serve and vLLM need its files beside what is made of the model; copy them "
+        "there and convert again, or into the output"
     )
 
 

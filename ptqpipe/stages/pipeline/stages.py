@@ -15,7 +15,7 @@ from typing import Any
 
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, has_begun, read_json_object, run_id_of
-from ptqpipe.errors import AlreadyComplete, CheckpointError
+from ptqpipe.errors import AlreadyComplete, CheckpointError, PtqWarning
 from ptqpipe.machine import Machine, compute_threads
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.recipe import build_recipe
@@ -360,7 +360,7 @@ class Pipeline:
         )
         shown = self.machine.progress
         self.evaluation = evaluation.evaluate(str(self.out), source=str(self.path), options=options, progress=shown)
-        warn = partial(warnings.warn, stacklevel=2)
+        warn = partial(warnings.warn, category=PtqWarning, stacklevel=2)
         write_evaluation(self.evaluation, self.beside("eval.json"), ckpt=self.out, warn=warn)
 
     def _report(self) -> None:
