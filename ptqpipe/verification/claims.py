@@ -19,7 +19,7 @@ from ptqpipe.errors import CheckpointError, PtqError, RecipeError
 from ptqpipe.measured import certificate
 from ptqpipe.plan import Plan, Unit, make_plan
 from ptqpipe.recipe import Recipe
-from ptqpipe.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of
+from ptqpipe.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of, self_faults
 from ptqpipe.rewriting import CACHE_REASON, corrected_biases, run_parts_of, with_reasons
 from ptqpipe.rounding import relative_change, trained_of
 from ptqpipe.search import get_search
@@ -31,6 +31,15 @@ SUM_TOLERANCE = 1e-9  # float64 sums of up to 2^33 positive terms in another ord
 
 REWRITTEN = frozenset({"dtype", "torch_dtype", "tie_word_embeddings"})
 """Keys of config.json that a float checkpoint of another dtype, or with a head of its own, has otherwise."""
+
+
+def check_itself(ckpt: Source, record: Record, findings: Findings) -> None:
+    """The record's file is the one that was written: its own sha256, and its keys."""
+    for where, message in self_faults(ckpt.reader.path, record.raw):
+        findings.fault("record", where, message)
+    if "sha256" not in record.raw:
+        why = "has no sha256 of itself, as older versions wrote it: what in it contradicts nothing is believed"
+        findings.note("record", RECORD_FILE, why)
 
 
 def check_coverage(ckpt: Source, record: Record, findings: Findings) -> None:

@@ -211,6 +211,7 @@ def _check_headers(run: _Run) -> None:
     ]
     if record is not None:
         own = [
+            ("record", claims.check_itself),
             ("record", claims.check_coverage),
             *([("record", claims.check_float)] if record.plain else []),
             ("files", files.check_written_files),
