@@ -1,12 +1,14 @@
 """Reads the record, ptqpipe.json, and checks its types. Whether its claims are true is judged elsewhere."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader
+from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader, is_sealed
 from ptqpipe.containers import quantization_config
-from ptqpipe.errors import CheckpointError
+from ptqpipe.errors import CheckpointError, one_line
+from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
 UNKNOWN = "unknown"  # the search of a weight whose numbers another tool made
 TAKEN_OVER = "not quantized in the checkpoint whose layout was changed"  # why a tensor of such a checkpoint is kept
@@ -78,6 +80,56 @@ class Record:
         """Recipe and container of the conversion, also where a relayout followed; None where there was none of ours."""
         found = self.raw if self.converted else self.raw.get("converted_as")
         return found if isinstance(found, Mapping) and isinstance(found.get("recipe"), Mapping) else None
+
+
+# What a record has. Of each kind: what it always has, beside `_ALWAYS`.
+_ALWAYS = frozenset({"ptqpipe", "container", "run_id", "source", "weights", "kept", "files"})
+_KINDS: dict[str, frozenset[str]] = {
+    "recipe": frozenset({"torch", "consumed"}),
+    "converted_as": frozenset({"torch", "consumed"}),
+    "relayout_of": frozenset({"relayout_from", "decode_rounds_differently", "reciprocal_is_not_exact", "dropped"}),
+    "dequantized_from": frozenset({"dtype", "dropped"}),
+    "transformed_from": frozenset({"statistics", "transforms", "options", "exact", "dtype", "untied", "foldings"}),
+}
+_KNOWN = _ALWAYS.union(
+    _KINDS, *_KINDS.values(), {"statistics", "rounding", "certificate", "pipeline", "transformed"},
+    {"learned", "sha256"},
+)  # fmt: skip
+_OF_CONVERTED = frozenset(
+    (
+        *("shape", "format", "scheme", "search", "proven", "global_scale", "versus_plain_global", "squared_error"),
+        *("energy", "relative_mse", "versus_absmax", "bits_per_weight", "sha256"),
+    )
+)
+_OF_WEIGHTS = _OF_CONVERTED.union(
+    ("algorithm", "weighting", "damping", "reverted", "held_out", "weighted_error", "metric", "output_error"),
+    ("versus_rtn", "low_rank", "rotation", "input_scale", "enlarged", "rechecked", "changed", "dtype"),
+)
+_OF_KEPT = frozenset({"reason", "sha256", "bytes", "not_finite"})
+
+
+def self_faults(folder: Path, raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(where, message) of what the record of a folder, with the content ``raw``, contradicts of itself: its own sha256,
+    keys that no record has, and, of records that have a sha256, keys that are missing. OSError where it cannot be
+    read."""
+    sealed = is_sealed(read_regular(folder / RECORD_FILE, limit=MAX_JSON_BYTES))
+    if "sha256" in raw and not sealed:
+        yield RECORD_FILE, "was changed: its own sha256 is that of other bytes; take it from a copy, or convert again"
+    for key in sorted(raw.keys() - _KNOWN):
+        yield RECORD_FILE, f"has the key {one_line(repr(key), limit=80)}, which no record has: it was changed"
+    wanted = _ALWAYS.union(*(keys for first, keys in _KINDS.items() if first in raw))
+    if "transformed_from" in raw:
+        wanted -= {"source"}
+    for key in sorted(wanted - raw.keys()) if sealed else ():
+        yield RECORD_FILE, f"has no {key}: it was changed"
+    for key, known in (("weights", _OF_WEIGHTS), ("kept", _OF_KEPT)):
+        entries = raw.get(key)
+        for name, entry in entries.items() if isinstance(entries, Mapping) else ():
+            keys = entry.keys() if isinstance(entry, Mapping) else set()
+            more = [f"has the key {one_line(repr(k), limit=80)}, which no record has" for k in sorted(keys - known)]
+            required = _OF_CONVERTED if sealed and key == "weights" and "recipe" in raw else frozenset()
+            for message in [*more, *(f"has no {k} in {RECORD_FILE}" for k in sorted(required - keys))]:
+                yield name, message
 
 
 def claims_ownership(reader: CheckpointReader) -> bool:

@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "source":       {"errors", "formats", "qtensor", "checkpoint", "containers", "plan", "folded", "rotation"},
     "origins":      {"errors", "schemes", "containers", "plan", "recipe", "source"},
     "card":         {"errors", "quantities", "regular_file", "checkpoint", "evaluation", "record", "source"},
-    "record":       {"errors", "checkpoint", "containers"},
+    "record":       {"errors", "regular_file", "checkpoint", "containers"},
     "scan":         {"algorithms", "formats", "global_scale", "qtensor", "report", "source"},
     "measured":     {"formats", "qtensor", "global_scale", "kernels", "search", "source"},
     "statistics":   {"errors", "checkpoint", "inputs"},

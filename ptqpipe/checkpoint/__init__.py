@@ -16,13 +16,18 @@ from ptqpipe.checkpoint.files import (
     FOLDING_FILE,
     INDEX_NAME,
     OWN_FILES,
+    PAGES,
     RECORD_FILE,
+    TOKENS,
     FolderContent,
     file_sha256,
+    is_opened,
+    is_sealed,
     json_bytes,
     natural_key,
     read_json_object,
     refuse_pipes,
+    sealed,
 )
 from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
 from ptqpipe.checkpoint.finite import NotFinite

@@ -36,6 +36,22 @@ FOLDING_FILE: Final = "ptqpipe-folding.json"
 #: Written anew by every converter, so never carried over.
 OWN_FILES: Final = frozenset({"config.json", "hf_quant_config.json", RECORD_FILE})
 
+#: Files of a model's folder that no program reads: they may change.
+PAGES: Final = frozenset({"README.md", ".gitattributes", "LICENSE"})
+# Those that programs open by their names, wherever they come from: the tokenizer and its template, what a model is
+# asked with and how its answers are drawn, images and sounds, the stages of an embedding model, adapters (which
+# transformers adds by itself), other descriptions of a quantization, Mistral's own files, and code.
+_OPENED: Final = re.compile(
+    r"(tokenizer|tokenizer_config|added_tokens|special_tokens_map|vocab|chat_template|tekken|params)\.json"
+    r"|vocab\.txt|merges\.txt|[^/]*\.(model|tiktoken|spm|jinja)|(additional_)?chat_templates/.*"
+    r"|(generation|(video_|image_|audio_)?(pre)?processor|feature_extractor|adapter|quantize|quant)_config\.json"
+    r"|modules\.json|config_sentence_transformers\.json|sentence_[a-z_]+_config\.json|\d+_[A-Za-z]+/config\.json"
+    r"|(.*/)?[^/]+\.py"
+)
+#: Those among them that say what the tokens are, and are read in no other way than byte for byte.
+TOKENS: Final = re.compile(r"(tokenizer\.json|vocab\.(json|txt)|merges\.txt|added_tokens\.json|.*\.(model|tiktoken))")
+_SEAL: Final = re.compile(rb'\n  "sha256": "([0-9a-f]{64})"\n\}\n\Z')
+_BLANK: Final = "0" * 64
 _SAFETENSORS: Final = ".safetensors"
 _WEIGHT_SUFFIXES: Final = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".onnx_data", ".onnx.data"),
@@ -113,6 +129,26 @@ def json_bytes(content: Mapping[str, Any]) -> bytes:
         return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
         return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def is_opened(name: str) -> bool:
+    """Whether programs that load a model open a file of its folder ("chat_templates/tool.jinja") by this name."""
+    return _OPENED.fullmatch(name) is not None
+
+
+def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record that vouches for itself: its last key is the sha256 of its bytes (`json_bytes`) with zeros there."""
+    blank = {**{key: value for key, value in record.items() if key != "sha256"}, "sha256": _BLANK}
+    return {**blank, "sha256": hashlib.sha256(json_bytes(blank)).hexdigest()}
+
+
+def is_sealed(raw: bytes) -> bool:
+    """Whether the bytes of a record are those that its sha256 was made of; False as well where it has none."""
+    found = _SEAL.search(raw)
+    if found is None:
+        return False
+    blank = raw[: found.start(1)] + _BLANK.encode() + raw[found.end(1) :]
+    return hashlib.sha256(blank).hexdigest().encode() == found[1]
 
 
 def file_sha256(path: Path) -> str:

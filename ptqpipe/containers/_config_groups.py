@@ -6,7 +6,9 @@ Knows the keys of a group and how readers match targets; must not know formats, 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ptqpipe.containers._lists import matched
+from ptqpipe.containers._config import quantization_config, strings
+from ptqpipe.containers._lists import Lists, by_expressions, listed, matched
+from ptqpipe.errors import CheckpointError, one_line
 from ptqpipe.json_values import short_json
 
 T = TypeVar("T")
@@ -22,7 +24,68 @@ _ARGUMENT_KEYS = frozenset(
 LINEAR = frozenset({"Linear", "LinearBase"})
 """What readers call the class of all linear layers."""
 
+_NAIVE = "naive-quantized"  # 8 bits: as int-quantized and float-quantized
 _CLASSES = LINEAR | {"Conv1D", "Embedding"}  # targets that readers take for classes of layers with weights
+
+
+# Formats of compressed-tensors that store no plain codes: what they store, and what to do instead.
+_SPARSE = "weights without their zeros, which ptqpipe does not read: start from the dense model"
+_UNREAD = {
+    "sparse-24-bitmask": _SPARSE,
+    "sparse-bitmask": _SPARSE,
+    "marlin-24": "2:4 sparse INT4 in the order of a kernel, which ptqpipe does not read: start from the float model",
+}
+_BITMASKS = (".bitmask", ".compressed", ".row_offsets")
+
+
+def check_formats(described: Mapping[str, Any], names: Iterable[str]) -> None:
+    """CheckpointError for weights in a format of compressed-tensors that is not read, saying what it stores."""
+    groups, sparsity = described.get("config_groups"), described.get("sparsity_config")
+    holders = [described, *(groups.values() if isinstance(groups, Mapping) else ())]
+    found = [str(holder.get("format")) for holder in holders if isinstance(holder, Mapping)]
+    sparse = next((name for name in names if name.endswith(_BITMASKS)), None)
+    if sparse is not None and isinstance(sparsity, Mapping):
+        found.append(str(sparsity.get("format")))
+    unread = next((kind for kind in found if kind in _UNREAD), None)
+    if unread is not None:
+        raise CheckpointError(f"config.json says format {unread!r}: {_UNREAD[unread]}")
+    if sparse is not None:
+        raise CheckpointError(f"{one_line(sparse, limit=200)!r} is a part of sparse weights: {_SPARSE}")
+    for group in holders[1:]:
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        bits = weights.get("num_bits") if isinstance(weights, Mapping) else 8
+        if weights is not None and (group.get("format") or found[0]) == _NAIVE and isinstance(bits, int) and bits < 8:
+            raise CheckpointError(
+                f"config.json says format {_NAIVE!r} of {bits} bits: one code in a byte, which ptqpipe reads of 8 bits "
+                "alone: start from the float model"
+            )
+
+
+def as_written_today(group: Any) -> Any:
+    """A group whose format has an older name of the same bytes by its newer one."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping) or group.get("format") != _NAIVE:
+        return group
+    return {**group, "format": "int-quantized" if weights.get("type") == "int" else "float-quantized"}
+
+
+def lists(config: Mapping[str, Any]) -> Lists:
+    """What readers take for excluded: exact names, expressions, classes of layers; and what the groups target."""
+    described = quantization_config(config)
+    entries, groups = listed(described, "ignore") or [], described.get("config_groups")
+    targets: list[str] = []
+    for key, group in groups.items() if isinstance(groups, Mapping) else ():
+        if isinstance(group, Mapping) and group.get("weights") is not None:
+            targets += strings(group.get("targets"), f"{key}.targets")
+    everything = next((entry for entry in entries if entry in LINEAR), None)
+    aimed = resolver([(targets, True)], classes=not LINEAR.isdisjoint(targets))
+    return Lists(
+        "ignore",
+        entries,
+        patterns=by_expressions(entries),
+        also=None if everything is None else lambda _: f"lists all linear layers under 'ignore' as {everything!r}",
+        aims=lambda names: any(map(aimed, names)),
+    )
 
 
 def resolver(groups: Iterable[tuple[Iterable[str], T]], *, classes: bool = True) -> Callable[[str], T | None]:

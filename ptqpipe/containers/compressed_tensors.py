@@ -27,9 +27,8 @@ from ptqpipe.containers._config import (
     structure,
     without_quantization,
 )
-from ptqpipe.containers._config_groups import LINEAR, group_faults, resolver
+from ptqpipe.containers._config_groups import as_written_today, check_formats, group_faults, lists, resolver
 from ptqpipe.containers._integers import described_integers, integer_parts, stored_integers
-from ptqpipe.containers._lists import Lists, by_expressions, listed
 from ptqpipe.containers._patterns import name_patterns
 from ptqpipe.containers._rotations import described_rotations, stored_rotations
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target, schemes_of
@@ -219,6 +218,7 @@ def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Ite
         wanted = [_group(scheme, ["Linear"]) for scheme in schemes]
         top = {"format": described.get("format")}  # which speaks for groups that say nothing
         groups = {name: {**top, **group} if isinstance(group, Mapping) else group for name, group in groups.items()}
+        groups = {name: as_written_today(group) for name, group in groups.items()}
         yield from group_faults(groups, wanted, [weight.removesuffix(".weight") for weight in stored])
     status = described.get("quantization_status")
     if status != "compressed":
@@ -294,28 +294,10 @@ def detect(config: Mapping[str, Any], names: Names) -> bool:
     return quant_method(config) == QUANT_METHOD
 
 
-def lists(config: Mapping[str, Any]) -> Lists:
-    """What readers take for excluded: exact names, expressions, classes of layers; and what the groups target."""
-    described = quantization_config(config)
-    entries, groups = listed(described, "ignore") or [], described.get("config_groups")
-    targets: list[str] = []
-    for key, group in groups.items() if isinstance(groups, Mapping) else ():
-        if isinstance(group, Mapping) and group.get("weights") is not None:
-            targets += strings(group.get("targets"), f"{key}.targets")
-    everything = next((entry for entry in entries if entry in LINEAR), None)
-    aimed = resolver([(targets, True)], classes=not LINEAR.isdisjoint(targets))
-    return Lists(
-        "ignore",
-        entries,
-        patterns=by_expressions(entries),
-        also=None if everything is None else lambda _: f"lists all linear layers under 'ignore' as {everything!r}",
-        aims=lambda names: any(map(aimed, names)),
-    )
-
-
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described = quantization_config(config)
+    check_formats(described, names)
     rotation_of = stored_rotations(config, described)
     scheme_of = resolver(_read_groups(described))
     excluded = lists(config)
@@ -384,8 +366,13 @@ def parts_for_reading(
 def _read_groups(described: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
     """(targets, scheme) of every config group that quantizes weights."""
     groups = described.get("config_groups")
+    if not groups and described.get("kv_cache_scheme"):  # the cache alone is quantized
+        return []
     if not isinstance(groups, Mapping) or not groups:
-        raise CheckpointError("quantization_config has no config_groups; the checkpoint's config.json is damaged")
+        raise CheckpointError(
+            "quantization_config in config.json has no config_groups, which say how weights are stored: take that file "
+            "from where the checkpoint comes from"
+        )
     found = []
     for key, group in groups.items():
         if not isinstance(group, Mapping):

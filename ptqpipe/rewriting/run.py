@@ -33,6 +33,7 @@ from ptqpipe.checkpoint import (
     name_of,
     natural_key,
     run_id_of,
+    sealed,
 )
 from ptqpipe.errors import OutputError
 from ptqpipe.families import check_config
@@ -305,7 +306,7 @@ def _damaged(jobs: Sequence[J], work: Rewrite[J], writer: CheckpointWriter, mach
 
 def _finish(work: Rewrite[J], writer: CheckpointWriter) -> dict[str, Any]:
     """The closing steps, on rank 0: the config files, the model card, ptqpipe.json with the sha256 of all files but the
-    weights and itself, and what is carried over from the source's folder; then the output has its name. The record."""
+    weights, and what is carried over from the source's folder; then the output has its name. The record."""
     reader = work.source.reader
     reader.check_unchanged()
     contents = {name: json_bytes(config) for name, config in work.configs().items()}
@@ -319,7 +320,7 @@ def _finish(work: Rewrite[J], writer: CheckpointWriter) -> dict[str, Any]:
     written = contents if index is None else {**contents, INDEX_NAME: index.encode()}
     hashes = {name: hashlib.sha256(raw).hexdigest() for name, raw in written.items()}
     hashes |= {name: file_sha256(path) for path, name in carried}
-    record = {**record, "files": dict(sorted(hashes.items()))}
+    record = sealed({**record, "files": dict(sorted(hashes.items()))})
     contents[RECORD_FILE] = json_bytes(record)
     writer.finish(expected_units=[job.id for job in work.jobs], extra=contents, copy=carried)
     return record

@@ -10,18 +10,16 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from ptqpipe.card import CARD, card_sha256, is_ours
-from ptqpipe.checkpoint import OWN_FILES, RECORD_FILE, CheckpointReader, file_sha256, run_id_of
+from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader, run_id_of
 from ptqpipe.containers import Part, get_container, is_kv_scale, quantization_config
 from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import CheckpointError, PtqError, RecipeError
 from ptqpipe.measured import certificate
 from ptqpipe.plan import Plan, Unit, make_plan
 from ptqpipe.recipe import Recipe
-from ptqpipe.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of
+from ptqpipe.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of, self_faults
 from ptqpipe.rewriting import CACHE_REASON, corrected_biases, run_parts_of, with_reasons
 from ptqpipe.rounding import relative_change, trained_of
 from ptqpipe.search import get_search
@@ -31,11 +29,17 @@ from ptqpipe.verification.structure import compare_decoded
 
 SUM_TOLERANCE = 1e-9  # float64 sums of up to 2^33 positive terms in another order differ by less
 
-_PAGES = frozenset({"README.md", ".gitattributes", "LICENSE"})  # no program reads them
-
-
 REWRITTEN = frozenset({"dtype", "torch_dtype", "tie_word_embeddings"})
 """Keys of config.json that a float checkpoint of another dtype, or with a head of its own, has otherwise."""
+
+
+def check_itself(ckpt: Source, record: Record, findings: Findings) -> None:
+    """The record's file is the one that was written: its own sha256, and its keys."""
+    for where, message in self_faults(ckpt.reader.path, record.raw):
+        findings.fault("record", where, message)
+    if "sha256" not in record.raw:
+        why = "has no sha256 of itself, as older versions wrote it: what in it contradicts nothing is believed"
+        findings.note("record", RECORD_FILE, why)
 
 
 def check_coverage(ckpt: Source, record: Record, findings: Findings) -> None:
@@ -58,33 +62,6 @@ def check_coverage(ckpt: Source, record: Record, findings: Findings) -> None:
         findings.fault(
             "record", "container", f"is {record.container!r} in {RECORD_FILE}, the layout is {ckpt.container_name}"
         )
-
-
-def check_written_files(ckpt: Source, record: Record, findings: Findings) -> None:
-    """Every file that was written with the weights is still there, byte for byte.
-
-    Files that were added, and pages for readers (a model card, the hub's .gitattributes) that were changed, are notes.
-    """
-    folder, index = ckpt.reader.path, ckpt.reader.index
-    extra = {path.relative_to(folder).as_posix() for path in ckpt.reader.extra_files}
-    described = {name for name in OWN_FILES - {RECORD_FILE} if (folder / name).is_file()}
-    described |= {index.name} if index is not None else set()
-    for name in sorted(described - record.files.keys()):
-        findings.fault("files", name, f"is not among the files that {RECORD_FILE} lists as written")
-    for name in sorted(extra - record.files.keys()):
-        findings.note("files", name, "was added after conversion")
-    for name, written in sorted(record.files.items()):
-        wrong = findings.note if name in _PAGES else findings.fault
-        if name not in extra | described:
-            wrong("files", name, f"is missing, though {RECORD_FILE} lists it as written")
-        elif (found := _file_hash(folder / name)) != written:
-            hashes = f"sha256 {found[:12]}..., written {written[:12]}..."
-            wrong("files", name, f"is not the file that was written ({hashes}): changed after conversion")
-
-
-def _file_hash(path: Path) -> str:
-    """sha256 of a file; of a model card without what `ptqpipe eval` has put into it since."""
-    return card_sha256(path) if path.name == CARD and is_ours(path) else file_sha256(path)
 
 
 def check_hashes(ckpt: Source, weight: str, expert: int | None, claim: Claim, findings: Findings) -> None:

@@ -14,6 +14,7 @@ from ptqpipe.containers import (
     Lists,
     Target,
     contradicted,
+    is_kv_scale,
     is_stack,
     merged_config,
     quantization_config,
@@ -96,7 +97,8 @@ def _expected(ckpt: Source, findings: Findings) -> dict[str, dict[str, Any]] | N
     targets = targets_of(ckpt)
     reason = next((r for r in map(ckpt.container.supports, dict.fromkeys(t.scheme for t in targets)) if r), None)
     if reason is not None or not targets:
-        if findings.own or not targets:
+        cache = any(map(is_kv_scale, ckpt.plain))  # which may be all that is quantized
+        if findings.own or not (targets or cache):
             message = reason or "describes a quantization, but nothing is stored quantized"
             findings.fault("config", "quantization_config", message)
         return None

@@ -4,28 +4,22 @@ Looks at the two checkpoints as sets of logical weights (``source.py``) and plai
 except kept tensors of a source that is itself quantized.
 """
 
-import filecmp
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 
-from ptqpipe.card import CARD, ORIGINAL, is_ours
-from ptqpipe.checkpoint import OWN_FILES, NotFinite
+from ptqpipe.checkpoint import NotFinite
 from ptqpipe.containers import StoredWeight, is_kv_scale
-from ptqpipe.json_values import same_json
 from ptqpipe.origins import Origins
-from ptqpipe.regular_file import read_json
 from ptqpipe.source import Source
+from ptqpipe.verification.files import changed
 from ptqpipe.verification.findings import Findings
 
 READ_BYTES = 8 << 20
 _ROPE_BUFFER = re.compile(r".*rotary_emb\.inv_freq")
-_TOKENS = re.compile(r"(tokenizer\.json|vocab\.(json|txt)|merges\.txt|added_tokens\.json|.*\.(model|tiktoken))")
 _REWRITTEN = frozenset({"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"})
 _QUANTIZATION = frozenset({"quantization_config", "compression_config"})
 
@@ -197,51 +191,6 @@ def check_sizes(ckpt: Source, findings: Findings) -> None:
             findings.deviation("files", path.name, "is another set of weights in the folder; remove it")
 
 
-def check_files(ckpt: Source, source: Source, findings: Findings) -> None:
-    """Every other file than weights, configs and record equals the source's, byte for byte."""
-    ours = _relative(ckpt.reader.path, ckpt.reader.extra_files)
-    theirs = _relative(source.reader.path, source.reader.extra_files)
-    if (card := ours.pop(CARD, None)) is not None and is_ours(card):  # made anew; check_written_files knows its hash
-        former = theirs.pop(CARD, None)
-        theirs |= {ORIGINAL: former} if former is not None and ORIGINAL in ours else {}
-    elif card is not None:
-        ours[CARD] = card
-    for name in sorted(theirs.keys() - ours.keys() - OWN_FILES):
-        findings.choice("files", name, "is in the source, but the checkpoint lacks it")
-    for name in sorted(ours.keys() - theirs.keys()):
-        findings.note("files", name, "is in the checkpoint, but not in the source")
-    for name in sorted(ours.keys() & theirs.keys()):
-        if not filecmp.cmp(ours[name], theirs[name], shallow=False):
-            _report_file(name, ours[name], theirs[name], findings)
-
-
-def _relative(root: Path, files: Iterable[Path]) -> dict[str, Path]:
-    return {path.relative_to(root).as_posix(): path for path in files}
-
-
-def _report_file(name: str, path: Path, original: Path, findings: Findings) -> None:
-    """Tools that save a tokenizer again reorder its files; what the tokens are must not change."""
-    a, b = (read_json(file) if file.suffix == ".json" else None for file in (path, original))
-    if findings.chosen:
-        findings.fault("files", name, "differs from the source's")
-    elif a is None or b is None:
-        (findings.fault if _TOKENS.fullmatch(name) else findings.note)("files", name, "differs from the source's")
-    elif a == b:
-        findings.note("files", name, "is formatted differently, with the same content as the source's")
-    else:
-        keys = _changed(a, b)
-        report = findings.fault if _TOKENS.fullmatch(name) else findings.note
-        report("files", name, f"differs from the source's in {', '.join(keys) if keys else 'its content'}")
-
-
-def _changed(a: Any, b: Any) -> list[str]:
-    if not isinstance(a, dict) or not isinstance(b, dict):
-        return []
-    return sorted(
-        str(key) for key in a.keys() | b.keys() if not same_json(a.get(key), b.get(key)) or (key in a) != (key in b)
-    )
-
-
 def check_model_config(
     ckpt: Source, source: Source, findings: Findings, *, rewritten: frozenset[str] = frozenset()
 ) -> None:
@@ -253,7 +202,7 @@ def check_model_config(
         text = config.get("text_config")
         if isinstance(text, Mapping):
             config["text_config"] = {key: value for key, value in text.items() if key not in differing}
-    for key in _changed(a, b):
+    for key in changed(a, b):
         message = f"{key} is {a.get(key)!r:.80}, the source has {b.get(key)!r:.80}"
         if findings.chosen or key not in _REWRITTEN:
             findings.fault("config", "config.json", message)

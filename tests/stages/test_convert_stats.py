@@ -33,6 +33,7 @@ from ptqpipe.stages.verify import text as verify_text
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
 from tests.algorithms.inputs import correlated, inputs_of_llama, write_statistics
+from tests.stages import damage
 
 RECIPES = Path(__file__).parents[2] / "ptqpipe/recipe/recipes"
 WITH_DATA = ("nvfp4_weighted", "nvfp4_block", "nvfp4_gptq", "nvfp4_w4a4_gptq", "mxfp4_gptq", "fp8_gptq", "fp8_static")
@@ -551,7 +552,7 @@ def test_verify_with_statistics_finds_codes_that_do_not_follow_from_them(
     record["recipe"]["rules"][0]["refine"] = 0
     described = json.dumps(record["recipe"], sort_keys=True)
     assert "refine" in described
-    (out / "ptqpipe.json").write_text(json.dumps(record))
+    damage.write_record(out, record)
     faults = verify(out, source=model, statistics=stats).faults
     assert any(fault.check == "repeat" for fault in faults)
     other = write_statistics(tmp_path / "other", model, inputs_of_llama(tiny.llama(), seed=9))

@@ -32,6 +32,7 @@ from ptqpipe.stages.serve.checks import check_checkpoint
 from ptqpipe.stages.verify.run import verify
 from ptqpipe.stages.verify.text import VerifyReport
 from tests import families, tiny
+from tests.stages import damage
 
 Make = Callable[..., Path]
 MTP = f"model.layers.{families.LAYERS}."
@@ -295,7 +296,7 @@ def test_a_description_inside_the_text_config_is_seen_by_verify_and_inspect(make
         outer["text_config"] = {**config["text_config"], "quantization_config": inner}
         file.write_text(json.dumps(outer))
         record = done.record | {"files": {**done.record["files"], file.name: file_sha256(file)}}
-        (done.out / "ptqpipe.json").write_text(json.dumps(record))
+        damage.write_record(done.out, record)
 
     moved()
     assert [fault.message for fault in verify(done.out, workers=1).faults] == []

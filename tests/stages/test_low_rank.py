@@ -31,6 +31,7 @@ from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
+from tests.stages import damage
 
 RECIPE = Path(__file__).parents[2] / "ptqpipe/recipe/recipes/nvfp4_lorc.yaml"
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"
@@ -333,7 +334,7 @@ def test_a_changed_factor_is_a_fault_of_record_and_recipe(model: Path, tmp_path:
     claimed = record["weights"][WEIGHT]
     claimed["squared_error"] *= 1.01
     claimed["relative_mse"] *= 1.01
-    (tmp_path / "other" / "ptqpipe.json").write_text(json.dumps(record))
+    damage.write_record(tmp_path / "other", record)
     messages = [fault.message for fault in verify(tmp_path / "other", source=model).faults]
     assert any("low-rank part leaves" in message for message in messages)
 

@@ -15,6 +15,7 @@ from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.stages.dequantize import dequantize
 from ptqpipe.stages.verify.run import verify
 from tests import families, tiny
+from tests.stages import damage
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 LOSSLESS = "0 weights changed; 0 blocks requantized, largest error 0"
@@ -129,10 +130,10 @@ def test_a_certificate_that_is_not_true_is_found(tmp_path: Path) -> None:
     for entry in record["weights"].values():
         if "changed" in entry:
             entry["changed"] = {"weights": 0, "blocks": 0, "largest_error": 0.0}
-    (out / "ptqpipe.json").write_text(json.dumps(record))
+    damage.write_record(out, record)
     said = [str(finding) for finding in verify(out, workers=1).findings]
     assert any("certificate" in line for line in said)
-    (out / "ptqpipe.json").write_text(json.dumps(record | {"certificate": LOSSLESS}))
+    damage.write_record(out, record | {"certificate": LOSSLESS})
     said = [str(finding) for finding in verify(out, source=model, workers=1).findings]
     assert any("w1" in line and "compared with the source" in line for line in said)
 

@@ -21,7 +21,7 @@ from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.formats import get_format
 from ptqpipe.machine import Share
 from ptqpipe.plan import is_matrix
-from ptqpipe.record import TAKEN_OVER, UNKNOWN, read_record
+from ptqpipe.record import TAKEN_OVER, UNKNOWN, read_record, self_faults
 from ptqpipe.rewriting import (
     CopyTensor,
     Done,
@@ -222,10 +222,23 @@ def prepare(source: Source, out: Path, *, container: str) -> Relayout:
         groups.append(list({spec.name: spec for job in made for spec in specs_of(job)}.values()))
         shard_of.append(shards.setdefault(entry.file, len(shards)))
     layout = ShardLayout.with_borders(groups, shard_of=shard_of)
-    record = read_record(source.reader).raw if (source.reader.path / RECORD_FILE).exists() else {}
+    record = _old_record(source)
     work = Relayout(out, source, layout, tuple(jobs), target, name, tuple(dropped_parts(source, jobs)), record)
     check_read_back(target, work.configs(), layout, targets_of(jobs), container_name=name)
     return work
+
+
+def _old_record(source: Source) -> Mapping[str, Any]:
+    """The record of the checkpoint, empty without one. CheckpointError where it is not the one that was written: what
+    it says would be written again."""
+    folder = source.reader.path
+    if not (folder / RECORD_FILE).exists():
+        return {}
+    record = read_record(source.reader).raw
+    wrong = next(self_faults(folder, record), None)
+    if wrong is not None:
+        raise CheckpointError(f"{folder / RECORD_FILE}: {wrong[0]} {wrong[1]}")
+    return record
 
 
 def render(done: Done) -> str:

@@ -28,7 +28,7 @@ from ptqpipe.search.proof import Optimality
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.verify.text import VerifyReport, header
 from ptqpipe.statistics import Statistics
-from ptqpipe.verification import claims, config, groups, structure
+from ptqpipe.verification import claims, config, files, groups, structure
 from ptqpipe.verification.findings import Findings
 from ptqpipe.verification.repeat import (
     check_conversion,
@@ -210,9 +210,10 @@ def _check_headers(run: _Run) -> None:
     ]
     if record is not None:
         own = [
+            ("record", claims.check_itself),
             ("record", claims.check_coverage),
             *([("record", claims.check_float)] if record.plain else []),
-            ("files", claims.check_written_files),
+            ("files", files.check_written_files),
             ("record", claims.check_identity),
             ("record", lambda *given: claims.check_lists(*given, source=source)),
             *([] if record.plain else [("record", claims.check_rules)]),
@@ -237,7 +238,7 @@ def _source_checks(run: _Run, source: Source, record: Record | None) -> list[tup
     elif origins is not None:
         checks.append(("names", "tensors", lambda: structure.check_fates(ckpt, origins, findings)))
     checks += [
-        ("files", "files", lambda: structure.check_files(ckpt, source, findings)),
+        ("files", "files", lambda: files.check_files(ckpt, source, findings)),
         ("config", "config.json", lambda: structure.check_model_config(ckpt, source, findings, rewritten=rewritten)),
     ]
     if record is not None and record.conversion is not None and ckpt.container is not None:

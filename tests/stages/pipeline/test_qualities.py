@@ -26,6 +26,7 @@ from ptqpipe.stages.transform.factors import find_factors
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.transforms import learn_rotations
 from tests.calibration.models import make_model
+from tests.stages import damage
 from tests.stages.pipeline.runs import LENGTH, ONE, few, files_of, made, ran, weights_of, work_of
 from tests.transforms.models import token_ids
 
@@ -239,11 +240,11 @@ def test_what_was_quantized_behind_a_transform_is_compared_with_the_model_itself
     record = json.loads((out / "ptqpipe.json").read_text())
     folding = next(entry for entry in record["transformed"]["foldings"] if entry.get("changed"))
     folding["factors"] = encoded(torch.full((folding["channels"],), 2.0, dtype=torch.float64))
-    (out / "ptqpipe.json").write_text(json.dumps(record))
+    damage.write_record(out, record)
     refused = CliRunner().invoke(main, ["verify", str(out), "--source", str(model)])
     assert refused.exit_code == 1
     folding["factors"] = "damaged"
-    (out / "ptqpipe.json").write_text(json.dumps(record))
+    damage.write_record(out, record)
     refused = CliRunner().invoke(main, ["verify", str(out), "--source", str(model)])
     assert f"the factors of '{folding['edge']}' are damaged" in refused.output
 

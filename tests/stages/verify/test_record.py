@@ -8,12 +8,16 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ptqpipe
+from ptqpipe.checkpoint import is_sealed, read_json_object
+from ptqpipe.errors import CheckpointError, PtqError
+from ptqpipe.record import self_faults
 from ptqpipe.stages.dequantize import dequantize
 from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.transform.run import transform
@@ -122,14 +126,77 @@ def test_every_field_of_a_record_that_is_changed_is_a_fault(made: Path, output: 
     text = (ckpt / "ptqpipe.json").read_text()
     record = json.loads(text)
     unlike = []
-    for path, value in leaves(record):
+    for path, value in leaves({key: value for key, value in record.items() if key != "sha256"}):
         field = f"{output} {'.'.join(map(str, path))}"
-        (ckpt / "ptqpipe.json").write_text(json.dumps(put(record, path, changed(value))))
+        damage.write_record(ckpt, put(record, path, changed(value)))
         first = next((beside for beside, given in known.items() if not verify(ckpt, workers=1, **given).ok), "nothing")
         if first != needed(field):
             unlike.append(f"{field}: seen with {first}, expected {needed(field)}")
     (ckpt / "ptqpipe.json").write_text(text)
     assert unlike == []
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_no_byte_of_a_record_changes_unseen(made: Path, tmp_path: Path, output: str) -> None:
+    """By its own sha256; what else is stored need not be looked at again for each of them."""
+    written, path = made / output / "ptqpipe.json", tmp_path / "ptqpipe.json"
+    raw = written.read_bytes()
+    assert is_sealed(raw)
+    unseen = [at for at in range(len(raw)) if is_sealed(raw[:at] + bytes([raw[at] ^ 1 << at % 8]) + raw[at + 1 :])]
+    unseen += [at for at in range(len(raw)) if is_sealed(raw[:at] + raw[at + 1 :])]
+    assert unseen == []
+    for at in range(
+        len(raw) - 90, len(raw)
+    ):  # where the sha256 itself stands: what hides it is another key, or no JSON
+        for bit in range(8):
+            path.write_bytes(raw[:at] + bytes([raw[at] ^ 1 << bit]) + raw[at + 1 :])
+            with suppress(PtqError):
+                assert list(self_faults(tmp_path, read_json_object(path))), (at, bit)
+    for at in range(0, len(raw), max(1, len(raw) // 25)):
+        written.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        assert not verify(made / output, workers=1).ok, at
+    written.write_bytes(raw)
+
+
+def test_a_record_of_an_older_version_has_no_sha256_of_itself(made: Path, tmp_path: Path) -> None:
+    folder = damage.copy(made / "rtn", tmp_path / "old")
+    record = json.loads((folder / "ptqpipe.json").read_text())
+    del record["sha256"]
+    damage.write_record(folder, record)
+    report = verify(folder, workers=1)
+    assert report.ok
+    assert "has no sha256 of itself" in "".join(note.message for note in report.notes)
+    relayout(folder, tmp_path / "new", container="modelopt")
+    assert verify(tmp_path / "new", workers=1).ok
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_key_that_no_record_has_and_one_that_is_missing_are_faults(made: Path, tmp_path: Path, output: str) -> None:
+    folder = damage.copy(made / output, tmp_path / "damaged")
+    text = (folder / "ptqpipe.json").read_text()
+    keys = {"statistics", "certificate", "rounding", "converted_as", "transformed", "sha256"}
+    for key in json.loads(text).keys() - keys:
+        record = json.loads(text)
+        del record[key]
+        damage.write_record(folder, record)
+        assert not verify(folder, workers=1).ok, key
+    for place in ((), ("weights", 0), ("kept", 0)):
+        record = json.loads(text)
+        inner = record if not place else next(iter(record[place[0]].values()))
+        inner["dampkng"] = 0.1
+        damage.write_record(folder, record)
+        faults = verify(folder, workers=1).faults
+        assert any("has the key 'dampkng', which no record has" in fault.message for fault in faults), place
+    (folder / "ptqpipe.json").write_text(text)
+
+
+def test_a_changed_record_is_not_taken_over(made: Path, tmp_path: Path) -> None:
+    folder = damage.copy(made / "gptq", tmp_path / "damaged")
+    path = folder / "ptqpipe.json"
+    path.write_text(path.read_text().replace('"versus_rtn": ', '"versus_rtn": 1e-7, "versus_absmax": ', 1))
+    with pytest.raises(CheckpointError, match="its own sha256 is that of other bytes"):
+        relayout(folder, tmp_path / "out", container="modelopt")
+    assert not (tmp_path / "out").exists()
 
 
 def test_claims_that_contradict_each_other_are_faults(made: Path) -> None:
@@ -148,7 +215,7 @@ def test_claims_that_contradict_each_other_are_faults(made: Path) -> None:
     ):
         record = json.loads(text)
         next(iter(record["weights"].values())).update(change)
-        (ckpt / "ptqpipe.json").write_text(json.dumps(record))
+        damage.write_record(ckpt, record)
         assert not verify(ckpt, workers=1).ok, change
     (ckpt / "ptqpipe.json").write_text(text)
 
@@ -163,7 +230,7 @@ def test_a_lost_field_of_a_weight_is_a_fault(made: Path, output: str) -> None:
     for key in entry.keys() - optional:
         record = json.loads(text)
         del record["weights"][name][key]
-        (ckpt / "ptqpipe.json").write_text(json.dumps(record))
+        damage.write_record(ckpt, record)
         given = sources(made, output)["source" if needed(f"{output} weights.x.{key}") == "source" else "alone"]
         assert not verify(ckpt, workers=1, **given).ok, key
     (ckpt / "ptqpipe.json").write_text(text)
