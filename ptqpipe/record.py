@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader, is_sealed
+from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader, vouches_for_itself
 from ptqpipe.containers import quantization_config
 from ptqpipe.errors import CheckpointError, one_line
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
@@ -112,7 +112,7 @@ def self_faults(folder: Path, raw: Mapping[str, Any]) -> Iterator[tuple[str, str
     """(where, message) of what the record of a folder, with the content ``raw``, contradicts of itself: its own sha256,
     keys that no record has, and, of records that have a sha256, keys that are missing. OSError where it cannot be
     read."""
-    sealed = is_sealed(read_regular(folder / RECORD_FILE, limit=MAX_JSON_BYTES))
+    sealed = vouches_for_itself(read_regular(folder / RECORD_FILE, limit=MAX_JSON_BYTES))
     if "sha256" in raw and not sealed:
         yield RECORD_FILE, "was changed: its own sha256 is that of other bytes; take it from a copy, or convert again"
     for key in sorted(raw.keys() - _KNOWN):

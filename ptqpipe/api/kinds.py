@@ -34,7 +34,7 @@ def check_kinds(parameters: Iterable[inspect.Parameter], given: Mapping[str, Any
         value = given.get(one.name, one.default)
         if one.kind is one.VAR_POSITIONAL or value is one.default or (one.default is None and value is False):
             continue
-        if value == "" and one.name == "out":
+        if one.name == "out" and isinstance(value, str) and not value:
             raise UsageError("out is empty, expected the name of what to write")
         if not _fits(value, one.annotation) and not _converted(one.name, value):
             raise UsageError(f"{one.name} is {one_line(repr(value), limit=80)}, expected {_words(one.annotation)}")
@@ -48,8 +48,11 @@ def _fits(value: Any, kind: Any) -> bool:
     if isinstance(kind, UnionType):
         return any(_fits(value, one) for one in kinds) or ({str, int} <= set(kinds) and _is_number(value))
     if get_origin(kind) in (tuple, Iterable):
-        named = not isinstance(value, list | tuple | set) or all(isinstance(one, kinds[0] | PathLike) for one in value)
-        return isinstance(value, str) or (isinstance(value, Iterable) and named)
+        if isinstance(value, str):
+            return True
+        if isinstance(value, list | tuple | set | frozenset):
+            return all(isinstance(one, kinds[0] | PathLike) for one in value)
+        return isinstance(value, Iterable) and not isinstance(value, bytes | Mapping) and not hasattr(value, "dtype")
     if get_origin(kind) is Callable:
         return callable(value)
     if kind is Path:

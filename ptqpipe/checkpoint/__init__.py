@@ -22,12 +22,12 @@ from ptqpipe.checkpoint.files import (
     FolderContent,
     file_sha256,
     is_opened,
-    is_sealed,
     json_bytes,
     natural_key,
     read_json_object,
     refuse_pipes,
     sealed,
+    vouches_for_itself,
 )
 from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
 from ptqpipe.checkpoint.finite import NotFinite

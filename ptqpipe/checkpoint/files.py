@@ -142,7 +142,7 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**blank, "sha256": hashlib.sha256(json_bytes(blank)).hexdigest()}
 
 
-def is_sealed(raw: bytes) -> bool:
+def vouches_for_itself(raw: bytes) -> bool:
     """Whether the bytes of a record are those that its sha256 was made of; False as well where it has none."""
     found = _SEAL.search(raw)
     if found is None:

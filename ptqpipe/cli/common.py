@@ -25,7 +25,7 @@ from ptqpipe._version import __version__
 from ptqpipe.cli.foreign import hold_back
 from ptqpipe.cli.help import Command, Commands, examples
 from ptqpipe.cli.lines import fitted, say
-from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, failure, first_line, one_line
+from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, failure, first_line, is_panic, one_line
 from ptqpipe.options import PipelineOptions, RecipeOptions, pipeline_fields, recipe_fields
 
 if TYPE_CHECKING:
@@ -157,12 +157,41 @@ def _errors_in_one_line(leaves: Callable[[], str]) -> Iterator[None]:
     except BrokenPipeError:  # nobody reads on: click ends in silence
         raise
     except OSError as error:
-        _fail(one_line(": ".join(str(part) for part in (error.filename, failure(error)) if part)), 1)
-    except MemoryError as error:
-        _fail(one_line(f"out of memory{f' ({error})' if str(error) else ''}; lower --workers or --max-memory"), 1)
+        known = ": ".join(str(part) for part in (error.filename, failure(error)) if part)
+        _fail(_out_of_resources(error) or one_line(known), 1)
     except KeyboardInterrupt:
         say(f"\nInterrupted: {leaves()}.")
         sys.exit(INTERRUPTED)
+    except BaseException as error:
+        if (reason := _out_of_resources(error)) is None:
+            raise
+        _fail("; ".join([one_line(reason), *getattr(error, "__notes__", ())]), 1)
+
+
+# What libraries say, in errors of any kind, when the system gives no memory, and when it gives no thread.
+_NO_MEMORY = re.compile(
+    "bad_alloc|can't allocate|cannot allocate|not enough memory|out of memory|failed to map segment|failed to allocate",
+    re.I,
+)
+_NO_THREAD = re.compile("can't start new thread|cannot create thread|ThreadPoolBuildError|pthread_create", re.I)
+
+
+def _out_of_resources(error: BaseException) -> str | None:
+    """What to say of an error that means that the system gives no memory, or no thread; None for others."""
+    text = first_line(error)
+    context = click.get_current_context(silent=True)
+    options = {} if context is None else context.params
+    lower = " or ".join(f"--{name.replace('_', '-')}" for name in ("workers", "max_memory") if name in options)
+    remedy = f"{f'lower {lower}, or ' if lower else ''}raise the limit of this process"
+    if isinstance(error, RuntimeError | OSError) or is_panic(error):
+        if _NO_THREAD.search(text):
+            return f"the system starts no more threads ({text}); {remedy} (ulimit -u and -v, or its container's)"
+    elif not isinstance(error, MemoryError | ImportError):
+        return None
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(text):
+        known = "" if text == type(error).__name__ else f" ({text})"
+        return f"out of memory{known}; {remedy} (ulimit -v, or its container's)"
+    return f"a library gave up: {text}; check the model's tokenizer, and the text" if is_panic(error) else None
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -186,7 +215,7 @@ def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
         say(f"{out} has no unfinished run: starting from the beginning.")
     try:
         yield
-    except PtqError as error:
+    except Exception as error:
         if is_unfinished(out) and not (left and mode == "new"):
             error.add_note("what is finished is kept (--resume continues it, --overwrite starts over)")
         raise

@@ -116,7 +116,7 @@ def load_rank(
 ) -> Any:
     """`load`, for one rank as a whole: ``ranks`` also says how its sums and gathers are run, and ``model_of`` which
     class of transformers a config and its path are made a model of, with which config."""
-    if activations not in ("simulated", "none"):
+    if not isinstance(activations, str) or activations not in ("simulated", "none"):
         raise UsageError(f"activations {activations!r} is unknown; use simulated or none")
     check_device(device)
     ranks.check()
@@ -148,6 +148,8 @@ def load_rank(
 
 def check_device(device: str) -> None:
     """UsageError for a device that is not here."""
+    if not isinstance(device, str):
+        raise UsageError(f"device is {type(device).__name__}, expected a name; use cpu, cuda or cuda:N")
     if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
         raise UsageError(f"device {device!r} is unknown; use cpu, cuda or cuda:N")
     count = torch.cuda.device_count() if device != "cpu" else 0
@@ -233,6 +235,8 @@ def dtype_of(dtype: torch.dtype | str, config: Any) -> torch.dtype:
     """The torch dtype that ``dtype`` names for a model of ``config``. UsageError for an unknown name."""
     if isinstance(dtype, torch.dtype):
         return dtype
+    if not isinstance(dtype, str):
+        raise UsageError(f"dtype is {type(dtype).__name__}, expected a name; use {', '.join(DTYPES)} or auto")
     if dtype == "auto":
         found = getattr(config, "dtype", None) or config.get_text_config().dtype
         return found if isinstance(found, torch.dtype) else torch.float32

@@ -380,3 +380,52 @@ def test_what_a_long_call_says_of_itself_goes_where_its_bars_go(
     said = capsys.readouterr()
     assert said.out == ""
     assert "  2 convert: into " in said.err
+
+
+class Odd:
+    """Can neither be compared nor be asked whether it is true, like an array of several numbers."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("compared")
+
+    def __bool__(self) -> bool:
+        raise ValueError("asked")
+
+
+ODD = (np.zeros((4, 4)), np.array(["a", "b"]), torch.zeros(4, 4), [np.zeros(3)], Odd(), [Odd()], b"x", {"a": 1})
+# What other keywords take at all: data are rows of any kind, and files are written or read as whole ones.
+LEFT_OUT = {"data", "out", "push", "forward_loop", "tokenizer"}
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "serve"])
+def test_no_value_of_any_kind_ends_in_another_error(name: str, model: Path) -> None:
+    """Each keyword, with the others right: a PtqError."""
+    function = getattr(ptqpipe, name)
+    parameters = [
+        one
+        for one in inspect.signature(function).parameters.values()
+        if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+    ]
+    needed = {one.name: str(model) for one in parameters if one.default is one.empty}
+    for one in parameters:
+        for value in ODD if one.name not in LEFT_OUT else ():
+            with pytest.raises(PtqError):
+                function(**needed | {one.name: value})
+
+
+@pytest.mark.parametrize("name", ["quantize", "load_tensors", "load_model", "save_checkpoint"])
+@pytest.mark.parametrize("value", [*ODD, None, "x", []], ids=lambda value: type(value).__name__)
+def test_what_is_no_tensor_or_folder_or_model_is_a_ptq_error(name: str, value: Any) -> None:
+    if name == "quantize" and isinstance(value, torch.Tensor):
+        return
+    with pytest.raises(PtqError):
+        getattr(ptqpipe, name)(value, *(["out"] if name == "save_checkpoint" else []))
+
+
+@pytest.mark.parametrize("keyword", ["dtype", "activations", "device"])
+@pytest.mark.parametrize("value", [*ODD, []], ids=lambda value: type(value).__name__)
+def test_a_model_is_loaded_by_names_alone(keyword: str, value: Any, model: Path) -> None:
+    with pytest.raises(UsageError):
+        ptqpipe.load_model(model, **{keyword: value})

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 
 from ptqpipe.errors import NumericsError
 from tests.cli.calls import refused, run
@@ -143,6 +144,84 @@ def test_a_disk_that_fills_up_is_one_line_and_the_run_resumes(here: Path) -> Non
     assert not (here / "out").exists()
     assert run(*args, "--resume").exit_code == 0
     assert run("verify", "out", "--source", "model").exit_code == 0
+
+
+MEMORY = (
+    MemoryError(),
+    MemoryError("the system has no 5 bytes"),
+    RuntimeError("std::bad_alloc"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+)
+
+
+@pytest.mark.parametrize("error", MEMORY, ids=lambda error: f"{type(error).__name__} {error}"[:40])
+@pytest.mark.parametrize(
+    ("command", "stage", "remedy"),
+    [
+        (
+            ("convert", "model", "-o", "out"),
+            "convert.run.convert",
+            "lower --workers or --max-memory, or raise the limit",
+        ),
+        (("inspect", "model"), "inspect.inspect", "; raise the limit"),
+    ],
+)
+def test_what_memory_does_not_suffice_for_is_one_line_with_what_this_command_can_do(
+    here: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, command: tuple[str, ...], stage: str, remedy: str
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(f"ptqpipe.stages.{stage}", fails)
+    result = run(*command)
+    assert result.exit_code == 1
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("Error: out of memory")
+    assert remedy in line
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("can't start new thread"), RuntimeError("pthread_create failed"), OSError("pthread_create")]
+)
+def test_what_threads_do_not_suffice_for_is_one_line(
+    here: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("ptqpipe.stages.convert.run.convert", fails)
+    result = run("convert", "model", "-o", "out")
+    assert result.exit_code == 1
+    (line,) = result.stderr.strip().splitlines()
+    assert "starts no more threads" in line
+    assert "lower --workers" in line
+
+
+def test_other_errors_of_these_kinds_are_bugs_and_keep_their_trace(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr("ptqpipe.stages.convert.run.convert", fails)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        run("convert", "model", "-o", "out")
+
+
+@pytest.mark.parametrize("limit_mb", [600, 1000, 1600])
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_a_limit_of_memory_ends_in_one_line(here: Path, limit_mb: int) -> None:
+    """The kernel's own refusals, wherever they come: while libraries are imported, when threads start, in the work."""
+    code = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({limit_mb << 20},) * 2); "
+    code += "from ptqpipe.__main__ import run; run()"
+    command = [sys.executable, "-c", code, "convert", "model", "-o", "out", "-q", "--workers", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert "Traceback" not in done.stderr
+    if done.returncode != 0:
+        assert done.stderr.strip().splitlines()[-1].startswith("Error"), done.stderr
+    assert run("convert", "model", "-o", "again").exit_code == 0
 
 
 def test_ctrl_c_while_the_command_line_is_imported_leaves_no_trace() -> None:

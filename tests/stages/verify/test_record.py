@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import ptqpipe
-from ptqpipe.checkpoint import is_sealed, read_json_object
+from ptqpipe.checkpoint import read_json_object, vouches_for_itself
 from ptqpipe.errors import CheckpointError, PtqError
 from ptqpipe.record import self_faults
 from ptqpipe.stages.dequantize import dequantize
@@ -141,9 +141,11 @@ def test_no_byte_of_a_record_changes_unseen(made: Path, tmp_path: Path, output: 
     """By its own sha256; what else is stored need not be looked at again for each of them."""
     written, path = made / output / "ptqpipe.json", tmp_path / "ptqpipe.json"
     raw = written.read_bytes()
-    assert is_sealed(raw)
-    unseen = [at for at in range(len(raw)) if is_sealed(raw[:at] + bytes([raw[at] ^ 1 << at % 8]) + raw[at + 1 :])]
-    unseen += [at for at in range(len(raw)) if is_sealed(raw[:at] + raw[at + 1 :])]
+    assert vouches_for_itself(raw)
+    unseen = [
+        at for at in range(len(raw)) if vouches_for_itself(raw[:at] + bytes([raw[at] ^ 1 << at % 8]) + raw[at + 1 :])
+    ]
+    unseen += [at for at in range(len(raw)) if vouches_for_itself(raw[:at] + raw[at + 1 :])]
     assert unseen == []
     for at in range(
         len(raw) - 90, len(raw)
