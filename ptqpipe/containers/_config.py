@@ -324,7 +324,7 @@ def module_list(
     "...experts.gate_up_proj_bias" for a reason to leave the experts unquantized. What a reader calls otherwise than
     the checkpoint of this config.json stands there by both names."""
     quantized = {target.module for target in targets}
-    names = [name.removesuffix(".weight") for name in kept_modules if not name.endswith("bias")]
+    names = [name.removesuffix(".weight") for name in kept_modules if not (name.endswith("bias") and experts_of(name))]
     names += [_readers_name(name, config) for name in names]
     names += [re.sub(*whole, name) for whole in _WHOLES for name in names]
     if not any(name.split(".")[-1] == "lm_head" for name in (*names, *quantized)):
