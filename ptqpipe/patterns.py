@@ -92,7 +92,7 @@ def _repeats(text: str) -> int:
 _WORDS = r"[A-Za-z_]|(?<=[A-Za-z_])(?:\d+|\[\d+\])|\d+(?=[A-Za-z_])"
 _PLAIN = regex.compile(
     rf"re:(?:{_WORDS}|\\\.(?:\\d\+|\d+)(?=\\\.|\$)|\\\.\(\d+(?:\|\d+)*\)(?=\\\.|\$)|\\\.|\\b|\.\*|\\d\*|\)[?*]|[|()$]"
-    r"|\[[a-z]+\])*"
+    r"|\[[a-z]+\]|\[a-z_\]\*|\[A-Za-z_\]\\w\*)*"
 )
 _PLAIN_GLOB = regex.compile(rf"(?:{_WORDS}|\.|\*|(?<=\.)\d+(?=\.|$))*")
 

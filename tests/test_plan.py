@@ -90,10 +90,11 @@ def test_fp8_blocks_need_both_dimensions() -> None:
     kept = {k.name: k.reason for k in plan.kept}
     assert "64 rows do not divide into blocks of 128" in kept["model.layers.0.self_attn.k_proj.weight"]
     assert "fused with" in kept["model.layers.0.self_attn.q_proj.weight"]
-    tensors["x.weight"] = torch.zeros(128, 192).bfloat16()
+    tensors["model.layers.0.x.weight"] = torch.zeros(128, 192).bfloat16()
     plan = plan_of(tensors, recipe=build_recipe(RecipeOptions(scheme="fp8_block")))
     assert (
-        "128x192 does not divide into fp8_block blocks of 128x128" in {k.name: k.reason for k in plan.kept}["x.weight"]
+        "128x192 does not divide into fp8_block blocks of 128x128"
+        in {k.name: k.reason for k in plan.kept}["model.layers.0.x.weight"]
     )
 
 

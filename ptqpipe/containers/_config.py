@@ -333,7 +333,7 @@ def module_list(
     "...experts.gate_up_proj_bias" for a reason to leave the experts unquantized. What a reader calls otherwise than
     the checkpoint of this config.json stands there by both names."""
     quantized = {target.module for target in targets}
-    names = [name.removesuffix(".weight") for name in kept_modules if not name.endswith("bias")]
+    names = [name.removesuffix(".weight") for name in kept_modules if not (name.endswith("bias") and experts_of(name))]
     names += [_readers_name(name, config) for name in names]
     partly = set(wholes(quantized))  # of these a part is quantized: no reader fuses them
     names += [name for name in wholes(names) if name not in partly]

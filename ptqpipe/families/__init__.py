@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ptqpipe.errors import CheckpointError
-from ptqpipe.families.common import COMMON, DEFAULT_FUSE, UNLIKE_EXPERTS
+from ptqpipe.families.common import COMMON, DEFAULT_FUSE, OUTSIDE, UNLIKE_EXPERTS
 from ptqpipe.families.contradictions import another_width, check_experts, check_tower, too_few_layers
 from ptqpipe.families.table import FAMILIES
 from ptqpipe.families.types import Fact, Family, Keep, Mtp, Norms
@@ -167,6 +167,14 @@ def output_rows(config: Mapping[str, Any]) -> Callable[[str, int], tuple[int, ..
         return next(fitting, (rows,))
 
     return of
+
+
+def head_counts(config: Mapping[str, Any]) -> frozenset[int]:
+    """How many heads of some kind a config.json gives attention, in any of its parts: a matrix of so many rows has one
+    output for each head."""
+    found = {value for key, value in config.items() if "heads" in key and type(value) is int}
+    inner = (head_counts(value) for value in config.values() if isinstance(value, Mapping))
+    return frozenset(found).union(*inner)
 
 
 def layer_count(config: Mapping[str, Any]) -> int | None:

@@ -17,6 +17,10 @@ READERS_DIFFER = (
 
 GATES = "gates of a linear-attention layer, a few rows each"
 
+# Poolers, projections and heads of any name: each is a small part of the weights and decides over the whole output. It
+# holds where layers have numbers.
+OUTSIDE = Keep(r"re:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$", "outside of the layers")
+
 COMMON: tuple[Fact, ...] = (
     # An MTP layer that is numbered like a decoder layer: DeepSeek-V3 to V3.2, GLM-4.5 to GLM-5. SGLang builds it
     # unquantized beside ModelOpt's NVFP4 (models/deepseek_nextn.py).
@@ -83,13 +87,14 @@ COMMON: tuple[Fact, ...] = (
         ),
     ),
     Fact(
-        Keep(r"re:.*(embed|\bwte\b|\bwpe\b|shared_head)", "embedding"),
+        Keep(r"re:.*(embed|\bwte\b|\bwpe\b|shared_head|(\.|_)position|rel_pos|relative_)", "embedding"),
         fails="readers look up the rows of an embedding as plain numbers and do not find them among the codes",
         readers=("vllm", "sglang", "trtllm"),
     ),
-    Fact(Keep(r"re:.*norm\d*$", "norm")),
+    Fact(Keep(r"re:(.*\.)?shared$", "embedding")),  # of T5, BART and their kin
+    Fact(Keep(r"re:.*norm\d*(\.(scale|shift))?$", "norm")),
     Fact(Keep(r"re:.*(\.|_)(gate|router|shared_expert_gate|e_score_correction)$", "router")),
-    Fact(Keep(r"re:.*router(\.|$)", "router")),
+    Fact(Keep(r"re:.*router[a-z_]*(\.|$)", "router")),
     Fact(
         Keep(
             r"re:(.*\.)?(visual|vision_tower|vision_model|vision_encoder|image_newline|vision_embed_tokens)(\.|$)",
@@ -115,12 +120,22 @@ COMMON: tuple[Fact, ...] = (
     Fact(Keep(r"re:.*conv1d$", "short convolution")),
     # Readers make one matrix of the two, of 32 to 64 rows; NVIDIA and llm-compressor leave them in bfloat16.
     Fact(Keep(r"re:(.*\.)?linear_attn\.(in_proj_(a|b|ba)|[ab]_proj)$", GATES)),
+    # Of classification, rewards, questions and detection: a few rows each, and readers build them as they like (vLLM's
+    # ``score`` plain).
+    Fact(
+        Keep(
+            r"re:(.*\.)?([a-z_]*_)?(head|heads|classifier|class_predictor|score|scores|qa_outputs|pooler|predictions"
+            r"|seq_relationship)(\.|$)",
+            "head of a task",
+        ),
+    ),
     # GatedResidual of vLLM's models/qwen4_exp/nvidia/hyperconnection.py.
     Fact(
         Keep(r"re:(.*\.)?([a-z_]*_)?hyper_connection(_[a-z_]*)?(\.|$)", "hyper-connection"),
         fails="vLLM builds it unquantized and finds no place for codes",
         readers=("vllm",),
     ),
+    Fact(OUTSIDE),
 )
 
 # vLLM's FusedMoE and SGLang's have one quantization method. For compressed-tensors it is that of the first expert's

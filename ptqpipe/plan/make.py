@@ -13,7 +13,7 @@ from typing import Any
 
 from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError, did_you_mean
-from ptqpipe.families import check_config, family_of
+from ptqpipe.families import OUTSIDE, check_config, family_of, head_counts
 from ptqpipe.formats import Format
 from ptqpipe.plan.groups import (
     fused_groups,
@@ -158,13 +158,19 @@ def make_plan(
     check_config(config, tensors)
     able = abilities or Abilities()
     candidates, reasons = find_candidates(tensors, config, abilities=able)
+    if all(matches(OUTSIDE.pattern, member.module) for member in candidates.values()):  # no layer has a number
+        recipe = replace(recipe, keep=tuple(keep for keep in recipe.keep if keep != OUTSIDE))
     rules: dict[str, Rule] = {}
     named = recipe.named(member.module for member in candidates.values())
     kind, by_kind = recipe.kind_of(), dict[tuple[str, tuple[int, int]], Rule | str]()
+    heads, fused = head_counts(config), {leaf for leaves in recipe.fuse for leaf in leaves}
     for key, member in candidates.items():
         like = kind(member.module), member.shape
         if like not in by_kind:
             rule, reason = recipe.rule_for(like[0], named)
+            single = member.source.expert is None and member.module.rpartition(".")[2] not in fused
+            if rule is not None and rule.match != member.module and single and member.shape[0] in heads:
+                rule, reason = None, f"{member.shape[0]} outputs, one for each head"  # gates, sinks, step sizes
             by_kind[like] = _rule_or_reason(member, rule, reason, even_blocks=able.even_blocks)
         decided = by_kind[like]
         if isinstance(decided, Rule):
