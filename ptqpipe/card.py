@@ -60,12 +60,23 @@ def card(source: Source, record: Mapping[str, Any], *, nbytes: int, warnings: Se
         "utf-8", errors="replace")  # fmt: skip
 
 
+class _Loader(yaml.SafeLoader):
+    """Without anchors, by which a few lines merge to millions of keys; a card needs none."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """YAMLError for an alias."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has an alias")
+        return super().compose_node(parent, index)
+
+
 def front_matter(path: Path) -> dict[str, Any]:
-    """The YAML front matter of a card; empty for none, and for one that cannot be read."""
+    """The YAML front matter of a card; empty for none, and for one that cannot be read, or is longer than
+    LARGEST_ORIGINAL: YAML takes seconds a megabyte."""
     try:
         text = read_regular(path, limit=_LARGEST_CARD).decode("utf-8", errors="replace")
         found = re.match(r"---\r?\n(.*?)\r?\n---\s*(\n|$)", text, re.DOTALL)
-        content = yaml.safe_load(found[1]) if found else None
+        content = yaml.load(found[1], Loader=_Loader) if found and len(found[1]) <= LARGEST_ORIGINAL else None
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}

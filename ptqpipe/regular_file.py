@@ -15,8 +15,8 @@ from typing import Any
 
 #: What any JSON file may have: the records of models with 100,000 experts have half of it.
 MAX_JSON_BYTES = 256 * 2**20
-#: What a recipe or a chat template may have.
-MAX_RECIPE_BYTES = 16 * 2**20
+#: What a recipe or a chat template may have: both are parsed in pure Python, YAML at some 10 s a megabyte.
+MAX_RECIPE_BYTES = 2**20
 #: What a text that models are calibrated or measured on may have.
 MAX_TEXT_BYTES = 4 * 2**30
 

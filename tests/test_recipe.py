@@ -194,6 +194,29 @@ def test_malformed_recipes_are_refused_with_the_key(raw: object, words: str) -> 
         parse_recipe(raw)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a {x: 1}\nb: {<<: [" + ", ".join(["*a"] * 17) + "]}\n",
+        "a: &a {" + ", ".join(f"k{i}: 1" for i in range(900)) + "}\nb: {<<: [*a, *a]}\n",
+        "a0: &a0 {x: 1, y: 2}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 40)),
+    ],
+    ids=["many mappings", "many keys", "doubled again and again"],
+)
+def test_a_short_recipe_does_not_merge_to_millions_of_keys(tmp_path: Path, text: str) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(
+        RecipeError, match=r"r\.yaml merges more than 16 mappings or 1000 keys by << at line \d+; write"
+    ):
+        load_recipe(tmp_path / "r.yaml")
+
+
+def test_a_recipe_that_would_take_minutes_to_parse_is_refused_by_its_size(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("version: 1\nrules: [" + "{}, " * 300_000 + "]\n")
+    with pytest.raises(RecipeError, match=r"r\.yaml cannot be read: it has more than 1048576 bytes"):
+        load_recipe(tmp_path / "r.yaml")
+
+
 @pytest.mark.parametrize("text", ["{", "a: [1, 2", "\x00", "- - - :", "!!python/object:os.system {}"])
 def test_files_that_are_not_yaml_are_one_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "r.yaml"

@@ -2,7 +2,9 @@
 
 Rows are tokenized one by one with the model's own tokenizer (its special tokens included; message lists through its
 chat template) and follow each other in one stream. The stream is cut in windows of equal length; ``samples`` of them
-are chosen without replacement. If a source has a weight, each is cut separately and gives its share of the windows.
+are chosen without replacement. Where the tokenizer puts a beginning-of-text token before a text, each window of text
+starts with it, in the place of its first token, as in llama.cpp's imatrix; rows of token ids stay as they are. If a
+source has a weight, each is cut separately and gives its share of the windows.
 Of long data every second, fourth, ... row is tokenized, and of a data set by name the first ones, unless that is too
 little. The sha256 of the chosen tokens identifies them.
 """
@@ -26,7 +28,10 @@ from ptqpipe.images import decode_images, digest_of, read_image, split_content
 from ptqpipe.rows import (
     Messages,
     Notes,
+    begin_token,
+    begun,
     files_of,
+    has_beginning,
     pieces,
     read_rows,
     row_text,
@@ -244,7 +249,7 @@ class _Chosen:
 @dataclass(frozen=True, slots=True)
 class _Pool:
     """What is chosen from: the tokens of texts in a row, and rows with images; ``ends`` of the files in the stream, how
-    many rows have which length, and whether the files have ``more``."""
+    many rows have which length, whether the files have ``more``, and the token that windows of text ``begin`` with."""
 
     files: list[DataFile]
     stream: "array[int]"
@@ -254,6 +259,7 @@ class _Pool:
     seqlen: int
     lengths: "Counter[int]"
     more: bool
+    begin: int | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -264,7 +270,7 @@ class _Pool:
     def choose(self, which: torch.Tensor) -> _Chosen:
         """The windows of these numbers."""
         count = len(self.stream) // self.seqlen
-        windows = _windows(self.stream, self.shown, self.seqlen)
+        windows = _windows(self.stream, self.shown, self.seqlen, self.begin)
         begins = torch.arange(count) * self.seqlen
         origin = torch.cat(
             [torch.searchsorted(torch.tensor(self.ends), begins, right=True), torch.tensor(self.shown_of).long()]
@@ -340,6 +346,8 @@ def _read(
                 break
         counts.append(rows)
     every = found.every if found.every > 1 else None
+    worded = any(isinstance(row.value, str | Messages) for _, row in found.kept)
+    begin, begins = begin_token(tokenizer()) if worded else None, False
     pool = _Pool([], array("q"), [], [], [], seqlen, Counter(), more or every is not None)
     of_file = itertools.groupby((row for _, row in found.kept), key=lambda row: row.file)
     taken = {number: list(of_each) for number, of_each in of_file}
@@ -355,13 +363,14 @@ def _read(
                 total += len(made.tokens)
             else:
                 for tokens in row_tokens(tokenizer, row.value, row.where, begins=row.begins, notes=notes):
+                    begins = begins or has_beginning(row.value, tokens, begin)
                     pool.stream.extend(tokens)
                     pool.lengths[len(tokens)] += 1
                     total += len(tokens)
         pool.files.append(_described(name, rows, total, weight, every))
         pool.ends.append(len(pool.stream))
     pool.notes.extend(notes.lines())
-    return pool
+    return replace(pool, begin=begin if begins else None)
 
 
 def _check_asked(names: Sequence[str], samples: int, seqlen: int, holdout: int | None) -> None:
@@ -458,12 +467,14 @@ def tokens_digest(windows: torch.Tensor) -> str:
     return hashlib.sha256(windows.numpy().astype("<i8").tobytes()).hexdigest()
 
 
-def _windows(stream: "array[int]", shown: Sequence[_Shown], seqlen: int) -> torch.Tensor:
-    """int64 [n, seqlen]: the text cut into windows, what is left of it aside; then each row with images."""
+def _windows(stream: "array[int]", shown: Sequence[_Shown], seqlen: int, begin: int | None) -> torch.Tensor:
+    """int64 [n, seqlen]: the text cut into windows that start with ``begin``, what is left of it aside; then each row
+    with images."""
     count = len(stream) // seqlen
     windows = torch.full((count + len(shown), seqlen), NO_TOKEN)
     if count:
-        windows[:count] = torch.frombuffer(stream, dtype=torch.int64, count=count * seqlen).view(count, seqlen)
+        cut = torch.frombuffer(stream, dtype=torch.int64, count=count * seqlen).view(count, seqlen)
+        windows[:count] = begun(cut, begin)
     for at, row in enumerate(shown, count):
         windows[at, : len(row.tokens)] = torch.tensor(row.tokens)
     return windows

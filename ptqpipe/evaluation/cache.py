@@ -97,7 +97,7 @@ class CachedLogits:
 class KeptLogits:
     """The log-probabilities of a model on ``tokens`` int64 [T], once computed and kept in memory: for short texts."""
 
-    def __init__(self, model: Any, tokens: torch.Tensor, window: int) -> None:
+    def __init__(self, model: Any, tokens: torch.Tensor, window: int, *, begin: int | None = None) -> None:
         """UsageError where they would take more than 8 GiB."""
         self.vocabulary = vocabulary_of(model) or 0
         needed = MOST * self.vocabulary * len(tokens)
@@ -106,7 +106,7 @@ class KeptLogits:
             raise UsageError(
                 f"log-probabilities of {len(tokens)} tokens take {memory_size(needed)}; use --max-tokens {most} or less"
             )
-        found = windows_of(len(tokens), window)
+        found = windows_of(len(tokens), window, begin=begin)
         self._kept = {
             batch[0].start: encode(model_logits(model, batch, tokens))
             for batch in batches(found, vocabulary=self.vocabulary)
@@ -136,7 +136,15 @@ def open_cache(
     dtype       what the model computes in
     make        gives the transformers model
     """
-    content = {**key, "vocabulary": vocabulary, "dtype": str(dtype), "torch": torch.__version__, "layout": LAYOUT}
+    begin = windows[0].begin if windows else None
+    content = {
+        **key,
+        "begin": begin,
+        "vocabulary": vocabulary,
+        "dtype": str(dtype),
+        "torch": torch.__version__,
+        "layout": LAYOUT,
+    }
     raw = json.dumps(content, sort_keys=True, indent=1).encode()
     folder = cache / "logits" / hashlib.sha256(raw).hexdigest()[:32]
     needed = store_bytes(windows, vocabulary)

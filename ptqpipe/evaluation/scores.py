@@ -3,7 +3,9 @@
 The protocol. Tokens are cut into windows of ``window`` that begin every ``stride`` tokens. In each window a token is
 scored from the tokens before it in that window, and only if no earlier window has scored it: with ``stride`` equal to
 ``window`` all but a window's first token are, with a smaller one every token but the first of the text, from at least
-``window - stride`` tokens of context. Windows go through the model in batches of a fixed rule, since the batch size
+``window - stride`` tokens of context. Where the model's tokenizer puts a beginning-of-text token before every text,
+the model reads it in the place of each window's first token, as llama.cpp's perplexity does: without it a model like
+Gemma predicts badly. Windows go through the model in batches of a fixed rule, since the batch size
 moves the last bits of float32 logits. Logits become float32 before the softmax; nothing of the size of a vocabulary
 outlives its batch.
 
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import UsageError
+from ptqpipe.rows import begun
 
 BATCH_TOKENS = 4096
 BATCH_LOGITS = 2**27  # numbers: 512 MiB of float32
@@ -27,11 +30,15 @@ _COLUMNS = (torch.float32, torch.float32, torch.float32, torch.bool, torch.int64
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Tokens ``[start, stop)`` of a text, of which those in ``[first, stop)`` are scored."""
+    """Tokens ``[start, stop)`` of a text, of which those in ``[first, stop)`` are scored.
+
+    begin  what the model reads in the place of the first token; None: that token
+    """
 
     start: int
     stop: int
     first: int
+    begin: int | None = None
 
     @property
     def scored(self) -> int:
@@ -67,8 +74,11 @@ class Scores:
     top_reference: torch.Tensor | None = None
 
 
-def windows(count: int, window: int, *, stride: int | None = None) -> list[Window]:
-    """The windows of ``count`` tokens. UsageError for a window below 2 or a stride outside [1, window]."""
+def windows(count: int, window: int, *, stride: int | None = None, begin: int | None = None) -> list[Window]:
+    """The windows of ``count`` tokens, each of which begins with the token ``begin``, if there is one.
+
+    UsageError for a window below 2 or a stride outside [1, window].
+    """
     stride = window if stride is None else stride
     if window < 2 or not 1 <= stride <= window:
         raise UsageError(f"window {window} and stride {stride}: expected a window of 2 or more and 1 <= stride <= it")
@@ -78,7 +88,7 @@ def windows(count: int, window: int, *, stride: int | None = None) -> list[Windo
         stop = min(start + window, count)
         first = max(end, start + 1)
         if first < stop:
-            found.append(Window(start, stop, first))
+            found.append(Window(start, stop, first, begin))
         end = stop
         if stop == count:
             break
@@ -121,8 +131,8 @@ def vocabulary_of(model: Any) -> int | None:
 @torch.inference_mode()
 def model_logits(model: Any, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
     """The logits of a transformers model, as `Logits` says."""
-    ids = torch.stack([tokens[window.start : window.stop] for window in batch]).to(model.device)
-    logits = model(ids, use_cache=False).logits
+    ids = begun(torch.stack([tokens[window.start : window.stop] for window in batch]), batch[0].begin)
+    logits = model(ids.to(model.device), use_cache=False).logits
     parts = [
         logits[row, window.first - 1 - window.start : window.stop - 1 - window.start]
         for row, window in enumerate(batch)
@@ -136,19 +146,21 @@ def score(
     *,
     window: int,
     stride: int | None = None,
+    begin: int | None = None,
     reference: Any | None = None,
     on_batch: Callable[[int], None] | None = None,
 ) -> Scores:
     """Scores ``tokens`` (int64 [n]) with a model, and against a reference on the same windows.
 
     model      a transformers model, or a `Logits`
+    begin      the token that every window begins with, of tokenizers that put one before a text (`rows.begin_token`)
     reference  the same; KL and agreement are measured against it
     on_batch   is called after each batch with the number of its tokens that were scored
 
     UsageError for tokens outside the vocabulary, too few tokens, or a reference with another vocabulary.
     """
     stride = window if stride is None else stride
-    found = windows(int(tokens.numel()), window, stride=stride)
+    found = windows(int(tokens.numel()), window, stride=stride, begin=begin)
     if not found:
         raise UsageError(f"{tokens.numel()} tokens are too few to score; expected 2 or more")
     vocabulary = _checked_vocabulary(model, reference, tokens)

@@ -7,13 +7,14 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ptqpipe.errors import UsageError, tokenizer_errors
-from ptqpipe.rows import Notes, files_of, read_rows, row_tokens, size_of
+from ptqpipe.rows import Messages, Notes, begin_token, begun, files_of, has_beginning, read_rows, row_tokens, size_of
 
 SAMPLE = Path(__file__).resolve().parent / "sample.txt"
 SAMPLE_NAME = "sample text"
@@ -23,13 +24,24 @@ MAX_CHARACTERS = 64  # of a token: so much of a text is read for each token that
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text as tokens: int64 [n]. ``sha256`` is that of the tokens that are used, as little-endian int64; ``notes``
-    say in which form the rows are, and what was left out."""
+    """A text as tokens: int64 [n].
+
+    sha256  of the tokens that are used, as little-endian int64
+    begin   the token that each of its windows begins with; None for a tokenizer that puts none before a text, and for
+            rows of tokens, which are as they are
+    notes   in which form the rows are, and what was left out
+    """
 
     name: str
     tokens: torch.Tensor
     sha256: str
+    begin: int | None = None
     notes: tuple[str, ...] = ()
+
+    def windows(self, length: int) -> torch.Tensor:
+        """int64 [n, length]: the text cut into windows, what is left of it aside."""
+        count = len(self.tokens) // length
+        return begun(self.tokens[: count * length].view(count, length), self.begin)
 
 
 def read_text(
@@ -44,12 +56,15 @@ def read_text(
     """
     texts: list[str] = []
     ids: list[int] = []
-    notes = Notes()
+    notes, begins = Notes(), False
+    begin = cache(lambda: begin_token(tokenizer()))
     for where, value in _rows(str(name), field, max_tokens, notes):
         if isinstance(value, str):
             texts.append(value)
+            begins = True
         else:
             for tokens in row_tokens(tokenizer, value, where, notes=notes):
+                begins = begins or (isinstance(value, Messages) and has_beginning(value, tokens, begin()))
                 ids += tokens
     if texts and ids:
         raise UsageError(f"{name} mixes rows of text with rows of messages or tokens; write each kind to its own file")
@@ -64,7 +79,7 @@ def read_text(
     digest = hashlib.sha256(found.numpy().astype("<i8").tobytes()).hexdigest()
     path = Path(name).expanduser()
     shown = SAMPLE_NAME if path == SAMPLE else path.resolve().name if path.exists() else str(name)
-    return Text(shown, found, digest, tuple(notes.lines()))
+    return Text(shown, found, digest, begin() if begins else None, tuple(notes.lines()))
 
 
 def check_text(name: str, tokenizer: Callable[[], Any], *, field: str | None = None) -> None:

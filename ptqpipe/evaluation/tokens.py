@@ -100,10 +100,14 @@ def beginnings(tokens: torch.Tensor, samples: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def continued(model: Any, begun: torch.Tensor, *, most: int = CONTINUED) -> torch.Tensor:
-    """int64 [samples, up to most]: the most likely next tokens, one after another, by a transformers model."""
-    ids = begun.to(model.device)
+def continued(model: Any, beginning: torch.Tensor, *, begin: int | None = None, most: int = CONTINUED) -> torch.Tensor:
+    """int64 [samples, up to most]: the most likely next tokens, one after another, by a transformers model.
+
+    begin  the token that a text begins with, which ``beginning`` [samples, tokens] leaves out; None: none
+    """
+    first = beginning.new_full((len(beginning), int(begin is not None)), begin or 0)
+    ids = torch.cat([first, beginning], 1).to(model.device)
     plain = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "num_beams": 1}
     made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, pad_token_id=0, **plain)
-    written: torch.Tensor = made[:, begun.shape[1] :].cpu()
+    written: torch.Tensor = made[:, ids.shape[1] :].cpu()
     return written

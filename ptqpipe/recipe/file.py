@@ -24,8 +24,14 @@ from ptqpipe.schemes import SCHEMES, get_scheme
 
 NAMED = Path(__file__).with_name("recipes")  # recipes that have a name
 
+_MOST_MERGED, _MOST_KEYS = 16, 1000  # mappings that one merges, and keys that it then has
+
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 200, 200
+
+
+class _MergesTooMuch(yaml.MarkedYAMLError):
+    """A mapping that merges so many keys that a short file would take minutes."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -41,6 +47,15 @@ class _Loader(yaml.SafeLoader):
                     raise RecipeError(f"{_shown(key.value)} (line {line})")
                 seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep=deep)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Bounded: by ``<<`` a few lines merge to millions of keys."""
+        merged = [value for key, value in node.value if key.tag == "tag:yaml.org,2002:merge"]
+        if any(isinstance(value, yaml.SequenceNode) and len(value.value) > _MOST_MERGED for value in merged):
+            raise _MergesTooMuch(problem_mark=node.start_mark)
+        super().flatten_mapping(node)
+        if merged and len(node.value) > _MOST_KEYS:
+            raise _MergesTooMuch(problem_mark=node.start_mark)
 
 
 def _shown(value: object) -> str:
@@ -74,6 +89,10 @@ def load_recipe(path: Path) -> Recipe:
         raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from None
     except RecipeError as error:  # of `_Loader`
         raise RecipeError(f"recipe {path} has the key {error} twice; give it once") from None
+    except _MergesTooMuch as error:
+        number = error.problem_mark.line + 1 if error.problem_mark is not None else 0
+        most = f"{_MOST_MERGED} mappings or {_MOST_KEYS} keys"
+        raise RecipeError(f"recipe {path} merges more than {most} by << at line {number}; write them out") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
         line = f" at line {where.line + 1}" if where is not None else ""

@@ -12,14 +12,16 @@ Text that is not the user's never becomes data: a row of another form is mapped,
 from ptqpipe.rows.chats import Messages
 from ptqpipe.rows.forms import Notes, read_rows, shows_images, size_of
 from ptqpipe.rows.names import check_once, files_of, is_data_file, weighted
-from ptqpipe.rows.tokens import begin_token, pieces, row_text, row_tokens
+from ptqpipe.rows.tokens import begin_token, begun, has_beginning, pieces, row_text, row_tokens
 
 __all__ = [
     "Messages",
     "Notes",
     "begin_token",
+    "begun",
     "check_once",
     "files_of",
+    "has_beginning",
     "is_data_file",
     "pieces",
     "read_rows",

@@ -150,8 +150,9 @@ def _not_text(path: Path, encoding: str) -> UsageError:
             if not part:
                 break
             offset += len(part)
-    known = "iconv -f LATIN1 -t UTF-8, with the encoding that it has" if name == "UTF-8" else "write it again"
-    return UsageError(f"{path} is not {name} text (byte {offset}), line {line}; convert it to UTF-8: {known}")
+    marked = "" if name == "UTF-8" else f", nor {name} as its byte order mark says"
+    remedy = "write it again" if marked else "convert it: iconv -f LATIN1 -t UTF-8, with the encoding that it has"
+    return UsageError(f"{path} is not UTF-8 text{marked} (byte {offset}), line {line}; {remedy}")
 
 
 def _no_nul(text: str, path: Path, where: str = "") -> str:

@@ -3,12 +3,15 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ptqpipe.chat_template import TemplateError, render
 from ptqpipe.errors import UsageError, tokenizer_errors
 from ptqpipe.rows.chats import Messages, text_in
 from ptqpipe.rows.forms import Notes, shows_images
+
+if TYPE_CHECKING:
+    import torch
 
 PIECE = 1 << 18  # characters that are tokenized at once
 MAX_TOKEN = 1 << 31
@@ -21,6 +24,21 @@ def begin_token(tokenizer: Any) -> int | None:
         return None
     first = tokenizer("a", verbose=False)["input_ids"][:1]
     return int(begin) if list(first) == [begin] else None
+
+
+def has_beginning(value: Any, tokens: Sequence[int], begin: int | None) -> bool:
+    """Whether windows of a row begin with ``begin``: those of a text, and of messages whose template begins so."""
+    return begin is not None and (isinstance(value, str) or (isinstance(value, Messages) and tokens[:1] == [begin]))
+
+
+def begun(windows: "torch.Tensor", begin: int | None) -> "torch.Tensor":
+    """Windows of text, int64 [n, tokens], as a model reads them: with ``begin`` in the place of each one's first token;
+    None: as they are."""
+    if begin is None:
+        return windows
+    windows = windows.clone()
+    windows[:, 0] = begin
+    return windows
 
 
 def row_tokens(

@@ -20,6 +20,7 @@ from ptqpipe.quantities import disk_size
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.regular_file import read_json
 from ptqpipe.rewriting import Done
+from ptqpipe.rows import begin_token
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
@@ -59,11 +60,12 @@ def run_demo(out: Path, *, machine: Machine, show: Callable[[str], None]) -> lis
     _check_place(out)
     model, tokenizer = load_model(MODEL), load_tokenizer(MODEL)
     ids = tokenizer((MODEL / "heldout.txt").read_text(encoding="utf-8"), return_tensors="pt").input_ids
+    begin = begin_token(tokenizer)
     prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
     size = (MODEL / "model.safetensors").stat().st_size
 
     def measured(name: str, nbytes: int, sqnr: float | None, verified: str) -> DemoRow:
-        scores = score(model, ids[0], window=WINDOW, stride=STRIDE)
+        scores = score(model, ids[0], window=WINDOW, stride=STRIDE, begin=begin)
         sentence = _sentence(model, tokenizer, prompt)
         return DemoRow(name, nbytes, sqnr, perplexity(scores).value, sentence, verified)
 

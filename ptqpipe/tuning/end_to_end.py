@@ -259,15 +259,15 @@ def _other(prepared: Conversion, samples: Samples) -> torch.Tensor:
     """Windows [n, seqlen] of the sample text, spread over it, as many as judge the data. UsageError where the text is
     shorter than one."""
     model, seqlen = prepared.source.reader.path, samples.windows.shape[1]
-    tokens = read_text(SAMPLE, lambda: load_tokenizer(model)).tokens
-    count = len(tokens) // seqlen
-    if not count:
+    text = read_text(SAMPLE, lambda: load_tokenizer(model))
+    windows = text.windows(seqlen)
+    if not len(windows):
         raise UsageError(
-            f"--method kl also tests on the sample text of the package, which has {len(tokens)} tokens, less than "
+            f"--method kl also tests on the sample text of the package, which has {len(text.tokens)} tokens, less than "
             f"--seqlen {seqlen}; lower --seqlen"
         )
     most = max(1, round((len(samples.windows) + len(samples.held_out)) / HELD_SHARE))
-    return tokens[: count * seqlen].view(count, seqlen)[:: -(-count // most)]
+    return windows[:: -(-len(windows) // most)]
 
 
 def _read(folder: Path) -> dict[str, torch.Tensor] | None:

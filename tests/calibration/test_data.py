@@ -93,6 +93,8 @@ def test_messages_go_through_the_chat_template(tokenizer: Path, tmp_path: Path) 
         (model / path.name).write_bytes(path.read_bytes())
     (model / "chat_template.jinja").write_text(TEMPLATE)
     assert sampled(file, model, seqlen=5) == ids("user w1 w2 assistant w3")
+    (model / "chat_template.jinja").write_text("{{ bos_token }} " + TEMPLATE)
+    assert sampled(file, model, samples=2, seqlen=3) == ids("<bos> user w1 <bos> assistant w3")
 
 
 def test_a_folder_means_its_files_by_name(tokenizer: Path, tmp_path: Path) -> None:
@@ -102,6 +104,26 @@ def test_a_folder_means_its_files_by_name(tokenizer: Path, tmp_path: Path) -> No
     found = load_samples([str(tmp_path)], tokenizer, samples=1, seqlen=5)
     assert found.windows.flatten().tolist() == ids("<bos> w1 w2 <bos> w3")
     assert [file.name for file in found.files] == ["a.jsonl", "b.txt"]
+
+
+def test_every_window_of_text_begins_as_the_tokenizer_begins_a_text(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(" ".join(WORDS[:11]))
+    made = load_samples([str(tmp_path / "a.txt")], tokenizer, samples=3, seqlen=4)
+    assert made.windows.tolist() == [ids("<bos> w0 w1 w2"), ids("<bos> w4 w5 w6"), ids("<bos> w8 w9 w10")]
+    tokens = lines(tmp_path / "b.jsonl", {"input_ids": [*range(4, 12)]})
+    assert load_samples([str(tokens)], tokenizer, samples=2, seqlen=4).windows[:, 0].tolist() == [4, 8]
+
+
+def test_windows_of_a_tokenizer_that_begins_no_text_stay_as_they_are(tokenizer: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in tokenizer.iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    content = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps(content | {"post_processor": None}))
+    (tmp_path / "a.txt").write_text(" ".join(WORDS[:8]))
+    made = load_samples([str(tmp_path / "a.txt")], model, samples=2, seqlen=4)
+    assert made.windows.tolist() == [ids("w0 w1 w2 w3"), ids("w4 w5 w6 w7")]
 
 
 def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
@@ -165,7 +187,8 @@ def test_a_long_text_is_thinned_by_its_pieces(tokenizer: Path, tmp_path: Path, m
     made = load_samples([str(file)], tokenizer, samples=1000, seqlen=4)
     assert (made.files[0].rows, made.files[0].every) == (1, 4)
     assert len(set(made.windows[:, 1].tolist())) in (4, 5, 6)
-    assert int((made.windows == 1).sum()) <= 1  # special tokens stand where the text begins
+    assert bool((made.windows[:, 0] == 1).all())
+    assert not bool((made.windows[:, 1:] == 1).any())  # special tokens stand where the text and windows begin
 
 
 def test_where_rows_of_long_data_are_too_little_all_are_read(

@@ -120,6 +120,20 @@ def test_numbers_are_those_of_plain_torch(model: Any, other: Any, window: int, s
     assert measured.top1_agreement == pytest.approx(agreed / len(ours))
 
 
+@pytest.mark.parametrize(("window", "stride"), [(16, 16), (16, 8)])
+def test_every_window_reads_the_token_that_texts_begin_with(model: Any, window: int, stride: int) -> None:
+    """As if it stood at each window's start; what is scored stays the text's own tokens."""
+    scores, at = score(model, TOKENS, window=window, stride=stride, begin=3), 0
+    for one in windows(len(TOKENS), window, stride=stride):
+        ids = torch.cat([torch.tensor([3]), TOKENS[one.start + 1 : one.stop]])
+        with torch.no_grad():
+            logp = model(ids[None]).logits[0].float().log_softmax(-1)
+        expected = -logp[one.first - 1 - one.start : -1].gather(1, TOKENS[one.first : one.stop, None])[:, 0]
+        assert scores.nll[at : at + one.scored].tolist() == pytest.approx(expected.tolist(), abs=2e-5)
+        at += one.scored
+    assert at == len(scores.nll)
+
+
 def test_a_model_does_not_diverge_from_itself(model: Any) -> None:
     found = divergence(score(model, TOKENS, window=32, reference=model))
     assert (found.mean, found.max, found.top1_agreement) == (0.0, 0.0, 1.0)

@@ -70,6 +70,25 @@ def test_rows_of_text_are_parted_by_a_blank_line(tmp_path: Path) -> None:
     assert bytes(found.tokens.tolist()) == b"one\n\ntwo"
 
 
+class Beginning:
+    """A token a letter, with one before each text."""
+
+    bos_token_id = 1
+
+    def __call__(self, text: str, *, verbose: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [1, *letters(text)["input_ids"]]}
+
+
+def test_a_text_knows_the_token_that_each_of_its_windows_begins_with(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abcdefg")
+    found = read_text(tmp_path / "a.txt", Beginning)
+    assert found.begin == 1
+    assert found.windows(3).tolist() == [[1, ord("a"), ord("b")], [1, ord("d"), ord("e")]]
+    plain = read_text(tmp_path / "a.txt", lambda: letters)
+    assert (plain.begin, plain.windows(3)[1].tolist()) == (None, [ord(c) for c in "def"])
+    assert read_text(lines(tmp_path / "b.jsonl", {"input_ids": [5, 6]}), Beginning).begin is None
+
+
 def test_rows_of_tokens_need_no_tokenizer(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", {"input_ids": [5, 6]}, {"input_ids": [7]})
     found = read_text(file, lambda: load_tokenizer(tmp_path))

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from huggingface_hub import ModelCard
 
 import ptqpipe
-from ptqpipe.card import card_sha256, write_quality
+from ptqpipe.card import LARGEST_ORIGINAL, card_sha256, front_matter, write_quality
 from ptqpipe.cli import main
 from ptqpipe.stages.verify.run import verify
 from tests.tiny import bytes_of, llama, save
@@ -112,6 +112,22 @@ def test_what_is_measured_goes_into_the_card_and_what_a_person_wrote_stays(
     (out / "README.md").write_text("Mine alone.")
     assert not write_quality(out, RESULT)
     assert (out / "README.md").read_text() == "Mine alone."
+
+
+@pytest.mark.parametrize(
+    ("head", "read"),
+    [
+        ("license: mit\nlanguage: [en, de]", {"license": "mit", "language": ["en", "de"]}),
+        ("license: mit\ntags: [" + "en, " * (LARGEST_ORIGINAL // 4) + "en]", {}),
+        ("license: &a mit\nlanguage: *a", {}),
+        ("a: &a {x: 1}\nb: {<<: [*a, *a]}\nlicense: mit", {}),
+        ("license: " + "[" * 20_000, {}),
+    ],
+    ids=["short", "longer than is parsed", "an alias", "merged mappings", "deep"],
+)
+def test_front_matter_that_would_take_long_is_not_parsed(head: str, read: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{head}\n---\n\n# A model\n")
+    assert front_matter(tmp_path / "README.md") == read
 
 
 def test_every_stage_passes_the_origin_on(made: Path, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ class _Job:
     log: Callable[[str], None]
 
     def windows(self, text: Text) -> list[Window]:
-        return windows(len(text.tokens), self.window, stride=self.stride)
+        return windows(len(text.tokens), self.window, stride=self.stride, begin=text.begin)
 
 
 def evaluate(
@@ -176,7 +176,7 @@ def _written(job: _Job, model: Callable[[], Any]) -> list[str]:
     if not job.texts or not len(begun := _begun(job)):
         return []
     decode = _decode(job)
-    return [decode(row) for row in continued(model(), begun).tolist()]
+    return [decode(row) for row in continued(model(), begun, begin=job.texts[0].begin).tolist()]
 
 
 def _sample_rows(job: _Job, written: Sequence[Sequence[str]]) -> list[dict[str, str]]:
@@ -320,6 +320,7 @@ def _score(job: _Job, text: Text, model: Any, reference: Any) -> Scores:
             text.tokens,
             window=job.window,
             stride=job.stride,
+            begin=text.begin,
             reference=reference,
             on_batch=lambda tokens: advance(tokens, ""),
         )

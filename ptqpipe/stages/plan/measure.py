@@ -92,6 +92,7 @@ def measure(
         "model": source.reader.fingerprint(),
         "tokens": text.sha256,
         "window": window,
+        "begin": text.begin,
         "measure": "mean KL, one group at a time",
     }
     known = _read_record(measurement.record, header)
@@ -99,14 +100,14 @@ def measure(
     begin(text.notes)
     if todo:
         model = load(path, packed=False, dtype=torch.float32, activations="none")
-        reference = KeptLogits(model, text.tokens, window)
+        reference = KeptLogits(model, text.tokens, window, begin=text.begin)
         bar = counting_bar(len(todo) + len(known), "measurements", shown=shown, done=len(known))
         with open(measurement.record, "a", encoding="utf-8") as file, bar as advance:
             if not known and file.tell() == 0:
                 _append(file, header)
             for group, scheme in todo:
                 with _quantized(model, source, group, scheme):
-                    found = score(model, text.tokens, window=window, reference=reference)
+                    found = score(model, text.tokens, window=window, begin=text.begin, reference=reference)
                 assert found.kl is not None
                 kl = float(found.kl.double().mean())
                 known[(group.id, scheme.name)] = max(kl, 0.0)
