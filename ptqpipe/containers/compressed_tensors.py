@@ -12,6 +12,7 @@ from typing import Any
 
 from ptqpipe.containers._codec import scale_dtype, with_scale_dtype
 from ptqpipe.containers._config import (
+    FLOAT_MODEL,
     as_found,
     expert_name_warnings,
     kept_stacks,
@@ -27,7 +28,13 @@ from ptqpipe.containers._config import (
     without_quantization,
 )
 from ptqpipe.containers._config_groups import group_faults, resolver
-from ptqpipe.containers._integers import described_integers, integer_parts, stored_integers
+from ptqpipe.containers._integers import (
+    described_integers,
+    integer_parts,
+    integer_stacks,
+    stored_integers,
+    stored_stack,
+)
 from ptqpipe.containers._patterns import name_patterns
 from ptqpipe.containers._rotations import described_rotations, stored_rotations
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target, schemes_of
@@ -320,9 +327,13 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
         found[weight] = _stored(module, scheme, names)
         if found[weight].whole is None:
             kinds[kind] = found[weight]
+    for stack in integer_stacks(names):
+        scheme = None if ignored(stack) else scheme_of(stack)
+        if scheme is not None and scheme.fmt.element.grid:
+            found[stack] = stored_stack(stack, scheme.fmt, scheme.activation, names)
     for name, (dtype, shape) in names.items():
         if dtype == "F8_E4M3" and name.endswith(".weight") and len(shape) == 2 and name not in found:
-            raise CheckpointError(f"{name!r} is F8_E4M3 without a {name + '_scale'!r}; the checkpoint is damaged")
+            raise CheckpointError(f"{name!r} is F8_E4M3 without a {name + '_scale'!r}; {FLOAT_MODEL}")
     return found
 
 
@@ -364,8 +375,16 @@ def parts_for_reading(
 def _read_groups(described: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
     """(targets, scheme) of every config group that quantizes weights."""
     groups = described.get("config_groups")
+    if not groups and isinstance(described.get("kv_cache_scheme"), Mapping):
+        return []  # of the cache alone
     if not isinstance(groups, Mapping) or not groups:
-        raise CheckpointError("quantization_config has no config_groups; the checkpoint's config.json is damaged")
+        sparse = described.get("sparsity_config")
+        kind = sparse.get("format") if isinstance(sparse, Mapping) else None
+        if kind not in (None, "dense"):
+            raise CheckpointError(f"the weights are sparse ({kind!r} in config.json), which is not read; {FLOAT_MODEL}")
+        raise CheckpointError(
+            f"quantization_config has no config_groups, which say what the weights are stored in; {FLOAT_MODEL}"
+        )
     found = []
     for key, group in groups.items():
         if not isinstance(group, Mapping):
