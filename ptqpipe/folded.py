@@ -46,6 +46,7 @@ from ptqpipe.transforms import (
 
 RUN_ELEMENTS = 1 << 20  # a run is computed in float64
 _DTYPE = "F32"  # of the tensors that change
+_AGAIN = "make them again, or take the model that they were made of"
 _ORTHOGONAL = 1e-9  # what a product of a matrix and its transpose may differ from 1
 
 
@@ -61,10 +62,10 @@ def decoded(text: object, count: int, what: str) -> torch.Tensor:
     except binascii.Error:
         raw = bytearray()
     if len(raw) != 8 * count:
-        raise CheckpointError(f"the {what} are damaged, expected {count} numbers in base64")
+        raise CheckpointError(f"the {what} are damaged, expected {count} numbers in base64; {_AGAIN}")
     found = torch.frombuffer(raw, dtype=torch.float64)
     if not bool(torch.isfinite(found).all()):
-        raise CheckpointError(f"the {what} are not all finite numbers; they are damaged")
+        raise CheckpointError(f"the {what} are not all finite numbers: they are damaged; {_AGAIN}")
     return found
 
 
@@ -136,7 +137,7 @@ def _scaling(
         return [], [edge.tensors()]
     factors = decoded(folding["factors"], edge.channels, f"factors of '{edge.id}'")
     if not bool((factors > 0).all()):
-        raise CheckpointError(f"the factors of '{edge.id}' are not all positive numbers; they are damaged")
+        raise CheckpointError(f"the factors of '{edge.id}' are not all positive numbers: they are damaged; {_AGAIN}")
     return move_factors(edge, factors), [edge.tensors()]
 
 
@@ -152,7 +153,7 @@ def _rotation(
     what = "matrices of the residual stream" if key == STREAM else f"matrices of '{key}'"
     matrices = decoded(folding.get("matrices"), channels * block, what).reshape(-1, block, block)
     if not bool(((matrices @ matrices.mT - torch.eye(block, dtype=torch.float64)).abs() < _ORTHOGONAL).all()):
-        raise CheckpointError(f"the {what} are not orthogonal; they are damaged")
+        raise CheckpointError(f"the {what} are not orthogonal: they are damaged; {_AGAIN}")
     if key == STREAM:
         edges = [edge for edge in structure.edges if edge.kind in ("norm", "final")]
     writers, embeddings = (structure.writers, structure.embeddings) if key == STREAM else ((), ())
@@ -167,7 +168,9 @@ def _rotation(
 
 
 def _of_another(base: CheckpointReader) -> CheckpointError:
-    return CheckpointError(f"the factors are of a place that {base.path} does not have; they are another model's")
+    return CheckpointError(
+        f"the factors are of a place that {base.path} does not have; they are another model's; {_AGAIN}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import torch
 
 from ptqpipe.checkpoint import FOLDING_FILE, CheckpointReader, Memory
 from ptqpipe.containers import (
+    FLOAT_MODEL,
     HF_QUANT_CONFIG,
     Container,
     Dangling,
@@ -204,14 +205,14 @@ def _refused(source: Source, found: Sequence[Dangling]) -> str:
     first = found[0]
     entry = source.reader.entries[first.name]
     more = f" ({len(found)} such tensors)" if len(found) > 1 else ""
-    original, why = "start from the model's float checkpoint", "config.json describes no quantization"
-    remedy = f"put the quantization_config back that it was published with, or {original}"
+    why = "config.json describes no quantization"
+    remedy = f"put the quantization_config back that it was published with, or {FLOAT_MODEL}"
     if source.container is not None:
         why = f"no weight that config.json describes ({source.container_name}) uses it"
-        remedy = f"{original}, or decode this one with the library that wrote it"
+        remedy = f"{FLOAT_MODEL}, or decode this one with the library that wrote it"
     elif first.cast:
         remedy = (
-            f"if they are weights that were only cast, save them as bfloat16 (w.to(torch.bfloat16)); else {original}"
+            f"if they are weights that were only cast, save them as bfloat16 (w.to(torch.bfloat16)); else {FLOAT_MODEL}"
         )
     name, kind = one_line(repr(first.name), limit=200), f"{entry.dtype} {list(entry.shape)}"
     return f"{source.reader.path}: {name} ({kind}) looks like {first.looks}, but {why}{more}; {remedy}"

@@ -23,6 +23,7 @@ from ptqpipe.containers._codec import (
     scale_codes,
 )
 from ptqpipe.containers._config import (
+    FLOAT_MODEL,
     HF_QUANT_CONFIG,
     merged_config,
     quantization_config,
@@ -87,5 +88,5 @@ def detect_container(config: Mapping[str, Any], names: Names) -> str | None:
     method = described.get("quant_method") or described.get("quant_algo")
     raise CheckpointError(
         f"quant_method {method!r} in config.json is not one that ptqpipe reads ({', '.join(container_names())}); "
-        "start from the model's float checkpoint"
+        f"{FLOAT_MODEL}"
     )

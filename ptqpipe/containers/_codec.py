@@ -132,7 +132,8 @@ def _check_shape(stored: StoredWeight, load: Load) -> None:
     if part is not None and said != stored.shape:
         raise CheckpointError(
             f"'{part.name}' says {'x'.join(map(str, said or ()))}, but the codes of the weight are "
-            f"{stored.shape[0]}x{stored.shape[1]}; download the model again"
+            f"{stored.shape[0]}x{stored.shape[1]}; one of them is another weight's: start from the model's float "
+            "checkpoint"
         )
 
 

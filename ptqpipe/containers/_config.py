@@ -18,6 +18,9 @@ from ptqpipe.tensor_names import experts_of
 HF_QUANT_CONFIG = "hf_quant_config.json"
 """ModelOpt's own config file, which describes the quantization once more, or alone."""
 
+FLOAT_MODEL = "start from the model's float checkpoint"
+"""The remedy for what is quantized in a form that is not read, or not as a whole."""
+
 _KEYS = ("quantization_config", "compression_config")
 _PARTS = ("text_config", "llm_config", "language_config", "thinker_config")  # where models of several parts have it
 
@@ -95,13 +98,13 @@ def check_parts(parts: Sequence[Part], names: Names, *, weight: str) -> None:
         found = names.get(part.name)
         if found is None:
             raise CheckpointError(
-                f"{weight} has no tensor {part.name!r} {part.dtype} {list(part.shape)}; it is damaged, download "
-                "it again"
+                f"{weight} has no tensor {part.name!r} {part.dtype} {list(part.shape)}: it is lost, or the layout is "
+                f"another than config.json says; {FLOAT_MODEL}"
             )
         if found != (part.dtype, part.shape):
             raise CheckpointError(
                 f"{part.name!r} is {found[0]} {list(found[1])}, but its config says {part.dtype} {list(part.shape)}; "
-                "download the model again, or correct its config.json"
+                f"the two do not belong together, or the layout is one that is not read: {FLOAT_MODEL}"
             )
 
 
@@ -109,7 +112,7 @@ def matrix_shape(names: Names, name: str, *, bits: int, owner: str) -> tuple[int
     """(N, K) of the weight whose codes of ``bits`` bits are the stored tensor ``name``; ``owner`` is who needs it."""
     found = names.get(name)
     if found is None:
-        raise CheckpointError(f"{owner} has scales of a quantized weight, but no {name!r}; the checkpoint is damaged")
+        raise CheckpointError(f"{owner} has scales of a quantized weight, but no {name!r}; {FLOAT_MODEL}")
     if len(found[1]) != 2 or 0 in found[1]:
         raise CheckpointError(f"{name!r} has shape {list(found[1])}, expected two dimensions and at least one element")
     return found[1][0], found[1][1] * 8 // bits

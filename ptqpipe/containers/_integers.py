@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ptqpipe.containers._codec import FLOAT_SCALES, scale_dtype
-from ptqpipe.containers._config import check_parts, matrix_shape, scheme_for, stored_grid
+from ptqpipe.containers._config import FLOAT_MODEL, check_parts, matrix_shape, scheme_for, stored_grid
 from ptqpipe.containers._types import Load, Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import CODECS, WHOLE, Format, unpack
@@ -106,6 +106,45 @@ def stored_integers(module: str, fmt: Format, activation: Activation, names: Nam
     return StoredWeight(weight, (n, k), scheme_for(fmt, activation), (*expected, *others), whole=whole)
 
 
+def integer_stacks(names: Names) -> list[str]:
+    """Stacks of experts whose codes are one tensor ``<stack>_packed`` I32 [E, N, K*bits/32]: of both projections of an
+    MLP, with shapes that say which axis is the inputs'."""
+    found = []
+    for name, (dtype, shape) in names.items():
+        stack = name.removesuffix("gate_up_proj_packed")
+        down = names.get(f"{stack}down_proj_packed", ("", ()))
+        if stack.endswith("experts.") and dtype == down[0] == "I32" and len(shape) == len(down[1]) == 3:
+            found += [f"{stack}gate_up_proj", f"{stack}down_proj"]
+    return found
+
+
+def stored_stack(stack: str, fmt: Format, activation: Activation, names: Names) -> StoredWeight:
+    """A stack of experts of INT4 or INT8, [E, N, K] in the float model: ``<stack>_packed`` I32 [E, N, K*bits/32],
+    ``<stack>_scale`` [E, N, K/group], and ``<stack>_shape`` (N, K) where it is there.
+
+    CheckpointError where names, dtypes and shapes contradict what the config says, for zero points, and for codes
+    packed along the outputs.
+    """
+    parent, bits = stack.rpartition(".")[0], fmt.element.bits
+    (experts, up, words), (_, down, inner) = (names[f"{parent}.{leaf}_proj_packed"][1] for leaf in ("gate_up", "down"))
+    if fmt.has_zeros or (up, words * 32 // bits) != (2 * inner * 32 // bits, down):
+        raise CheckpointError(
+            f"'{stack}_packed' is a stack of experts with zero points, or not of [experts, outputs, inputs], which is "
+            f"not read; {FLOAT_MODEL}"
+        )
+    _, n, words = names[f"{stack}_packed"][1]
+    shape = (n, words * 32 // bits)
+    fmt = integer_format(bits, fmt.block[1], names.get(f"{stack}_scale", ("BF16", ()))[0], zeros=False)
+    expected = [
+        Part(f"{stack}_packed", "I32", (experts, n, words), Role.DATA, stacked=True),
+        Part(f"{stack}_scale", scale_dtype(fmt), (experts, *stored_grid(stack, fmt, shape)), Role.SCALES, stacked=True),
+    ]
+    if f"{stack}_shape" in names:
+        expected.append(Part(f"{stack}_shape", "I64", (2,), Role.SHAPE, numbers=shape))
+    check_parts(expected, names, weight=stack)
+    return StoredWeight(stack, shape, scheme_for(fmt, activation), tuple(expected), experts)
+
+
 def _read(module: str, data: str, fmt: Format, shape: tuple[int, int], load: Load) -> QTensor:
     """A weight with zero points."""
     zeros, codes = _zeros(module, fmt, shape[0], load), _codes(data, shape, load)
@@ -116,8 +155,8 @@ def _read_symmetric(module: str, data: str, fmt: Format, shape: tuple[int, int],
     """A weight whose config says that it has no zero points, and which has them all the same: they must be 0."""
     if bool((_zeros(module, fmt, shape[0], load) != max(0, -int(min(fmt.element.grid)))).any()):
         raise CheckpointError(
-            f"'{module}.weight_zero_point' is not 0 everywhere, but config.json says symmetric: true; download the "
-            "model again, or correct its config.json"
+            f"'{module}.weight_zero_point' is not 0 everywhere, but config.json says symmetric: true; {FLOAT_MODEL}, "
+            "or say symmetric: false if that is what its publisher meant"
         )
     return QTensor(fmt, shape, _codes(data, shape, load), load(f"{module}.weight_scale", None, None))
 

@@ -13,6 +13,7 @@ import torch
 
 from ptqpipe.containers._codec import FLOAT_SCALES, scale_codes
 from ptqpipe.containers._config import (
+    FLOAT_MODEL,
     as_found,
     kept_experts,
     matrix_shape,
@@ -130,7 +131,7 @@ def stored_weights_of(
         module = name.removesuffix(".weight")
         scale, static = _suffix(module, SUFFIXES, names), _suffix(module, _STATIC, names)
         if scale is None:
-            raise CheckpointError(f"{name!r} is {described[0]} without a '{name}_scale_inv'; the checkpoint is damaged")
+            raise CheckpointError(f"{name!r} is {described[0]} without a '{name}_scale_inv'; {FLOAT_MODEL}")
         excluded.refuse([module])
         kind = (described, scale, names[module + scale], static, static and names[module + static])
         sharded = in_shards and module.endswith("qkv_proj")
@@ -144,7 +145,7 @@ def stored_weights_of(
     for name in (name for name in names if name.endswith(SUFFIXES[:2])):
         for suffix in SUFFIXES[:2]:  # ".scale" is also what other things than weights have
             if name.endswith(suffix) and name.removesuffix(suffix) + ".weight" not in found:
-                raise CheckpointError(f"{name!r} belongs to no F8_E4M3 weight; the checkpoint is damaged")
+                raise CheckpointError(f"{name!r} belongs to no F8_E4M3 weight; {FLOAT_MODEL}")
     return found
 
 
@@ -219,8 +220,7 @@ def _shard_rows(
             f"as if it had been quantized in {counted} shards apart, a layout that is read of MiMo-V2's qkv_proj alone"
         )
     raise CheckpointError(
-        f"{scales!r} has {found[0]} rows of scales for {total} rows of the weight, {why}; start from the model's float "
-        "checkpoint"
+        f"{scales!r} has {found[0]} rows of scales for {total} rows of the weight, {why}; {FLOAT_MODEL}"
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ptqpipe.containers._codec import scale_dtype, with_scale_dtype
 from ptqpipe.containers._config import (
+    FLOAT_MODEL,
     as_found,
     expert_name_warnings,
     kept_stacks,
@@ -28,7 +29,13 @@ from ptqpipe.containers._config import (
     without_quantization,
 )
 from ptqpipe.containers._config_groups import as_written_today, check_formats, group_faults, lists, resolver
-from ptqpipe.containers._integers import described_integers, integer_parts, stored_integers
+from ptqpipe.containers._integers import (
+    described_integers,
+    integer_parts,
+    integer_stacks,
+    stored_integers,
+    stored_stack,
+)
 from ptqpipe.containers._patterns import name_patterns
 from ptqpipe.containers._rotations import described_rotations, stored_rotations
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target, schemes_of
@@ -322,9 +329,14 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
         found[weight] = _stored(module, scheme, names)
         if found[weight].whole is None:
             kinds[kind] = found[weight]
+    for stack in integer_stacks(names):
+        excluded.refuse([stack])
+        scheme = scheme_of(stack)
+        if scheme is not None and scheme.fmt.element.grid:
+            found[stack] = stored_stack(stack, scheme.fmt, scheme.activation, names)
     for name, (dtype, shape) in names.items():
         if dtype == "F8_E4M3" and name.endswith(".weight") and len(shape) == 2 and name not in found:
-            raise CheckpointError(f"{name!r} is F8_E4M3 without a {name + '_scale'!r}; the checkpoint is damaged")
+            raise CheckpointError(f"{name!r} is F8_E4M3 without a {name + '_scale'!r}; {FLOAT_MODEL}")
     return found
 
 
@@ -369,6 +381,10 @@ def _read_groups(described: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]
     if not groups and described.get("kv_cache_scheme"):  # the cache alone is quantized
         return []
     if not isinstance(groups, Mapping) or not groups:
+        sparse = described.get("sparsity_config")
+        kind = sparse.get("format") if isinstance(sparse, Mapping) else None
+        if kind not in (None, "dense"):
+            raise CheckpointError(f"the weights are sparse ({kind!r} in config.json), which is not read; {FLOAT_MODEL}")
         raise CheckpointError(
             "quantization_config in config.json has no config_groups, which say how weights are stored: take that file "
             "from where the checkpoint comes from"

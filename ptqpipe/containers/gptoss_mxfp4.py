@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ptqpipe.containers._config import (
+    FLOAT_MODEL,
     check_parts,
     kept_stacks,
     module_list,
@@ -110,5 +111,5 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
         found[weight] = StoredWeight(weight, matrix, scheme, expected, experts, transposed=True)
     for name in names:
         if name.endswith("_scales") and name.removesuffix("_scales") not in found:
-            raise CheckpointError(f"{name!r} has no '{name.removesuffix('_scales')}_blocks'; the checkpoint is damaged")
+            raise CheckpointError(f"{name!r} has no '{name.removesuffix('_scales')}_blocks'; {FLOAT_MODEL}")
     return found

@@ -10,6 +10,7 @@ from typing import Any
 
 from ptqpipe.containers._codec import with_scale_dtype
 from ptqpipe.containers._config import (
+    FLOAT_MODEL,
     HF_QUANT_CONFIG,
     as_found,
     kept_experts,
@@ -281,7 +282,7 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
         found[f"{module}.weight"] = _stored(module, _read_algorithm(module, described), names)
     for name, (dtype, shape) in names.items():
         if name.endswith(".weight") and len(shape) == 2 and dtype in ("F8_E4M3", "U8") and name not in found:
-            raise CheckpointError(f"{name!r} is {dtype} without a {name + '_scale'!r}; the checkpoint is damaged")
+            raise CheckpointError(f"{name!r} is {dtype} without a {name + '_scale'!r}; {FLOAT_MODEL}")
     return found
 
 

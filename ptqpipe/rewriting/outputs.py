@@ -280,14 +280,14 @@ def check_read_back(
     *,
     container_name: str,
 ) -> None:
-    """CheckpointError where the container finds other quantized weights than ``targets`` in what will be written: a
-    tensor that is kept would be taken for a part of one."""
+    """CheckpointError where the container finds other quantized weights than ``targets`` in what will be written: names
+    of the model that this layout's lists cannot tell apart."""
     kinds = dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]()  # one object each, of few that there are
     names = {}
     for spec in (spec for shard in layout.shards for spec in shard.tensors):
         kind = (spec.dtype, spec.shape)
         names[spec.name] = kinds.setdefault(kind, kind)
-    remedy = f"rename that tensor of the source, or choose another --container than {container_name}"
+    remedy = f"choose another --container than {container_name}"
     try:
         config = merged_config(files["config.json"], files.get(HF_QUANT_CONFIG))
         found = container.stored_weights(config, names)

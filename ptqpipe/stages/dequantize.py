@@ -38,7 +38,7 @@ class Dequantization(Rewrite[DecodeWeight | CopyTensor]):
     """A decoding that is decided to the byte.
 
     dtype    of the weights, a key of ``dtypes.FLOATS``
-    dropped  tensors of the source that a float model has no place for
+    dropped  tensors of the source that a float model has no place for: scales of activations and of the KV cache
     made_by  the run that wrote the checkpoint, where its record names one
     """
 
@@ -125,7 +125,8 @@ def _prepare(source: Source, out: Path, dtype: str) -> Dequantization:
         stored = source.stored.get(name)
         if stored is not None:
             parts = tuple(part.name for part in stored.parts if part.role in DECODED_ROLES)
-            dropped += [part.name for part in stored.parts if part.role not in DECODED_ROLES]
+            unused = (part for part in stored.parts if part.role not in DECODED_ROLES)
+            dropped += [part.name for part in unused if part.role is not Role.SHAPE]
             size = sum(source.reader.entries[part].nbytes for part in parts)
             jobs.append(DecodeWeight(name, len(jobs), size, TensorSpec(name, FLOATS[dtype][0], shape), stored))
         elif kv_scale(name, stored_dtype, shape) is not None:
@@ -163,7 +164,7 @@ def render(done: Done) -> str:
         f"{done.cost}"
     ]
     if dropped:
-        lines.append(f"{len(dropped)} scales of activations or kv cache left out, the first: {dropped[0]}")
+        lines.append(f"left out, since a float model has no place for them: {len(dropped)} tensors like {dropped[0]}")
     return "\n".join(lines)
 
 

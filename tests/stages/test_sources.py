@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.runtime.shard_read import read_part
+from ptqpipe.source import Source
 from ptqpipe.stages.dequantize import dequantize
 from ptqpipe.stages.verify.run import verify
 from tests import families, tiny
@@ -195,10 +197,16 @@ def numbers(bits: int, groups: int, least: int = 0) -> tuple[torch.Tensor, torch
 
 
 def check(model: Path, expected: torch.Tensor, out: Path) -> None:
-    """The source decodes to ``expected``, verifies, and is converted with the option that allows it."""
+    """The source decodes to ``expected``, verifies, is converted with the option that allows it, and can be run."""
     assert verify(model, workers=1).ok
-    found = load_file(dequantize(model, out / "float", dtype="fp32").out / "model.safetensors")
-    assert torch.equal(found[f"{UP}.weight"], expected)
+    done = dequantize(model, out / "float", dtype="fp32")
+    assert done.record["dropped"] == [] or done.record["dropped"][0].endswith("weight_zero_point")
+    assert torch.equal(load_file(done.out / "model.safetensors")[f"{UP}.weight"], expected)
+    with Source.open(model) as source:
+        stored = source.stored[f"{UP}.weight"]
+        assert torch.equal(read_part(source, stored).dequantize(), expected)
+        part = read_part(source, stored, rows=[(0, 16), (32, 64)], columns=(64, 128)).dequantize()
+        assert torch.equal(part, torch.cat([expected[:16], expected[32:]])[:, 64:])
     ptqpipe.convert(model, format="nvfp4", out=out / "nvfp4", requantize=True, workers=1)
     assert verify(out / "nvfp4", source=model, workers=1).ok
 
@@ -291,3 +299,48 @@ def test_numbers_of_gptq_that_contradict_each_other_are_refused_in_one_line(tmp_
         with pytest.raises(CheckpointError, match=message):
             ptqpipe.convert(model, out=tmp_path / f"{number}-out", requantize=True)
         assert not (tmp_path / f"{number}-out").exists()
+
+
+def test_codes_that_a_format_would_make_floats_are_said_to_with_a_remedy(tmp_path: Path) -> None:
+    """Its readers build gate and up below each other, so blocks of rows may not be short there."""
+    tensors, blocks = tiny.llama(layers=1, hidden=128, inner=320), {}
+    for name in [name for name in tensors if ".mlp." in name]:
+        shape = tensors[name].shape
+        blocks[f"{name}_scale_inv"] = torch.full((-(-shape[0] // 128), -(-shape[1] // 128)), 0.001)
+        tensors[name] = (tensors[name].float() * 100).to(torch.float8_e4m3fn)
+    described = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config = {**tiny.LLAMA_CONFIG, "intermediate_size": 320, "quantization_config": described}
+    model = tiny.save(tmp_path / "model", {**tensors, **blocks}, config=config)
+    said = CliRunner().invoke(main, ["convert", str(model), "--format", "fp8_block", "--dry-run"]).stdout
+    warning = next(line for line in said.splitlines() if "stores quantized" in line)
+    assert "3 weights that the source stores quantized become bfloat16, model.layers.0.mlp." in warning
+    assert "`ptqpipe relayout` carries codes to another container as they are" in warning
+    ignored = ["convert", str(model), "--format", "fp8", "--dry-run", "--ignore", "*down_proj"]
+    assert "stores quantized" not in CliRunner().invoke(main, ignored).stdout
+    out = ptqpipe.relayout(model, "ptqpipe", out=tmp_path / "out")
+    assert set(out.record["weights"]) == {name.removesuffix("_scale_inv") for name in blocks}
+
+
+def test_a_description_of_the_cache_alone_leaves_the_weights_as_they_are(tmp_path: Path) -> None:
+    tensors = tiny.llama(layers=1)
+    scales = {f"model.layers.0.self_attn.{kind}_scale": torch.ones(1) for kind in "kv"}
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    described = {"quant_method": "compressed-tensors", "kv_cache_scheme": cache, "config_groups": {}}
+    config = {**tiny.LLAMA_CONFIG, "quantization_config": described}
+    model = tiny.save(tmp_path / "model", {**tensors, **scales}, config=config)
+    out = ptqpipe.convert(model, format="fp8", out=tmp_path / "out").out
+    kept = json.loads((out / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
+    assert (kept["num_bits"], kept["strategy"]) == (8, "tensor")
+    assert torch.equal(load_file(out / "model.safetensors")["model.layers.0.self_attn.k_scale"], torch.ones(1))
+
+
+def test_sparse_weights_are_called_so(tmp_path: Path) -> None:
+    sparse = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4", "targets": ["Linear"]}
+    described = {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": sparse}
+    config = {**tiny.LLAMA_CONFIG, "quantization_config": described}
+    model = tiny.save(tmp_path / "model", tiny.llama(layers=1), config=config)
+    with pytest.raises(
+        CheckpointError, match=r"are sparse \('sparse-24-bitmask' .* start from the model's float"
+    ) as caught:
+        ptqpipe.convert(model, out=tmp_path / "out")
+    assert "damaged" not in str(caught.value)

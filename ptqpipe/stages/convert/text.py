@@ -10,6 +10,7 @@ from ptqpipe.kernels import cpu
 from ptqpipe.machine import WORKER_BYTES, Machine
 from ptqpipe.plan import pattern_hint, unmatched_patterns
 from ptqpipe.quantities import disk_size, memory_size, number, option_size, option_size_above, table
+from ptqpipe.recipe import BY_RECIPE, IGNORED
 from ptqpipe.report import can_be_proven, judged_by, judgement, mean_known, tuned_blocks
 from ptqpipe.rewriting import BIAS_REASON, Done
 from ptqpipe.rewriting.conversion import Conversion
@@ -101,7 +102,21 @@ def warnings_of(work: Conversion) -> list[str]:
     ]
     if work.outputs.recipe.bias_correction and not any(kept.reason == BIAS_REASON for kept in plan.kept):
         unused.append("bias_correction changes nothing: no quantized weight has a bias of its own")
-    return [*unused, *_unknown_family(work), *doubts(work.source.reader.config, work.source.tensors), *work.warnings]
+    doubtful = doubts(work.source.reader.config, work.source.tensors)
+    return [*unused, *_unknown_family(work), *_decoded(work), *doubtful, *work.warnings]
+
+
+def _decoded(work: Conversion) -> list[str]:
+    """That weights which the source stores quantized are kept, and so become floats, though nobody asked for it."""
+    stored, asked = work.source.stored, (IGNORED, BY_RECIPE)
+    found = [kept for kept in work.outputs.plan.kept if kept.name in stored and kept.reason not in asked]
+    if not found:
+        return []
+    name, reason = one_line(found[0].name, limit=300), one_line(found[0].reason, limit=300)
+    return [
+        f"{len(found)} weights that the source stores quantized become bfloat16, {name} ({reason}) among them; "
+        "`ptqpipe relayout` carries codes to another container as they are, and another --format may fit"
+    ]
 
 
 def _unknown_family(work: Conversion) -> list[str]:

@@ -305,11 +305,11 @@ def pieces_of(jobs: Iterable[MoveWeight | CopyTensor]) -> Iterator[WeightPiece]:
 
 
 def dropped_parts(source: Source, jobs: Iterable[MoveWeight | CopyTensor]) -> Iterator[str]:
-    """Stored parts that nothing in the output is made of."""
+    """Stored parts that nothing in the output is made of, but for shapes, which it has."""
     used = {piece.origin(part).name for piece in pieces_of(jobs) for part in piece.parts}
     for stored in source.stored.values():
         for part in stored.parts:
-            if part.name not in used:
+            if part.name not in used and part.role is not Role.SHAPE:
                 yield part.name
 
 
