@@ -71,8 +71,8 @@ class Events:
 
         for name in ("write", "pwrite", "fsync", "fdatasync", "posix_fallocate"):
             setattr(os, name, self._counted(getattr(os, name), halves=name.endswith("write")))
-        journal.fdatasync = writer.fdatasync = os.fdatasync  # type: ignore[assignment, attr-defined]
-        io.open = builtins.open = self._open  # type: ignore[assignment]
+        journal.fdatasync = writer.fdatasync = os.fdatasync
+        io.open = builtins.open = self._open
         sys.addaudithook(self._audit)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
@@ -177,7 +177,7 @@ class Walk:
         self._former: Path = work.with_name(f"{work.name}.former")
         if self._replaces:
             shutil.rmtree(self._former, ignore_errors=True)
-            shutil.copytree(values["PACKED"], self._former)
+            shutil.copytree(values["FORMER"], self._former)
 
     def _call(self, *more: str) -> list[str]:
         words = [word for word in self._words if word != "--overwrite"] if "--resume" in more else self._words
@@ -246,12 +246,12 @@ def main() -> int:
     given = parser.parse_args()
     work = given.work.resolve()
     values = {"MODEL": str(Path(given.model).resolve()), "TEXT": str(Path(given.text).resolve())}
-    packed = work.with_name(f"{work.name}.packed")
-    values["PACKED"] = str(packed)
+    values |= {name: str(work.with_name(f"{work.name}.{name.lower()}")) for name in ("PACKED", "FORMER")}
     names = [name for name in COMMANDS if not given.only or name in given.only.split(",")] or list(COMMANDS)
     warm(values["MODEL"])
-    shutil.rmtree(packed, ignore_errors=True)
-    run(["convert", values["MODEL"], "--format", "nvfp4", "--workers", "1", "-q", "-o", str(packed)], work)
+    for name, scheme in (("PACKED", "nvfp4"), ("FORMER", "fp8")):
+        shutil.rmtree(values[name], ignore_errors=True)
+        run(["convert", values["MODEL"], "--format", scheme, "--workers", "1", "-q", "-o", values[name]], work)
     wrong = 0
     for name in names:
         begun, walk, outcomes = time.monotonic(), Walk(name, values, work, twice=given.twice), Counter[str]()
