@@ -271,7 +271,6 @@ def _summary(report: Report) -> str:
             f"the decoder layers' output error {tuned:.3f} times that of {report.blocks_from}, on "
             f"{report.blocks_judged}"
         )
-    by_data = report.versus_rtn is not None or tuned is not None
-    parts += [f"weight error {error:.2f} dB"] if error is not None and not by_data else []
+    parts += [f"weight error {error:.2f} dB"] if error is not None and not report.by_data else []
     parts += ["errors unknown (give --source)"] if error is None else []
     return f"{report.name}: {', '.join(parts)}"
