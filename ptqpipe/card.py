@@ -46,7 +46,7 @@ def card(source: Source, record: Mapping[str, Any], *, nbytes: int, warnings: Se
     """The card of a checkpoint.
 
     record    the content of its ptqpipe.json
-    nbytes    of its tensors
+    nbytes    of its weight files and their index
     warnings  what its readers get wrong
     """
     given = front_matter(source.reader.path / CARD)
@@ -181,7 +181,7 @@ def _facts(
     before = source.reader.nbytes
     base = hub_name(source.reader.path)
     made_from = f"[{base}](https://huggingface.co/{base})" if base else _code(name_of(source.reader.path))
-    rows = [("made from", made_from), ("size of the tensors", f"{disk_size(nbytes)}, from {disk_size(before)}")]
+    rows = [("made from", made_from), ("size", f"{disk_size(nbytes)} of weights and index, from {disk_size(before)}")]
     weights, kept = record.get("weights", {}), record.get("kept", {})
     if not plain:
         bits = [(entry.get("bits_per_weight"), _elements(entry)) for entry in weights.values()]

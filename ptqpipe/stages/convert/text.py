@@ -148,7 +148,7 @@ def plan_text(work: Conversion, machine: Machine) -> str:
     workers = work.share_of(machine, work.jobs).workers
     tail = (
         f"writes {work.layout.file_bytes} bytes ({disk_size(work.layout.file_bytes)}) of weights and index; at most "
-        f"{option_size(machine.memory_bytes)} of memory with {workers} workers"
+        f"{memory_size(work.most_memory(machine))} of memory with {workers} workers"
     )
     short = []
     if neediest is not None and least > machine.memory_bytes:
