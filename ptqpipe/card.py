@@ -111,6 +111,7 @@ def write_quality(ckpt: Path, result: Mapping[str, Any]) -> bool:
     )
     section = (
         f"## Quality\n\n**{found.level.capitalize()}**: {found.words}, against {_code(name or 'the original model')}.\n"
+        f"{found.like}.\n"
         f"\n| text | tokens | KL divergence, nats per token | 95 % interval |\n|---|---:|---:|---:|\n{rows}\n"
     )
     write_file(path, _SECTION.sub(lambda _: section, text))

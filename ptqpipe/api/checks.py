@@ -136,7 +136,7 @@ def evaluate(
              logits are kept nowhere, and both models are in memory
 
     >>> ptqpipe.evaluate("OUT", "TEXT.txt", source="MODEL", max_tokens=2000).verdict.level
-    'good'
+    'acceptable'
     """
     target = evaluate_text.default_out(str(ckpt)) if out is None else Path(out)
     named = names_in(tasks)
