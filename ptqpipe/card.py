@@ -46,7 +46,7 @@ def card(source: Source, record: Mapping[str, Any], *, nbytes: int, warnings: Se
     """The card of a checkpoint.
 
     record    the content of its ptqpipe.json
-    nbytes    of its tensors
+    nbytes    of its weight files and their index
     warnings  what its readers get wrong
     """
     given = front_matter(source.reader.path / CARD)
@@ -122,6 +122,7 @@ def write_quality(ckpt: Path, result: Mapping[str, Any]) -> bool:
     )
     section = (
         f"## Quality\n\n**{found.level.capitalize()}**: {found.words}, against {_code(name or 'the original model')}.\n"
+        f"{found.like}.\n"
         f"\n| text | tokens | KL divergence, nats per token | 95 % interval |\n|---|---:|---:|---:|\n{rows}\n"
     )
     write_file(path, _SECTION.sub(lambda _: section, text))
@@ -192,7 +193,7 @@ def _facts(
     before = source.reader.nbytes
     base = hub_name(source.reader.path)
     made_from = f"[{base}](https://huggingface.co/{base})" if base else _code(name_of(source.reader.path))
-    rows = [("made from", made_from), ("size of the tensors", f"{disk_size(nbytes)}, from {disk_size(before)}")]
+    rows = [("made from", made_from), ("size", f"{disk_size(nbytes)} of weights and index, from {disk_size(before)}")]
     weights, kept = record.get("weights", {}), record.get("kept", {})
     if not plain:
         bits = [(entry.get("bits_per_weight"), _elements(entry)) for entry in weights.values()]

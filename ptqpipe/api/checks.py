@@ -128,7 +128,7 @@ def evaluate(
     data     text to score, as `calibrate` takes it; None: the sample text of the package, unless there are tasks
     source   the original model: with it the KL divergence is measured, and ``verdict`` says what it means
     tasks    of lm-eval, or local ones
-    out      file to write; None: ``<ckpt>.eval.json`` beside the checkpoint
+    out      file to write; None: ``<ckpt>.eval.json`` beside a checkpoint of ptqpipe, of others in the working folder
     progress whether there are bars; None: in a terminal and in a notebook
     options  as ``ptqpipe eval`` has them: ``field``, ``seqlen``, ``stride``, ``max_tokens``, ``task_data``,
              ``include_path``, ``limit``, ``batch_size``, ``dtype``, ``device``, ``activations``, ``samples`` (of text
@@ -136,7 +136,7 @@ def evaluate(
              logits are kept nowhere, and both models are in memory
 
     >>> ptqpipe.evaluate("OUT", "TEXT.txt", source="MODEL", max_tokens=2000).verdict.level
-    'good'
+    'acceptable'
     """
     target = evaluate_text.default_out(str(ckpt)) if out is None else Path(out)
     named = names_in(tasks)

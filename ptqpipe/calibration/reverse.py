@@ -41,6 +41,9 @@ TOKENS = 16_384  # of samples, all of which are run backwards
 SHARE = 8  # of more samples at least one of so many
 _TINY = 1e-30
 
+Slopes = Callable[[int], torch.Tensor]
+"""Number of a batch -> dLoss/dx [samples, tokens, hidden] of its hidden states between two blocks."""
+
 
 def least_step(blocks: int) -> int:
     """The ``step`` that stores about the fewest hidden states of a model of so many blocks: the root of their number,
@@ -79,6 +82,8 @@ def reverse(
     of_ranks: tuple[int, int] = (0, 1),
     weights: bool = False,
     pairs: int = 0,
+    former: tuple[int, Slopes] | None = None,
+    save: Callable[[str, Slopes], None] = lambda name, slopes: None,
 ) -> Iterator[tuple[str, Gradients]]:
     """(name of a block, its gradients), the last block first. Uses the runner up.
 
@@ -92,6 +97,9 @@ def reverse(
     weights  whether to square the gradients of weights and at outputs of stacked experts, too: as much work again as a
              block takes forward
     pairs    of how many tokens to keep pairs, too; of this process's windows alone
+    former   where a stopped pass goes on: how many of the last blocks are behind it, and what it has saved
+    save     called with the name of a block, when the caller has its gradients and others are before it, and with what
+             the pass goes on from: of each batch dLoss/dx at the block's input
 
     NumericsError for hidden states or gradients that are not finite.
     """
@@ -104,19 +112,20 @@ def reverse(
         for batch in batches:
             entering[index].put(batch, get(batch))
 
-    count = len(runner.names)
-    for block in runner.blocks():
-        if block.index % step == 0 or block.index >= (count - 1) // step * step:
-            keep(block.index, block.inputs)
-        block.advance()
+    count = len(runner.names) - (0 if former is None else former[0])
+    for index in range(count):
+        with runner.loaded(index) as block:
+            if index % step == 0 or index >= (count - 1) // step * step:
+                keep(index, block.inputs)
+            if former is None or index + 1 < count:
+                block.advance()
     gradients = runner.activations  # of each batch, in the place of its hidden states
-    begun, (rank, world) = 0, of_ranks
-    with runner.head():
+    if former is not None:
         for batch in batches:
-            windows = range(begun, begun + len(runner.batches[batch]))
-            numbers = [rank + window * world for window in windows]
-            gradients.put(batch, _from_head(runner, batch, [seed * 1_000_003 + number for number in numbers]))
-            begun = windows.stop
+            gradients.put(batch, former[1](batch))
+    else:
+        _through_head(runner, gradients, seed, of_ranks)
+    world = of_ranks[1]
     for index in reversed(range(count)):
         for before in range(index // step * step, index) if index not in entering else ():
             with runner.loaded(before) as block, torch.no_grad():
@@ -128,6 +137,8 @@ def reverse(
             _through(block, sums, entering[index], gradients, collector)
             yield block.name, sums.merged(block, world, {} if collector is None else collector.pairs())
         entering.pop(index).close()
+        if index:
+            save(runner.names[index], gradients.get)
 
 
 def reverse_model(
@@ -142,6 +153,8 @@ def reverse_model(
     of_ranks: tuple[int, int] = (0, 1),
     weights: bool = False,
     pairs: bool = False,
+    former: tuple[int, Slopes] | None = None,
+    save: Callable[[str, Slopes], None] = lambda name, slopes: None,
 ) -> Iterator[tuple[str, Gradients]]:
     """`reverse` of a whole model, with the hidden states in memory or, where they do not fit, in ``spill``, a folder
     that exists. Each process takes its share of the samples, of which `thinned` says how many are enough.
@@ -149,6 +162,7 @@ def reverse_model(
     memory_bytes  what weights of a block, hidden states and sums may take together
     weights       whether to square the gradients of weights and at outputs of stacked experts
     pairs         whether to keep them, of `most_tokens`
+    former, save  as `reverse` has them
     """
     share = slice(of_ranks[0], None, of_ranks[1])
     windows, held_out = samples.windows[share], samples.held_out[share]
@@ -184,6 +198,8 @@ def reverse_model(
             of_ranks=of_ranks,
             weights=weights,
             pairs=kept,
+            former=former,
+            save=save,
         )
 
 
@@ -248,6 +264,16 @@ def draw_labels(chances: torch.Tensor, generator: torch.Generator) -> tuple[torc
     of_label = (1 + lengths - 2 * chances.gather(1, labels)).clamp_(min=_TINY)
     counts = (sums[:, -1:] / of_label).sqrt_().copysign_(signs - 0.5)
     return labels.squeeze(1), counts.squeeze(1)
+
+
+def _through_head(runner: Runner, gradients: Activations, seed: int, of_ranks: tuple[int, int]) -> None:
+    """Puts dLoss/dx of what the last block returns in each batch into ``gradients``."""
+    begun, (rank, world) = 0, of_ranks
+    with runner.head():
+        for batch, ids in enumerate(runner.batches):
+            numbers = [rank + window * world for window in range(begun, begun + len(ids))]
+            gradients.put(batch, _from_head(runner, batch, [seed * 1_000_003 + number for number in numbers]))
+            begun += len(ids)
 
 
 def _from_head(runner: Runner, batch: int, seeds: Sequence[int]) -> torch.Tensor:

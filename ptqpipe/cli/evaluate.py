@@ -30,8 +30,7 @@ ptqpipe eval CKPT --tasks local_piqa --task-data FOLDER --limit 200
     multiple=True,
     metavar="FILE|DIR|NAME:CONFIG:SPLIT",
     help="Text to score: .txt, .jsonl, .json, .csv or .parquet files, a folder of them, or a data set of the "
-    "datasets library. "
-    "Repeatable.  [default: a sample text, about 30,000 tokens]",
+    "datasets library. Repeatable.  [default: a sample text of 110 kB]",
 )
 @FIELD
 @click.option(
@@ -71,7 +70,13 @@ ptqpipe eval CKPT --tasks local_piqa --task-data FOLDER --limit 200
     metavar="N",
     help="Prompts from --data that both models continue by 32 tokens, to be shown by `ptqpipe report`.",
 )
-@click.option("-o", "--out", type=PATH, help="JSON file to write.  [default: <ckpt>.eval.json]")
+@click.option(
+    "-o",
+    "--out",
+    type=PATH,
+    help="JSON file to write.  [default: <ckpt>.eval.json beside a checkpoint of ptqpipe, of others in the working "
+    "folder]",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an eval file that holds more than this call measures.")
 @JSON
 @QUIET

@@ -102,7 +102,7 @@ def diff(given: Given) -> None:
     "--eval",
     "evaluation",
     type=Existing("file"),
-    help="The file that `ptqpipe eval` wrote for CKPT.  [default: <ckpt>.eval.json beside it]",
+    help="The file that `ptqpipe eval` wrote for CKPT.  [default: <ckpt>.eval.json beside it or in the working folder]",
 )
 @click.option("-o", "--out", "--output", "out", type=PATH, help="File to write.  [default: <ckpt>.report.html]")
 @click.option(

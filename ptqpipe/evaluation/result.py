@@ -9,8 +9,8 @@ tasks       task, metric, higher_is_better, samples; checkpoint, stderr, baselin
             the baseline's value), difference, interval (95 % of the difference)
 samples     data, prompt; baseline and checkpoint, the text that each continues it with
 
-``made`` says when, on which machine and by which command. A number that is not finite is null. A report and a terminal
-show the same rows.
+``verdict`` is that of ``verdict.py``, for other readers: ptqpipe takes it from the rows. ``made`` says when, on which
+machine and by which command. A number that is not finite is null. A report and a terminal show the same rows.
 """
 
 import json
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import read_json_object
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.evaluation.verdict import verdict
 
 if TYPE_CHECKING:
     from ptqpipe.evaluation.harness import TaskMetric
@@ -58,7 +59,9 @@ def result_json(
         "samples": samples,
         "made": made or {},
     }
-    return {key: _finite(value) for key, value in content.items()}
+    found = {key: _finite(value) for key, value in content.items()}
+    judged = verdict(found)
+    return {**found, "verdict": None if judged is None else judged._asdict()}
 
 
 def _finite(value: Any) -> Any:

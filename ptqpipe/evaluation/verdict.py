@@ -1,52 +1,132 @@
-"""One sentence on a measured checkpoint: near-lossless, good or damaged, by the mean KL divergence to its baseline and
-by how often both find the same token most likely.
+"""One sentence on a measured checkpoint, from near-lossless to damaged: by the mean KL divergence to its baseline, by
+how often both find the same token most likely, and by what its perplexity has surely gained.
 
 The thresholds are the only place where a number becomes a word; terminal, report, model card and Python show the same.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# The largest mean KL divergence, in nats per token, and the smallest share of tokens with the same top token. A model
-# that is unsure of everything has a small divergence whatever it predicts; one that is sure of all, the same top token.
-NEAR_LOSSLESS, GOOD = (0.005, 0.95), (0.1, 0.8)
+
+class Level(NamedTuple):
+    """What a word asks for. A model that is unsure of everything has a small divergence whatever it predicts; one that
+    is sure of all, the same top token; and one that is as often better as worse, the same perplexity.
+
+    kl          the largest mean KL divergence, in nats per token
+    same        the smallest share of tokens with the same top token
+    perplexity  the largest rise of the perplexity, relative; one that is within noise does not count
+    """
+
+    word: str
+    kl: float
+    same: float
+    perplexity: float
+
+
+LEVELS = (
+    Level("near-lossless", 0.005, 0.95, 0.005),
+    Level("very good", 0.02, 0.90, 0.015),
+    Level("acceptable", 0.05, 0.85, 0.03),
+    Level("visibly worse", 0.2, 0.75, 0.12),
+)
+DAMAGED = "damaged"
+WORDS = (*(level.word for level in LEVELS), DAMAGED)
+
+# Mean KL divergence of Llama 3 8B in formats of llama.cpp without importance matrix, on WikiText-2: README.md of its
+# perplexity tool, revision f364eb6f. Another model may have a fraction of it: Llama 2 7B in Q4_K_M has 0.0127.
+KNOWN = {
+    "Q8_0": 0.001355,
+    "Q6_K": 0.005452,
+    "Q5_K_M": 0.010762,
+    "Q4_K_M": 0.031273,
+    "Q4_0": 0.071940,
+    "Q3_K_M": 0.101913,
+    "Q2_K": 0.445132,
+}
+_BEYOND = 1.5  # times the first or the last of them, which are not like it any more
 
 
 class Verdict(NamedTuple):
     """How a checkpoint compares with its baseline.
 
-    level  "near-lossless", "good" or "damaged"
+    level  one of WORDS
     words  the numbers behind it, in words: KL, same top token, perplexity
+    like   which format of llama.cpp has about this KL, in words
     """
 
     level: str
     words: str
+    like: str
 
     def __str__(self) -> str:
         return f"{self.words}: {self.level}"
 
 
 def verdict(result: Mapping[str, Any]) -> Verdict | None:
-    """The verdict on the content of an eval file (``evaluation.result``), by the text with the largest divergence; None
-    where no divergence was measured."""
+    """The verdict on the content of an eval file (``evaluation.result``), by the text with the worst one, of several
+    that with the largest divergence; None where no divergence was measured."""
     rows = [row for row in result.get("kl") or () if row.get("mean") is not None]
     if not rows:
         return None
-    worst = max(rows, key=lambda row: float(row["mean"]))
-    kl, same = float(worst["mean"]), worst.get("top1_agreement")
-    words = [f"KL {kl:.2e}".replace("e-0", "e-").replace("e+0", "e+")]
+    change = {row["data"]: _Change.of(row) for row in result.get("perplexity") or ()}
+    judged = [(_place(row, change.get(row["data"])), float(row["mean"]), i) for i, row in enumerate(rows)]
+    place, kl, index = max(judged)
+    worst = rows[index]
+    words, same = [f"KL {kl:.2e}".replace("e-0", "e-").replace("e+0", "e+")], worst.get("top1_agreement")
     if same is not None:
         words.append(f"same top token {100 * float(same):.1f} %")
-    words += _perplexity(next((row for row in result.get("perplexity") or () if row["data"] == worst["data"]), None))
-    reached = [kl <= most and (same is None or same >= least) for most, least in (NEAR_LOSSLESS, GOOD)]
-    level = "near-lossless" if reached[0] else "good" if reached[1] else "damaged"
-    return Verdict(level, ", ".join(words))
+    known = change.get(worst["data"])
+    words += [str(known)] if known is not None else []
+    return Verdict(WORDS[place], ", ".join(words), like(kl))
 
 
-def _perplexity(row: Mapping[str, Any] | None) -> list[str]:
-    if row is None or not row.get("baseline") or row.get("difference") is None:
-        return []
-    interval = row.get("interval")
-    noise = interval is not None and None not in interval and interval[0] <= 0 <= interval[1]
-    change = 100 * float(row["difference"]) / float(row["baseline"])
-    return [f"perplexity {change:+.2f} %" + (" (within noise)" if noise else "")]
+def like(kl: float) -> str:
+    """Which of `KNOWN` has about a mean KL divergence, in words."""
+    least, most = next(iter(KNOWN)), next(reversed(KNOWN))
+    how, name = "about", ""
+    if kl * _BEYOND < KNOWN[least]:
+        how, name = "below", least
+    elif kl > KNOWN[most] * _BEYOND:
+        how, name = "above", most
+    name = name or min(KNOWN, key=lambda each: abs(math.log(KNOWN[each] / kl)))
+    return f"KL {how} that of Llama 3 8B in llama.cpp's {name}"
+
+
+def thresholds() -> str:
+    """The thresholds in words."""
+    each = [f"{level.word}: {level.kl:g}, {100 * level.same:g} %, {100 * level.perplexity:g} %" for level in LEVELS]
+    return (
+        "Thresholds: the largest mean KL to the original model in nats per token, the smallest share of tokens with "
+        "the same top token, the largest rise of the perplexity that is not within noise: "
+        f"{'; '.join(each)}; {DAMAGED}: worse."
+    )
+
+
+class _Change(NamedTuple):
+    """Of a text's perplexity, relative to the baseline's; ``noise``: whether its interval has zero inside; None where
+    there is no interval."""
+
+    relative: float
+    noise: bool | None
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "_Change | None":
+        if not row.get("baseline") or row.get("difference") is None:
+            return None
+        interval = row.get("interval")
+        noise = None if interval is None or None in interval else bool(interval[0] <= 0 <= interval[1])
+        return cls(float(row["difference"]) / float(row["baseline"]), noise)
+
+    def __str__(self) -> str:
+        return f"perplexity {100 * self.relative:+.2f} %" + (" (within noise)" if self.noise else "")
+
+
+def _place(row: Mapping[str, Any], change: _Change | None) -> int:
+    """Of a text's word in WORDS."""
+    kl, same = float(row["mean"]), row.get("top1_agreement")
+    rise = change.relative if change is not None and change.noise is False else 0.0
+    reached = (
+        kl <= level.kl and (same is None or float(same) >= level.same) and rise <= level.perplexity for level in LEVELS
+    )
+    return next((place for place, fits in enumerate(reached) if fits), len(LEVELS))

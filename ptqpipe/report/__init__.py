@@ -22,6 +22,7 @@ from ptqpipe.report.content import (
     pooled_mse,
 )
 from ptqpipe.report.output_error import (
+    chosen_by_data,
     judged_by,
     judgement,
     samples_text,

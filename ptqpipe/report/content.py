@@ -245,6 +245,12 @@ class Report:
         return mean_known(weight.versus_rtn for weight in self.weights)
 
     @property
+    def by_data(self) -> bool:
+        """Whether data chose scales or codes: the error of the weights then says nothing of the quality."""
+        learned = any(weight.algorithm == "learned" for weight in self.weights)
+        return self.versus_rtn is not None or bool(self.blocks) or learned
+
+    @property
     def provable(self) -> int:
         """Weights of which it means anything whether their scales are proven optimal."""
         return sum(weight.provable for weight in self.weights)

@@ -76,7 +76,6 @@ def render_html(report: Report) -> str:
     """The page of one checkpoint."""
     rows = roles.by_role(report)
     gains = [row for row in rows if row.gains]
-    by_data = bool(gains or report.blocks) or any(weight.algorithm == "learned" for weight in report.weights)
     drawing, legend, outside = sections.precision_map(report)
     return page(
         "report.html.jinja",
@@ -93,7 +92,7 @@ def render_html(report: Report) -> str:
         error_lines=errors.error_lines(rows),
         error_strips=errors.error_strips(rows),
         worst=errors.worst_weights(report),
-        by_data=by_data,
+        by_data=report.by_data,
         calibrated=errors.calibrated(rows),
         calibrated_count=sum(len(row.gains) for row in gains),
         gains=gains,

@@ -56,6 +56,12 @@ def tuned_by(record: Mapping[str, Any]) -> str:
     return str(_mapping(record.get("rounding")).get("method") or "")
 
 
+def chosen_by_data(record: Mapping[str, Any]) -> bool:
+    """Whether data chose scales or codes of a checkpoint: the error of its weights then says nothing of its quality."""
+    entries = [_mapping(entry) for entry in _mapping(record.get("weights")).values()]
+    return isinstance(record.get("rounding"), Mapping) or any("versus_rtn" in entry for entry in entries)
+
+
 def judgement(record: Mapping[str, Any]) -> list[str]:
     """What calibration data gained, in output errors; nothing without data."""
     weights = record["weights"]

@@ -134,6 +134,12 @@ class Rewrite(ABC, Generic[J]):
         reserved = self._largest_extra[0] if jobs is self.jobs else max(map(self.extra_bytes, jobs), default=0)
         return machine.divide_memory(self._largest_cache, len(jobs), reserved_bytes=reserved)
 
+    def most_memory(self, machine: Machine) -> int:
+        """What a run takes at most, by the counts that the memory is shared out by: no more than it may."""
+        share, extra = self.share_of(machine, self.jobs), self._largest_extra[0]
+        each = WORKER_BYTES + min(share.cache_bytes, self._largest_cache)
+        return min(machine.memory_bytes, BASE_BYTES + share.threads * each + share.workers * extra)
+
     @cached_property
     def _largest_extra(self) -> tuple[int, J | None]:
         """The most that a job needs, and that job. Of a hundred thousand jobs, so once."""
@@ -315,7 +321,7 @@ def _finish(work: Rewrite[J], writer: CheckpointWriter) -> dict[str, Any]:
     original = original_card(work.source)
     carried += [(original, ORIGINAL)] if original is not None and ORIGINAL not in files else []
     record = work.record(records_of(work.jobs, writer.done()))
-    contents[CARD] = card(work.source, record, nbytes=_tensor_bytes(work.layout), warnings=work.warnings)
+    contents[CARD] = card(work.source, record, nbytes=work.layout.file_bytes, warnings=work.warnings)
     index = work.layout.index_json()
     written = contents if index is None else {**contents, INDEX_NAME: index.encode()}
     hashes = {name: hashlib.sha256(raw).hexdigest() for name, raw in written.items()}
@@ -330,10 +336,6 @@ def write_whole(name: str, numbers: torch.Tensor, writer: CheckpointWriter, reas
     """Writes a whole tensor; its entry of the record."""
     written = writer.tensor(name).put(numbers)
     return {"reason": reason, "sha256": written.sha256, "bytes": written.nbytes}
-
-
-def _tensor_bytes(layout: ShardLayout) -> int:
-    return layout.total_bytes
 
 
 def records_of(jobs: Iterable[Job], done: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:

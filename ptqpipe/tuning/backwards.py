@@ -1,23 +1,26 @@
 """The reverse pass before codes are chosen, and its files: one for each decoder layer, beside the codes until these are
 complete.
 
-It runs from the last layer to the first; a run that was killed before it came to that, or that finds a damaged file,
-does the pass again.
+It runs from the last layer to the first. Behind each layer the slopes that it goes on from are kept, too, until those
+of the next are: a run that was killed goes on behind the last layer that is in the journal, which has the sha256 of
+every file. Where one is damaged, the pass runs again.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.gradients import Gradients
-from ptqpipe.calibration.reverse import expert_products, linear_modules, reverse_model, thinned
+from ptqpipe.calibration.reverse import Slopes, expert_products, linear_modules, reverse_model, thinned
 from ptqpipe.calibration.runner import in_batches
 from ptqpipe.calibration.skeleton import Skeleton
-from ptqpipe.checkpoint import CheckpointReader, is_sealed, output_errors, write_tensors
+from ptqpipe.checkpoint import CheckpointReader, file_sha256, output_errors, write_tensors
 from ptqpipe.inputs import lower_half, whole
 from ptqpipe.machine import BASE_BYTES, Machine, counting_bar
 from ptqpipe.rewriting.conversion import Conversion
@@ -25,6 +28,7 @@ from ptqpipe.runtime.compiled import pass_dtype
 from ptqpipe.tuning.in_order import divided
 from ptqpipe.tuning.options import TuneOptions
 
+PASS = "backwards"  # the pass as a unit of the journal: {"layers": {layer: sha256}, "slopes": sha256 or None}
 _BLOCK = "."  # where a module's name would be: the block's own output
 
 
@@ -35,35 +39,97 @@ def observe(
     machine: Machine,
     *,
     seed: int,
+    done: Mapping[str, Any],
+    commit: Callable[[str, Mapping[str, Any]], None],
 ) -> Callable[[str], Gradients]:
     """What reads the gradients of a block by its name; they are in files of a folder in ``spill``, made now where they
     are not.
 
-    samples  those of `learned_from`
-    seed     of the labels
+    samples       those of `learned_from`
+    seed          of the labels
+    done, commit  units of the journal that are done, and what notes another one
     """
-    folder = spill / "gradients"
+    folder, slopes = spill / "gradients", spill / "slopes"
     with output_errors(folder):
         folder.mkdir(exist_ok=True)
+        slopes.mkdir(exist_ok=True)
     largest = max(math.prod(m.shape) for unit in prepared.outputs.plan.units for m in unit.members)
     skeleton = Skeleton.of(prepared.source, dtype=pass_dtype(largest, machine.device))
     names = [name for name, _ in skeleton.blocks]
-    if not all(is_sealed(_file(folder, name)) for name in names):
+    layers = _sound(done.get(PASS, {}), folder, slopes, names)
+    if len(layers) < len(names):
         wanted = {m.source.tensor for unit in prepared.outputs.plan.units for m in unit.members}
-        found = reverse_model(
-            skeleton,
-            samples,
-            seed=seed,
-            device=machine.device,
-            memory_bytes=machine.memory_bytes - BASE_BYTES,
-            spill=spill,
-            modules=lambda block: [*linear_modules(block, wanted), *expert_products(block, wanted)],
-        )
-        with counting_bar(len(names), "layers", shown=machine.progress, title="backwards") as advance:
-            for name, gradients in found:
-                _write(folder, name, gradients)
-                advance(1, name)
+
+        def save(name: str, get: Slopes) -> None:
+            digest = write_tensors(_file(slopes, name), _ByBatch(get, len(batches)))
+            commit(PASS, {"layers": dict(layers), "slopes": digest})
+            _clear(slopes, keep=_file(slopes, name))
+
+        batches = [*in_batches(samples.windows), *in_batches(samples.held_out)]
+        with CheckpointReader.open(slopes) if layers else nullcontext() as reader:
+            found = reverse_model(
+                skeleton,
+                samples,
+                seed=seed,
+                device=machine.device,
+                memory_bytes=machine.memory_bytes - BASE_BYTES,
+                spill=spill,
+                modules=lambda block: [*linear_modules(block, wanted), *expert_products(block, wanted)],
+                former=None if reader is None else (len(layers), lambda batch: reader.read(str(batch))),
+                save=save,
+            )
+            shown = machine.progress
+            with counting_bar(len(names), "layers", shown=shown, title="backwards", done=len(layers)) as advance:
+                for name, gradients in found:
+                    layers[name] = _write(folder, name, gradients)
+                    advance(1, name)
+        commit(PASS, {"layers": layers, "slopes": None})
+    _clear(slopes)
     return lambda name: _read(folder, name)
+
+
+class _ByBatch(Mapping[str, torch.Tensor]):
+    """The slopes of all batches by their numbers, one of them in memory at a time where they lie on disk."""
+
+    def __init__(self, get: Slopes, count: int) -> None:
+        self._get, self._names = get, [str(batch) for batch in range(count)]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._get(int(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _sound(former: Mapping[str, Any], folder: Path, slopes: Path, names: Sequence[str]) -> dict[str, str]:
+    """Layer -> sha256 of its file, of those that a stopped run is behind; none where the pass has to run again. Slopes
+    that are not the journal's go: those of a layer that was not noted."""
+    layers, digest = dict(former.get("layers", {})), former.get("slopes")
+    if any(not _has(_file(folder, name), sha256) for name, sha256 in layers.items()):
+        layers = {}
+    if layers and len(layers) < len(names):
+        last = _file(slopes, list(layers)[-1])
+        if _has(last, digest):
+            _clear(slopes, keep=last)
+            return layers
+        layers = {}
+    _clear(slopes)
+    return layers
+
+
+def _has(file: Path, sha256: str | None) -> bool:
+    return file.is_file() and file_sha256(file) == sha256
+
+
+def _clear(folder: Path, keep: Path | None = None) -> None:
+    """Removes the files of a folder but one."""
+    with output_errors(folder):
+        for file in folder.iterdir():
+            if file != keep:
+                file.unlink()
 
 
 def learned_from(samples: Samples, options: TuneOptions) -> Samples:
@@ -80,14 +146,11 @@ def _file(folder: Path, block: str) -> Path:
     return folder / f"{block}.safetensors"
 
 
-def _write(folder: Path, block: str, gradients: Gradients) -> None:
-    """The lower half of every matrix: all are symmetric."""
+def _write(folder: Path, block: str, gradients: Gradients) -> str:
+    """The lower half of every matrix: all are symmetric. The file's sha256."""
     runs = {_BLOCK: gradients.last} | dict(gradients.outputs)
     tensors = {f"{block}/{name}/{i}": lower_half(run) for name, found in runs.items() for i, run in enumerate(found)}
-    growing = folder / "growing"
-    write_tensors(growing, tensors, sealed=True)
-    with output_errors(folder):
-        growing.rename(_file(folder, block))
+    return write_tensors(_file(folder, block), tensors)
 
 
 def _read(folder: Path, block: str) -> Gradients:

@@ -52,11 +52,16 @@ def read(folder: BlockFolder, block: Block, units: Sequence[Unit]) -> dict[str, 
         return {m.key: stored.of(m.key, unit.scheme.fmt, shape=m.shape) for unit in units for m in unit.members}
 
 
+def layers_of(folder: BlockFolder) -> dict[str, dict[str, Any]]:
+    """Journal entries of the decoder layers."""
+    return {name: entry for name, entry in folder.done.items() if name not in (ENDED, backwards.PASS)}
+
+
 def content(
     prepared: Conversion, samples: Samples, options: TuneOptions, folder: BlockFolder, *, collects: bool
 ) -> dict[str, Any]:
     """rounding.json. ``collects``: whether tune collected the moments."""
-    blocks = {name: entry for name, entry in folder.done.items() if name != ENDED}
+    blocks = layers_of(folder)
     ended = folder.done.get(ENDED)
     trained = (ended or {}).get("trained")
     decides = json.dumps([blocks, trained] if trained else blocks, sort_keys=True)

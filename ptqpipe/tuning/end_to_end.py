@@ -84,7 +84,7 @@ def improve(
     prepared: Conversion, samples: Samples, folder: BlockFolder, options: TuneOptions, machine: Machine
 ) -> None:
     """Learns codes from those that GPTQ has found, and commits every decoder layer with them."""
-    partial, layers = folder.paths.partial, [name for name in folder.done if name != codes_of.ENDED]
+    partial, layers = folder.paths.partial, list(codes_of.layers_of(folder))
     weights = {key: of for name in layers for key, of in folder.done[name]["weights"].items()}
     with Rounding.of_files(folder.files, {"weights": weights}) as stored:
         if codes_of.ENDED not in folder.done or not is_sealed(partial / _FOUND / _FILE):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.evaluation import harness
 from ptqpipe.evaluation.result import read_result
-from ptqpipe.evaluation.verdict import verdict
+from ptqpipe.evaluation.verdict import WORDS, verdict
 from ptqpipe.stages.evaluate import run as stage
 
 MODEL = Path(__file__).resolve().parents[2] / "ptqpipe" / "demo_model"
@@ -164,7 +165,7 @@ def test_the_header_says_what_is_measured_and_stored_and_the_result_comes_in_wor
     found = json.loads((tmp_path / "a.json").read_text())
     shown = first.stdout.splitlines()
     assert shown[0] == str(verdict(found))
-    assert shown[0].endswith((": good", ": near-lossless", ": damaged"))
+    assert shown[0].endswith(tuple(f": {word}" for word in WORDS))
     tables = shown[: next(i for i, line in enumerate(shown) if line.startswith("written to"))]
     assert max(map(len, tables)) <= 80
     assert found["kl"][0]["data"] == "sample text"
@@ -222,6 +223,22 @@ def test_tasks_are_compared_with_the_baseline(checkpoints: dict[str, Path], tmp_
     assert row["difference"] == pytest.approx(row["checkpoint"] - row["baseline"])
     assert len(row["interval"]) == 2
     assert found["perplexity"] == found["kl"] == []
+
+
+@pytest.mark.parametrize("link", [False, True], ids=["folder", "link"])
+def test_nothing_is_written_beside_a_model_that_ptqpipe_did_not_write(
+    link: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may lie in a folder of models that this run has no business in."""
+    models, here = tmp_path / "models", tmp_path / "here"
+    shutil.copytree(MODEL, models / "m")
+    here.mkdir()
+    (here / "near").symlink_to(models / "m")
+    monkeypatch.chdir(here)
+    result = run("near" if link else "../models/m", "--data", TEXT, "--seqlen", 32, "--max-tokens", 64, "-q")
+    assert result.exit_code == 0, result.output
+    assert [path.name for path in models.iterdir()] == ["m"]
+    assert {path.name for path in here.iterdir()} == {"near", "near.eval.json" if link else "m.eval.json"}
 
 
 def test_the_default_name_lies_beside_the_checkpoint(checkpoints: dict[str, Path]) -> None:

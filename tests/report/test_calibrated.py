@@ -3,11 +3,16 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ptqpipe.recipe import RecipeOptions
 from ptqpipe.report.html import render_html
 from ptqpipe.report.markdown import render_markdown
+from ptqpipe.stages.convert.prepare import prepare
+from ptqpipe.stages.convert.run import convert
+from ptqpipe.stages.report.compare import compare
 from ptqpipe.stages.report.run import gather, make_report
 from tests.report.pages import Page, titles
 
@@ -110,3 +115,64 @@ def test_blocks_of_learned_codes_are_judged_by_what_tune_measured(pair: tuple[Pa
     told = "".join(Page(render_html(gather(folder))).text)
     assert "GPTQ chose the codes of each layer independently" in told
     assert "ptqpipe eval tuned --source MODEL measures" in " ".join(told.split())
+
+
+def judged(
+    pair: tuple[Path, Path], folder: Path, *, calibrated: float = 0.0, tuned: float = 0.0, start: str = "rtn"
+) -> Path:
+    """A copy of a checkpoint, with the record of one whose codes data chose: at an output error of each weight, or of
+    each decoder layer."""
+    shutil.copytree(pair[1], folder)
+    record = json.loads((folder / "ptqpipe.json").read_text())
+    for entry in record["weights"].values() if calibrated or tuned else ():
+        entry |= {"algorithm": "gptq" if calibrated else "learned", "weighting": "diagonal", "proven": False}
+        entry |= {"versus_rtn": calibrated, "reverted": False, "held_out": True} if calibrated else {}
+    if tuned:
+        block = {"start_loss": 2.0, "learned_loss": 2.0 * tuned, "kept": True, "held_out": True}
+        record["rounding"] = {"digest": "d" * 64, "blocks": {f"model.layers.{i}": block for i in range(2)}}
+        record["recipe"]["rules"][0]["algorithm"] = start
+    (folder / "ptqpipe.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kinds", "lines", "in_roles"),
+    [
+        (({}, {}), ["a", "b"], "SQNR, dB"),
+        (({"calibrated": 0.25}, {}), ["a", "b"], "output error, plain rounding = 1"),
+        (({"tuned": 0.25}, {}), ["a", "b"], ""),
+        (({"tuned": 0.25, "start": "gptq"}, {}), [], ""),
+        (({"calibrated": 0.25}, {"tuned": 0.5}), ["a"], "output error, plain rounding = 1"),
+    ],
+    ids=["no data", "calibrated", "tuned", "tuned from other codes", "both"],
+)
+def test_checkpoints_of_data_are_never_compared_by_the_error_of_their_weights(
+    kinds: tuple[dict[str, Any], dict[str, Any]],
+    lines: list[str],
+    in_roles: str,
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+) -> None:
+    """Which is larger where the model is better."""
+    folders = [judged(pair, tmp_path / name, **kind) for name, kind in zip("ab", kinds, strict=True)]
+    compare(folders, out=tmp_path / "x.html")
+    text = (tmp_path / "x.html").read_text()
+    page, data = Page(text), any(kinds)
+    drawn = [attributes["data-series"] for tag, attributes in page.tags if tag == "g" and "data-series" in attributes]
+    assert sorted(set(drawn)) == lines
+    assert ("SQNR" in "".join(page.text)) is not data
+    assert f"<caption>Formats{' and ' + in_roles if in_roles else ''}</caption>" in text
+    tips = [attributes["data-tip"] or "" for _, attributes in page.tags if "data-tip" in attributes]
+    if data and lines:
+        assert {tip.rpartition(" ")[2] for tip in tips if tip.startswith("layer 0  a")} == {"0.250"}
+
+
+def test_output_errors_of_different_formats_are_not_compared(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Each is relative to plain rounding in its own format."""
+    prepared = prepare(pair[0], options=RecipeOptions(scheme="fp8"), out=tmp_path / "fp8")
+    with prepared:
+        convert(prepared)
+    compare([judged(pair, tmp_path / "a", calibrated=0.25), tmp_path / "fp8"], out=tmp_path / "x.html")
+    text = (tmp_path / "x.html").read_text()
+    assert "Layer by layer" not in text
+    assert "<caption>Formats</caption>" in text

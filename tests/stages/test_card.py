@@ -1,6 +1,7 @@
 """The model card of every output: what it says, that it is the hub's, and what may change in it afterwards."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,13 @@ def test_the_card_says_what_was_done_and_how_to_run_it(made: Path) -> None:
     assert record["run_id"][:12] in text
     assert (made / "README.original.md").read_text() == THEIRS
     assert str(made) not in text
+
+
+def test_the_size_is_the_one_that_the_terminal_tells(source: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["convert", str(source), "-o", str(tmp_path / "out"), "-q"])
+    size = re.search(r"^Done: \S+ ([\d.]+ \w+) ", done.output, re.MULTILINE)
+    assert size is not None, done.output
+    assert f"| size | {size[1]} of weights and index, from " in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_same_conversion_writes_the_same_card(source: Path, made: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from ptqpipe.cli import main
 from ptqpipe.containers import container_names, get_container
 from ptqpipe.kernels import cpu_library
 from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
+from ptqpipe.quantities import memory_size
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting import QuantizeUnit
 from ptqpipe.rewriting.conversion import Conversion
@@ -91,6 +92,13 @@ def test_as_many_units_run_at_once_as_memory_has_room_for(
         assert neediest is not None
         share = prepared.share_of(Machine(6, memory_bytes=(gib << 30) - 1), prepared.jobs)
         assert prepared.at_once(neediest, share) == at_once
+
+
+def test_the_dry_run_counts_what_the_run_may_take_and_no_more_than_it_may(plain: Conversion) -> None:
+    roomy, least = Machine(workers=2, memory_bytes=64 << 30), Machine(workers=1, memory_bytes=BASE_BYTES + WORKER_BYTES)
+    assert BASE_BYTES + 3 * WORKER_BYTES < plain.most_memory(roomy) < BASE_BYTES + 3 * WORKER_BYTES + (8 << 20)
+    assert plain.most_memory(least) == least.memory_bytes
+    assert f"at most {memory_size(plain.most_memory(roomy))} of memory with 2 workers" in plan_text(plain, roomy)
 
 
 @pytest.mark.parametrize(

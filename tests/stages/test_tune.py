@@ -3,7 +3,8 @@
 import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,7 @@ from tests.calibration.models import make_model, make_windows, write_windows
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"
 OPTIONS = TuneOptions(samples=16, seqlen=32, method="learned", settings=Settings(steps=8))
 ONE = Machine(workers=1)
+ReversePass = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +333,7 @@ def test_a_run_that_was_killed_while_it_wrote_a_layer_goes_on_to_the_same_codes(
 
 
 @pytest.mark.slow
-def test_a_reverse_pass_runs_again_unless_it_had_reached_the_first_layer(
+def test_a_reverse_pass_that_has_ended_runs_again_only_where_a_file_of_it_is_lost(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options, passes, follows = replace(of_method("gptq"), samples=4), [], []
@@ -362,6 +364,87 @@ def test_a_reverse_pass_runs_again_unless_it_had_reached_the_first_layer(
     again = tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, mode="resume", machine=ONE)
     assert len(passes) == 2
     assert again.content["digest"] == whole.content["digest"]
+
+
+@pytest.fixture
+def reverse_pass(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ReversePass]:
+    monkeypatch.setattr("ptqpipe.calibration.runner.BATCH_TOKENS", 2 * 32)  # several batches
+    with prepare(DEMO, options=RecipeOptions("nvfp4"), out=tmp_path / "codes", stats=None, collected=True) as made:
+        samples = load_samples([str(text)], DEMO, samples=6, seqlen=32)
+        learned_from = backwards.learned_from(samples, of_method("gptq"))
+
+        def observe(folder: Path, journal: dict[str, Any], stop: str = "") -> list[str]:
+            """Runs the pass; ``stop``: the event that kills it. Every event: files and lines of the journal."""
+            events: list[str] = []
+
+            def happens(event: str) -> None:
+                events.append(event)
+                if event == stop:
+                    raise KeyboardInterrupt
+
+            def write(path: Path, tensors: Any) -> str:
+                happens(f"{path.parent.name} {path.stem}")
+                return tensor_file.write_tensors(path, tensors)
+
+            def commit(unit: str, record: Any) -> None:
+                happens(f"journal {len(record['layers'])}")
+                journal[unit] = json.loads(json.dumps(record))
+
+            monkeypatch.setattr(backwards, "write_tensors", write)
+            folder.mkdir(exist_ok=True)
+            with suppress(KeyboardInterrupt):
+                backwards.observe(made, learned_from, folder, ONE, seed=0, done=journal, commit=commit)
+            return events
+
+        yield observe
+
+
+def kept(folder: Path) -> dict[str, bytes]:
+    """The files of a reverse pass."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.slow
+def test_a_reverse_pass_goes_on_behind_the_layer_that_it_was_killed_behind(
+    reverse_pass: ReversePass, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever that is, to the same bytes, with a bar that begins there; slopes do not outlive it."""
+    events, begun = reverse_pass(tmp_path / "whole", {}), []
+    whole = kept(tmp_path / "whole")
+    layers = sum(event.startswith("gradients") for event in events)
+    assert layers > 2
+    assert len(events) == 3 * layers - 1  # the first layer leaves no slopes
+    assert len(whole) == layers
+    bar = backwards.counting_bar
+    monkeypatch.setattr(backwards, "counting_bar", lambda *a, **o: begun.append(o["done"]) or bar(*a, **o))
+    for number, event in enumerate(events):
+        folder, journal = tmp_path / str(number), dict[str, Any]()
+        first = reverse_pass(folder, journal, stop=event)
+        assert first[-1] == event
+        done = sum(line.startswith("journal") for line in first[:-1])
+        begun.clear()
+        second = reverse_pass(folder, journal)
+        assert begun == [done]
+        assert second == events[3 * done :]
+        assert kept(folder) == whole
+        assert reverse_pass(folder, journal) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["gradients", "slopes"])
+def test_a_flipped_bit_in_what_a_reverse_pass_has_kept_is_noticed(
+    folder: str, reverse_pass: ReversePass, tmp_path: Path
+) -> None:
+    events = reverse_pass(tmp_path / "whole", {})
+    journal: dict[str, Any] = {}
+    reverse_pass(tmp_path / "cut", journal, stop=events[6])
+    assert len(journal["backwards"]["layers"]) == 2
+    (file, *_) = sorted((tmp_path / "cut" / folder).iterdir())
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 16
+    file.write_bytes(content)
+    assert reverse_pass(tmp_path / "cut", journal) == events
+    assert kept(tmp_path / "cut") == kept(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -414,7 +497,7 @@ def test_a_reverse_pass_in_bfloat16_finds_the_moments_of_one_in_float32(
         with prepare(DEMO, options=RecipeOptions("nvfp4"), out=folder / "codes", stats=None, collected=True) as made:
             samples = load_samples([str(text)], DEMO, samples=16, seqlen=32)
             learned_from = backwards.learned_from(samples, of_method("gptq"))
-            at = backwards.observe(made, learned_from, folder, ONE, seed=seed)
+            at = backwards.observe(made, learned_from, folder, ONE, seed=seed, done={}, commit=lambda *_: None)
             every = [at(name) for name, _ in Skeleton.of(made.source, dtype=torch.float32).blocks]
         found[fast, seed] = [g for of in every for runs in (*of.outputs.values(), of.last) for g in runs]
     exact, rounded, other = found.values()

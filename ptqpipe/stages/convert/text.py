@@ -11,7 +11,7 @@ from ptqpipe.machine import WORKER_BYTES, Machine
 from ptqpipe.plan import pattern_hint, unmatched_patterns
 from ptqpipe.quantities import disk_size, memory_size, number, option_size, option_size_above, table
 from ptqpipe.recipe import BY_RECIPE, IGNORED
-from ptqpipe.report import can_be_proven, judged_by, judgement, mean_known, tuned_blocks
+from ptqpipe.report import can_be_proven, chosen_by_data, judged_by, judgement, mean_known, tuned_blocks
 from ptqpipe.rewriting import BIAS_REASON, Done
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import TRAINED_REASON
@@ -19,10 +19,6 @@ from ptqpipe.schemes import Activation
 from ptqpipe.stages.common import sqnr_db
 from ptqpipe.stages.kind import has_tokenizer, may_continue_text
 from ptqpipe.tensor_names import name_pattern, role_of
-
-_WEIGHT_ERROR = (
-    "SQNR and vs abs-max measure the error of the weights, which calibration lets grow where inputs are small"
-)
 
 
 def header_text(work: Conversion, machine: Machine) -> str:
@@ -179,7 +175,7 @@ def plan_text(work: Conversion, machine: Machine) -> str:
     workers = work.share_of(machine, work.jobs).workers
     tail = (
         f"writes {work.layout.file_bytes} bytes ({disk_size(work.layout.file_bytes)}) of weights and index; at most "
-        f"{option_size(machine.memory_bytes)} of memory with {workers} workers"
+        f"{memory_size(work.most_memory(machine))} of memory with {workers} workers"
     )
     short = []
     if neediest is not None and least > machine.memory_bytes:
@@ -270,9 +266,8 @@ def converted_text(done: Done) -> str:
     """The closing table, and by what it is to be judged."""
     return "\n".join(
         [
-            *(judged := judgement(done.record)),
-            _roles_table(by_role(done.record["weights"]), by_data=bool(judged)),
-            *([_WEIGHT_ERROR] if judged else []),
+            *judgement(done.record),
+            _roles_table(by_role(done.record["weights"]), by_data=chosen_by_data(done.record)),
             *_looked_at(done.record["weights"]),
             *(
                 [f"compared with the weights below 8 bits of the source: {done.record['certificate']}"]
@@ -287,10 +282,8 @@ def converted_text(done: Done) -> str:
 
 
 def _roles_table(roles: list[dict[str, Any]], *, by_data: bool) -> str:
-    """What the roles are judged by stands first: the error of the weights, but last where data chose codes.
-
-    Columns that say nothing of any role are left out.
-    """
+    """What the roles are judged by: the error of the weights, but where data chose codes the output error, since data
+    let that of the weights grow where inputs are small. Columns that say nothing of any role are left out."""
     calibrated = any(row["versus_rtn"] is not None for row in roles)
     provable = any(row["proven"] is not None for row in roles)
     proven = {True: "optimal", False: "no", None: "-"}
@@ -301,11 +294,10 @@ def _roles_table(roles: list[dict[str, Any]], *, by_data: bool) -> str:
         bits = f"{row['bits_per_weight']:.3f}"
         cells = [row["role"], row["format"], *([proven[row["proven"]]] if provable else [])]
         cells += [ratio] if calibrated else []
-        rows.append([*cells, str(row["count"]), *([bits, *error] if by_data else [*error, bits])])
+        rows.append([*cells, str(row["count"]), *([] if by_data else error), bits])
     head = ["role", "format", *(["proven"] if provable else [])]
-    error = ["SQNR dB", "vs abs-max"]
     head += ["output error"] if calibrated else []
-    head += ["count", *(["bits", *error] if by_data else [*error, "bits"])]
+    head += ["count", *([] if by_data else ["SQNR dB", "vs abs-max"]), "bits"]
     return table(head, rows, left=2 + provable)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.card import write_quality
-from ptqpipe.checkpoint import check_file, name_of, write_file
+from ptqpipe.checkpoint import RECORD_FILE, check_file, name_of, write_file
 from ptqpipe.errors import OutputExists, PtqError
 from ptqpipe.evaluation.result import is_result
 from ptqpipe.evaluation.verdict import verdict
@@ -17,11 +17,13 @@ _NAME = 16  # characters of the name of a text or task
 
 
 def default_out(ckpt: str) -> Path:
-    """The default path of the JSON: next to the checkpoint, or in the working folder for a hub name."""
+    """The default path of the JSON: next to a checkpoint of ptqpipe; in the working folder for a hub name, and for a
+    model of others, whose folder is only read."""
     path = Path(ckpt).expanduser()
-    if path.exists():
+    if (path / RECORD_FILE).is_file():
         return (path.resolve() if path.name in ("", "..") else path).parent / f"{name_of(path)}.eval.json"
-    return Path(f"{ckpt.rpartition('/')[2]}.eval.json")
+    name = name_of(path) if path.exists() else ckpt.rpartition("/")[2]
+    return Path(f"{name}.eval.json")
 
 
 def check_target(out: Path, *, overwrite: bool, compared: bool, tasks: bool) -> None:
@@ -65,7 +67,7 @@ def render(result: Mapping[str, Any]) -> str:
     """The result for a terminal: the verdict in words first, then tables that fit 80 columns."""
     settings = result["settings"]
     found = verdict(result)
-    lines = [] if found is None else [str(found), ""]
+    lines = [] if found is None else [str(found), found.like, ""]
     against = "" if result["baseline"] is None else f" against {result['baseline']['name']}"
     lines.append(
         f"{result['checkpoint']['name']}{against} ({settings['dtype']}, activations {settings['activations']})"

@@ -56,7 +56,8 @@ _EVERY, _WIDEST = 8, {"gptq": 64, "layerwise": 48, "": 0}
 class Disk(NamedTuple):
     """Bytes beside the output while it is made, at most.
 
-    codes   those that `tune` finds, until they are in the output; moments of gradients, until they are found
+    codes   those that `tune` finds, until they are in the output; moments of gradients, until they are found, and the
+            slopes that the reverse pass goes on from, until it ends
     small   statistics, factors, the model's own text, the matrices of rotations
     pairs   inputs and gradients that rotations are learned from, until they are
     hidden  hidden states of the samples, which lie on disk only where memory has no room for them
@@ -101,7 +102,8 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
     tokens = max(_tokens(config, work))
     own_text = _TOKEN * tokens if own_weight(work.data) is not None else 0
     return Disk(
-        ((weights_bytes or source.reader.nbytes) if way.method else 0) + _gradients(source) * gptq,
+        max((weights_bytes or source.reader.nbytes) if way.method else 0, _slopes(source, work) * gptq)
+        + _gradients(source) * gptq,
         channels * each + _MATRIX * sum(count for _, count in planes) + own_text + _matrices(source, way),
         4 * sum(_inputs(source)) * _pairs(source, work) * turned,
         4 * _config_number(config, *_HIDDEN) * max(_states(source, work, way)[-2:]),
@@ -199,6 +201,12 @@ def _gradients(source: Source) -> int:
     outputs = [(_is_expert(name), member.shape[0]) for name, member in _members(source)]
     outputs += [(False, _config_number(source.reader.config, *_HIDDEN))] * _layers(source)
     return sum(2 * n * (min(n, EXPERT_ROWS if expert else OUT_ROWS) + 1) for expert, n in outputs)
+
+
+def _slopes(source: Source, work: PipelineOptions) -> int:
+    """What the reverse pass goes on from behind a layer, in float32, and that of the layer before until it is there."""
+    few, _ = _tokens(source.reader.config, work)
+    return 2 * 4 * few * _config_number(source.reader.config, *_HIDDEN)
 
 
 def _members(source: Source) -> Iterator[tuple[str, Member]]:

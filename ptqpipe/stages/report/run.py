@@ -16,7 +16,7 @@ from ptqpipe.checkpoint import check_file, name_of, write_file
 from ptqpipe.containers import is_kv_scale
 from ptqpipe.errors import CheckpointError, UsageError, one_line
 from ptqpipe.evaluation.result import read_result
-from ptqpipe.evaluation.verdict import GOOD, NEAR_LOSSLESS, verdict
+from ptqpipe.evaluation.verdict import thresholds, verdict
 from ptqpipe.machine import Machine, one_thread_each
 from ptqpipe.record import Record, claims_ownership, read_record
 from ptqpipe.report import (
@@ -55,10 +55,6 @@ from ptqpipe.stages.report.weights import (
 from ptqpipe.stages.verify.run import verify
 from ptqpipe.tensor_names import layer_of, role_of
 
-RULE = (
-    f"Near-lossless: a mean KL to the original model of at most {NEAR_LOSSLESS[0]:g} nats per token, and the same top "
-    f"token for at least {100 * NEAR_LOSSLESS[1]:g} %; good: {GOOD[0]:g} and {100 * GOOD[1]:g} %; damaged: worse."
-)
 # What the ending of a report's name says that it is; without an ending it is HTML.
 KINDS = {"": "html", ".html": "html", ".htm": "html", ".md": "md", ".markdown": "md"}
 
@@ -100,7 +96,7 @@ def gather(
             with Source.open(source) as original, one_thread_each():
                 original = as_quantized(original, {} if record is None else record.raw)
                 report = _gather(ckpt, opened, original, record, machine=machine, all_rows=all_rows)
-        words = None if word is None else (word.level, word.words, RULE)
+        words = None if word is None else (word.level, word.words, f"{word.like}. {thresholds()}")
         made = tuple((f"evaluation: {what}", value) for what, value in found["made"]) if found is not None else ()
         facts = (*report.provenance, *made)
         return replace(report, evaluation=found, verdict=words, provenance=facts, notes=(*notes, *report.notes))
@@ -271,7 +267,6 @@ def _summary(report: Report) -> str:
             f"the decoder layers' output error {tuned:.3f} times that of {report.blocks_from}, on "
             f"{report.blocks_judged}"
         )
-    by_data = report.versus_rtn is not None or tuned is not None
-    parts += [f"weight error {error:.2f} dB"] if error is not None and not by_data else []
+    parts += [f"weight error {error:.2f} dB"] if error is not None and not report.by_data else []
     parts += ["errors unknown (give --source)"] if error is None else []
     return f"{report.name}: {', '.join(parts)}"

@@ -187,7 +187,8 @@ def _run(
     gradients: Callable[[str], Gradients | None] = lambda name: None  # noqa: E731
     if options.by_kl:
         learned_from = backwards.learned_from(samples, options)
-        gradients = backwards.observe(prepared, learned_from, spill, machine, seed=options.seed)
+        noted: dict[str, Any] = {"done": folder.done, "commit": folder.commit}
+        gradients = backwards.observe(prepared, learned_from, spill, machine, seed=options.seed, **noted)
     runner, keeps = _open_runner(prepared, skeleton, samples, options, machine, spill=spill, collects=collects)
     names = [*runner.names, *(name for name, _ in skeleton.mtp if _quantizes(prepared, skeleton, name))]
     count, done = len(names), sum(name in folder.done for name in names)

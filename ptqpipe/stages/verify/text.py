@@ -110,13 +110,14 @@ def _headline(report: VerifyReport) -> str:
 
 
 def _weights_table(report: VerifyReport) -> str:
-    """Errors by role, where any were measured. Calibrated weights are judged by their output error, which stands first
-    then."""
+    """Errors by role, where any were measured: of the weights, or of the output where data chose codes, which let the
+    error of the weights grow where inputs are small."""
     groups: dict[tuple[str, str], list[WeightReport]] = defaultdict(list)
     for weight in report.weights:
         groups[(role_of(weight.name), weight.format)].append(weight)
     calibrated = any(w.versus_rtn is not None for members in groups.values() for w in members)
-    measured = any(w.relative_mse is not None for w in report.weights)
+    by_data = calibrated or not all(w.nearest for w in report.weights)
+    measured = not by_data and any(w.relative_mse is not None for w in report.weights)
     rows = []
     for (role, fmt), members in groups.items():
         errors = [w.relative_mse for w in members if w.relative_mse is not None]
@@ -125,7 +126,7 @@ def _weights_table(report: VerifyReport) -> str:
         output = mean_known(w.versus_rtn for w in members)
         cells = [
             "-" if mean is None else f"{sqnr_db(mean):.2f}",
-            *([] if calibrated else [number(max(errors)) if errors else "-"]),
+            number(max(errors)) if errors else "-",
             "-" if versus is None else f"{versus:.3f}",
         ]
         rows.append(
@@ -139,15 +140,11 @@ def _weights_table(report: VerifyReport) -> str:
             ]
         )
     header = ["role", "format", "count", *(["output error"] if calibrated else [])]
-    header += ["SQNR dB", *([] if calibrated else ["largest"]), "vs abs-max"] if measured else []
+    header += ["SQNR dB", "largest", "vs abs-max"] if measured else []
     header += ["optimal"] if report.optimal else []
     lines = [table(header, rows, left=2)]
     if calibrated:
         lines.append("output error: relative to plain rounding to nearest, as recorded in ptqpipe.json")
-    if measured and not all(w.nearest for members in groups.values() for w in members):
-        lines.append(
-            "SQNR to vs abs-max measure the error of the weights, which calibration lets grow where inputs are small"
-        )
     return "\n".join(lines + _unproven(report))
 
 

@@ -22,6 +22,7 @@ from ptqpipe.stages.pipeline.prepare import prepare
 from ptqpipe.stages.pipeline.room import memory_of, pair_samples
 from ptqpipe.stages.transform.run import Transformation
 from ptqpipe.stages.tune import run as tune_stage
+from ptqpipe.tuning import backwards
 from tests import tiny
 from tests.stages.pipeline.runs import LENGTH, ONE, made, work_of
 
@@ -67,8 +68,9 @@ def test_a_head_stays_the_embedding_where_nothing_is_rotated(
 def test_no_more_lies_beside_the_output_than_the_header_says(
     scheme: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looked at whenever a stage ends, a component has its factors, a layer its codes, and a unit is written. No file
-    is a copy of the model: none is larger than the output, but for moments of gradients, where a model is this small.
+    """Looked at whenever a stage ends, a component has its factors, a layer its gradients or codes, and a unit is
+    written. No file is a copy of the model: none is larger than the output, but for what the reverse pass keeps, where
+    a model is this small.
     """
     seen: list[dict[str, int]] = []
 
@@ -86,7 +88,7 @@ def test_no_more_lies_beside_the_output_than_the_header_says(
         return call
 
     looked_at = ("generate", "calibrate", "find_factors", "tune", "verify")
-    inside = ((Transformation, "fold"), (Conversion, "do"), (tune_stage, "follow"))
+    inside = ((Transformation, "fold"), (Conversion, "do"), (tune_stage, "follow"), (backwards, "write_tensors"))
     for where, name in (*((stages, name) for name in looked_at), *inside):
         monkeypatch.setattr(where, name, looking(getattr(where, name)))
     said: list[str] = []
@@ -101,7 +103,7 @@ def test_no_more_lies_beside_the_output_than_the_header_says(
     beside = [sum(size for name, size in files.items() if name.startswith(".out.stages")) for files in seen]
     most = max(run.disk.codes, run.disk.pairs) + run.disk.small
     assert most / 8 < max(beside) <= most
-    small = ("/gradients/", "pairs.safetensors", "ptqpipe-folding.json", "rotations")
+    small = ("/gradients/", "/slopes/", "pairs.safetensors", "ptqpipe-folding.json", "rotations")
     copies = [size for files in seen for name, size in files.items() if not any(part in name for part in small)]
     assert max(copies) <= output
     assert max(sum(files.values()) for files in seen) <= output + most
