@@ -274,8 +274,8 @@ def chat_text(tokenizer: Any, messages: list[dict[str, Any]], where: str, *, tem
     try:
         return render(tokenizer, messages, template, {})
     except TemplateError as error:
-        if not error.ends:
+        if not error.ends or not error.compiles:
             raise UsageError(f"{where}: the model's chat template is of no use: {error}; give plain text") from None
-        raise UsageError(
-            f"{where} does not fit the model's chat template: {error}; expected role and content"
-        ) from None
+        whole = all({"role", "content"} <= message.keys() for message in messages)
+        remedy = "leave the row out, or give plain text" if whole else "expected role and content"
+        raise UsageError(f"{where} does not fit the model's chat template: {error}; {remedy}") from None
