@@ -40,7 +40,8 @@ class TemplateError(UsageError):
 def render(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str | dict[str, str], options: Mapping[str, Any]
 ) -> str:
-    """What a tokenizer's ``apply_chat_template`` makes of messages with a template. TemplateError where it makes none.
+    """What a tokenizer's ``apply_chat_template`` makes of messages with a template. TemplateError where it makes none,
+    another UsageError where nothing can be rendered here.
 
     template  Jinja text, or by name those of a model that has several
     options   further arguments of ``apply_chat_template``, and variables of the template
@@ -93,10 +94,9 @@ class _Renderer:
         if found is None:
             if code == -signal.SIGALRM:
                 raise TemplateError(f"it does not end within {RENDER_S:g} s", ends=False)
-            raise TemplateError(
-                f"the process that renders it ended with code {code}; see that there is memory left, and that "
-                f"{sys.executable} can import transformers",
-                ends=False,
+            raise UsageError(
+                f"the process that renders chat templates ended with code {code}; see that there is memory left, and "
+                f"that {sys.executable} can import transformers"
             )
         if "error" in found:
             raise TemplateError(one_line(found["error"]), compiles=found["compiles"])

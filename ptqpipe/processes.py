@@ -95,6 +95,16 @@ def join_group(rank: int, size: int, *, timeout: timedelta | None = None) -> Non
     dist.init_process_group("gloo", **options)
 
 
+def join_remedy(error: Exception) -> str:
+    """What helps where `join_group` failed, as far as its error tells."""
+    text = str(error).lower()
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        return "start all ranks with torchrun"
+    if "in use" in text or "eaddrinuse" in text:
+        return "choose another --master-port for torchrun"
+    return "see above what other ranks say; all must run, and reach each other's ports"
+
+
 def _is_loopback(host: str) -> bool:
     """Whether a host is written as one of this machine alone."""
     try:

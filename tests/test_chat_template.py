@@ -176,3 +176,20 @@ def test_a_template_that_refuses_the_chat_of_the_start_is_no_fault() -> None:
     try_template(tokenizer(), "{{ raise_exception('a system message must come first') }}")
     with pytest.raises(UsageError, match=r"no Jinja template: .*--chat-template"):
         try_template(tokenizer(), "{% for")
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "remedy"),
+    [
+        (CHAT, "{{ raise_exception('roles must alternate') }}", "leave the row out, or give plain text"),
+        ([{"from": "user", "value": "x"}], "{{ raise_exception('no role') }}", "expected role and content"),
+        (CHAT, "{% for", "is of no use: .*; give plain text"),
+    ],
+)
+def test_a_row_that_does_not_fit_has_the_remedy_of_its_reason(
+    messages: list[dict[str, Any]], template: str, remedy: str
+) -> None:
+    words = tokenizer()
+    words.chat_template = template
+    with pytest.raises(UsageError, match=f"^data, line 3.*{remedy}"):
+        list(row_tokens(lambda: words, messages, "data, line 3"))

@@ -288,13 +288,13 @@ def ranks_of() -> "Ranks":
     rank = _environment("RANK", None, least=0)
     if rank >= world:
         raise UsageError(f"RANK is {rank} of WORLD_SIZE {world}, expected less; start with torchrun, or unset both")
-    from ptqpipe.processes import join_group
+    from ptqpipe.processes import join_group, join_remedy
 
     try:
         join_group(rank, world)
     except (ValueError, RuntimeError, OSError) as error:
         raise UsageError(
-            f"rank {rank} of {world} does not reach the others: {first_line(error)}; start with torchrun"
+            f"rank {rank} of {world} does not reach the others: {first_line(error)}; {join_remedy(error)}"
         ) from None
     return Ranks(rank, world)
 

@@ -334,7 +334,8 @@ def _check_tensor(name: str, x: torch.Tensor, devices: set[str]) -> None:
     if not isinstance(x, torch.Tensor):
         raise UsageError(f"{name} is {type(x).__name__}, expected a torch tensor; use torch.as_tensor")
     if x.layout != torch.strided or x.is_nested or x.is_quantized:
-        raise UsageError(f"{name} is no dense tensor; use to_dense")
+        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
+        raise UsageError(f"{name} is a {kind} tensor, expected a dense one")
     if x.device.type not in devices:
         raise UsageError(f"{name} is on {x.device}; this group sums tensors on {' and '.join(sorted(devices))}")
 

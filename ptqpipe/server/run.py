@@ -56,8 +56,13 @@ def bind(host: str, port: int) -> socket.socket:
         found.listen(limits()[1])
     except OSError as error:
         reason = error.strerror or str(error)
-        other = "--host" if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else "--port"
-        raise UsageError(f"cannot listen on {host}:{port}: {reason}; choose another {other}") from None
+        if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            remedy = "choose another --host"
+        elif error.errno in (errno.EADDRINUSE, errno.EACCES, errno.EPERM):  # a low port is root's
+            remedy = "choose another --port"
+        else:
+            remedy = "close other files and sockets of this user, or raise the limit (ulimit -n)"
+        raise UsageError(f"cannot listen on {host}:{port}: {reason}; {remedy}") from None
     found.set_inheritable(False)
     return found
 

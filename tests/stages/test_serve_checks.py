@@ -1,6 +1,8 @@
 """Claims about what a service refuses before it loads anything: one line each, of the kind that gives the exit code."""
 
+import errno
 import json
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -9,9 +11,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from ptqpipe import chat_template
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, PtqError, UsageError
+from ptqpipe.processes import join_remedy
 from ptqpipe.runtime.loading import load_tokenizer
+from ptqpipe.server.run import bind
 from ptqpipe.stages.serve import run as stage
 from ptqpipe.stages.serve.checks import read_template
 from ptqpipe.stages.serve.ranks import OtherRanks, Place
@@ -136,3 +141,58 @@ def test_what_the_engines_thread_refuses_has_the_exit_code_of_its_kind() -> None
     done = CliRunner().invoke(main, ["serve", str(DEMO), "--port", "0", "--kv-cache-size", "100"])
     assert done.exit_code == 2, done.output
     assert "raise --kv-cache-size" in done.output
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EADDRINUSE, "choose another --port"),
+        (errno.EACCES, "choose another --port"),
+        (errno.EADDRNOTAVAIL, "choose another --host"),
+        (errno.EAFNOSUPPORT, "choose another --host"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENOBUFS, "ulimit -n"),
+    ],
+)
+def test_an_address_that_cannot_be_listened_on_has_the_remedy_of_its_reason(
+    number: int, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: socket.socket, address: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(socket, "socket", type("Refused", (socket.socket,), {"bind": fails}))
+    with pytest.raises(UsageError, match=f"cannot listen on .*: {os.strerror(number)}; .*{remedy}"):
+        bind("127.0.0.1", 8000)
+
+
+@pytest.mark.parametrize(
+    ("environment", "error", "remedy"),
+    [
+        ({}, ValueError("MASTER_ADDR is ''"), "start all ranks with torchrun"),
+        (
+            {"MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            OSError(errno.EADDRINUSE, "Address already in use"),
+            "--master-port",
+        ),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, RuntimeError("connect timed out"), "reach each other's ports"),
+    ],
+)
+def test_ranks_that_do_not_meet_have_the_remedy_of_their_reason(
+    environment: dict[str, str], error: Exception, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert remedy in join_remedy(error)
+
+
+def test_where_nothing_can_be_rendered_the_template_is_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "renderer.py"
+    broken.write_text("raise SystemExit(3)")
+    monkeypatch.setattr(chat_template, "_RENDERER", broken)
+    monkeypatch.setattr(chat_template, "_renderer", chat_template._Renderer())
+    with pytest.raises(UsageError, match=r"ended with code 3; see that there is memory left.*can import transformers"):
+        chat_template.compile_template("x")

@@ -151,8 +151,29 @@ def test_missing_vllm_is_one_line_that_says_what_to_install(monkeypatch: pytest.
 
 
 def test_an_interpreter_that_does_not_run_is_named() -> None:
-    with pytest.raises(UsageError, match="/nowhere/python does not run"):
+    with pytest.raises(UsageError, match=r"/nowhere/python cannot be started: No such file.*--vllm-python"):
         find_environment("/nowhere/python")
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("echo broken environment >&2; exit 3", "does not run as Python does: broken environment; .*another one"),
+        ("exit 3", "does not run as Python does: code 3"),
+        ("echo hello", "prints other lines than it is asked for; see that no sitecustomize"),
+        ("exec sleep 60", "does not say within"),
+    ],
+)
+def test_each_reason_why_an_interpreter_is_none_has_its_own_remedy(
+    script: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, run = tmp_path / "python", subprocess.run
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    least = 0.5 if "sleep" in script else 60
+    monkeypatch.setattr(subprocess, "run", lambda *args, timeout, **more: run(*args, timeout=least, **more))
+    with pytest.raises(UsageError, match=says):
+        find_environment(str(python))
 
 
 def test_the_probe_tells_a_package_from_its_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +231,7 @@ def test_more_ranks_than_cores_are_not_bound(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"tensor_parallel": 3, "nnodes": 2, "master_addr": "a"}, "3 ranks do not divide over 2 nodes"),
+        ({"tensor_parallel": 3, "nnodes": 2, "master_addr": "a"}, "--tp 3 does not divide over --nnodes 2"),
         ({"tensor_parallel": 2, "nnodes": 2}, "--master-addr"),
         ({"node_rank": 1}, "--node-rank 1 of 1"),
     ],

@@ -79,7 +79,10 @@ def read_template(file: Path | None) -> str | None:
     except UnicodeDecodeError:
         raise UsageError(f"--chat-template {file} is not UTF-8 text; give a Jinja file") from None
     except TemplateError as error:
-        raise UsageError(f"--chat-template {file} is no Jinja template: {one_line(str(error), limit=300)}") from None
+        what = "is of no use" if error.compiles else "is no Jinja template"
+        raise UsageError(
+            f"--chat-template {file} {what}: {one_line(str(error), limit=300)}; give another file"
+        ) from None
     return text
 
 
@@ -118,7 +121,7 @@ def context_of(ckpt: str, max_len: int | None) -> int:
 
     longest = context_length(read_config(Path(ckpt)).get_text_config())
     if max_len is not None and max_len > longest:
-        raise UsageError(f"--max-model-len is {max_len}, this model can {longest}")
+        raise UsageError(f"--max-model-len is {max_len}, this model can {longest}; give no more, or leave it out")
     return max_len or longest
 
 

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ptqpipe.errors import UsageError, first_line
-from ptqpipe.processes import LOOPBACK, end_with_parent, join_group, safe_environment
+from ptqpipe.processes import LOOPBACK, end_with_parent, join_group, join_remedy, safe_environment
 from ptqpipe.runtime.memory import available_bytes
 from ptqpipe.stages.serve.watchdog import LOOK_S, STOPPED_S, Stopped
 
@@ -101,15 +101,11 @@ class Place:
             store = FileStore(self.store, self.size)
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
         except (RuntimeError, ValueError, OSError) as error:
+            here = "see above what other ranks say; they need the loopback interface and a folder for temporary files"
+            remedy = join_remedy(error) if self.torchrun else here
             raise UsageError(
-                f"rank {self.rank} of {self.size} does not reach the others: {first_line(error)}; {self._remedy()}"
+                f"rank {self.rank} of {self.size} does not reach the others: {first_line(error)}; {remedy}"
             ) from None
-
-    def _remedy(self) -> str:
-        """What helps where the ranks do not meet."""
-        if self.torchrun:
-            return "start all ranks with torchrun, and let their machines reach each other's ports"
-        return "look above for what another rank says; ranks need the loopback interface and a local folder for files"
 
     def group_of_sums(self, device: str) -> Any:
         """The process group in which tensors on ``device`` are summed and gathered; None is the one that was joined.

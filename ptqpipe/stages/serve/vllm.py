@@ -95,8 +95,14 @@ class VllmService:
 
     def __post_init__(self) -> None:
         check_address(self.port, self.drain_s, self.api_key)
-        if self.tensor_parallel < 1 or self.nnodes < 1 or self.tensor_parallel % self.nnodes:
-            raise UsageError(f"{self.tensor_parallel} ranks do not divide over {self.nnodes} nodes")
+        if self.tensor_parallel < 1 or self.nnodes < 1:
+            name, value = ("--tp", self.tensor_parallel) if self.tensor_parallel < 1 else ("--nnodes", self.nnodes)
+            raise UsageError(f"{name} is {value}, expected 1 or more")
+        if self.tensor_parallel % self.nnodes:
+            raise UsageError(
+                f"--tp {self.tensor_parallel} does not divide over --nnodes {self.nnodes}; give --tp, the ranks of all "
+                "nodes together, as a multiple"
+            )
         if not 0 <= self.node_rank < self.nnodes:
             raise UsageError(f"--node-rank {self.node_rank} of {self.nnodes} nodes; expected 0 to {self.nnodes - 1}")
         if self.nnodes > 1 and self.master_addr is None:
@@ -126,8 +132,21 @@ def find_environment(python: str | None) -> Environment:
             check=True,
         )
         found = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise UsageError(f"{chosen} does not run as a Python interpreter ({type(error).__name__})") from error
+    except OSError as error:
+        raise UsageError(
+            f"{chosen} cannot be started: {error.strerror}; give --vllm-python the path of a Python"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"{chosen} does not say within 60 s what is installed; try again, or check it by itself"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        words = (error.stderr or error.stdout or "").strip().splitlines() or [f"code {error.returncode}"]
+        raise UsageError(f"{chosen} does not run as Python does: {words[-1]}; give --vllm-python another one") from None
+    except ValueError:
+        raise UsageError(
+            f"{chosen} prints other lines than it is asked for; see that no sitecustomize of it prints anything"
+        ) from None
     if found["vllm"] is None:
         raise UsageError(
             f"vLLM is not installed for {chosen}; it pins its own torch and transformers, so give it an environment of "
@@ -199,7 +218,9 @@ def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], log: Calla
     """
     require_packages(("psutil",))
     if "/" in service.checkpoint and not Path(service.checkpoint).exists():
-        raise UsageError(f"{service.checkpoint}: no such checkpoint")
+        raise UsageError(
+            f"{service.checkpoint} does not exist; give a folder, for a model of the hub that of its download"
+        )
     _check_port(service)
     found = find_environment(service.python)
     if not found.plugin:
