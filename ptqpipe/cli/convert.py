@@ -92,11 +92,11 @@ def convert(given: Given) -> None:
         ranks = ranks_of()
         if ranks.rank == 0:
             _warn(given, no_config)
-            _warn(given, tables.missing_tokenizer(prepared))
         pushed = also_complete(given.push if ranks.rank == 0 else None)
         with says_how_to_resume(prepared.out, mode), _stop_is_interrupt(), pushed:
             if ranks.rank == 0 and not given.as_json:
                 check_output(prepared.out, mode=mode)  # before the header, which says what will be done
+                _warn(given, tables.missing_tokenizer(prepared))
                 given.show(tables.header_text(prepared, machine))
             done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)
     if done is not None:

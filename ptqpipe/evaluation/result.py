@@ -46,7 +46,7 @@ def result_json(
     samples: Sequence[Row] = (),
     made: Row | None = None,
 ) -> dict[str, Any]:
-    """The content of an eval file. ``checkpoint``: its name and run_id; ``baseline``: its name, and where it lay."""
+    """The content of an eval file. ``checkpoint``: its name and run_id; ``baseline``: its name."""
     content = {
         "version": VERSION,
         "ptqpipe": __version__,

@@ -173,7 +173,7 @@ def chat_text(tokenizer: Any, messages: Messages, where: str, *, template: str |
     try:
         return render(tokenizer, list(messages), template, {"tools": messages.tools} if messages.tools else {})
     except TemplateError as error:
-        if not error.ends:
+        if not error.ends or not error.compiles:
             raise UsageError(f"{where}: the model's chat template is of no use: {error}; give plain text") from None
         raise UsageError(
             f"{where} does not fit the model's chat template: {error}; change the roles and contents of such rows, or "

@@ -53,12 +53,18 @@ def named_model_of(config: Any, path: Path) -> tuple[Any, Any]:
     `causal_model_of` where it names none of this type, or one of images and text."""
     import transformers
 
-    name = next(iter(config.architectures or ()), None)
-    named: Any = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
+    name = _named(config)
+    named: Any = getattr(transformers, name, None) if name.isidentifier() else None
     is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
     if is_model and named.config_class is type(config) and named is not _with_images(config):
         return named, config
     return causal_model_of(config, path)
+
+
+def _named(config: Any) -> str:
+    """The class that a config names; "" where it names none."""
+    named = getattr(config, "architectures", None)
+    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
 
 
 def cache_name(module: Any) -> str | None:
@@ -84,8 +90,8 @@ def lacks_head(model: Any, known: Container[str]) -> bool:
 
 def without_head(path: Path, model: Any) -> CheckpointError:
     """The error for a checkpoint of which `lacks_head` holds, where logits are needed."""
-    named = next(iter(model.config.architectures or ()), None)
-    what = f", and its config.json names {named}" if isinstance(named, str) else ""
+    named = _named(model.config)
+    what = f", and its config.json names {named}" if named else ""
     return CheckpointError(
         f"{path} has no language-model head{what}: embedding models and classifiers give no probabilities of tokens, "
         "as eval, generate, serve, --quality best, --moments kl and pairs need; convert it without --data, or with "

@@ -4,6 +4,7 @@ Small random models in float32, however the work is cut.
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -161,11 +162,12 @@ def test_states_that_do_not_continue_are_refused(monkeypatch: pytest.MonkeyPatch
     conv = model.model.layers[0].conv
     own = type(conv).forward
 
-    def forgets(self: Any, hidden_states: torch.Tensor, past_key_values: Any = None, **options: Any) -> Any:
+    @functools.wraps(own)
+    def forgets(self: Any, hidden_states: torch.Tensor, cache: Any = None, *rest: Any, **options: Any) -> Any:
         """Only of the first of its layers: a difference that the logits hardly show."""
-        found = own(self, hidden_states, past_key_values, **options)
-        if self is conv and past_key_values is not None:
-            past_key_values.layer.conv_states[0].mul_(0.8)
+        found = own(self, hidden_states, cache, *rest, **options)
+        if self is conv and cache is not None:
+            cache.layer.conv_states[0].mul_(0.8)
         return found
 
     monkeypatch.setattr(type(conv), "forward", forgets)

@@ -137,8 +137,8 @@ def test_the_cache_changes_no_number(
     assert not (tmp_path / "none").exists()
     missed = against_float(checkpoints["nvfp4"], tmp_path / "b.json", tmp_path / "fresh")
     loaded: list[Path] = []
-    load = stage.load_model
-    monkeypatch.setattr(stage, "load_model", lambda path, **options: (loaded.append(path), load(path, **options))[1])
+    load = stage.load
+    monkeypatch.setattr(stage, "load", lambda path, **options: (loaded.append(path), load(path, **options))[1])
     hit = against_float(checkpoints["nvfp4"], tmp_path / "c.json", tmp_path / "fresh")
     assert missed["kl"] == hit["kl"]
     (kept,), (exact,) = hit["kl"], without["kl"]

@@ -1,6 +1,5 @@
 """Claims about the last lines of commands for each kind of model: they offer what works for it, and nothing else."""
 
-import json
 import shlex
 import shutil
 from pathlib import Path
@@ -11,7 +10,7 @@ from click.testing import CliRunner
 
 import ptqpipe
 from ptqpipe.cli import main
-from ptqpipe.stages.kind import continues_text
+from ptqpipe.stages.common import continues_text
 from ptqpipe.stages.report.find import find_source
 from tests import tiny
 
@@ -99,16 +98,13 @@ def test_two_quantized_checkpoints_are_measured_against_their_source(tmp_path: P
     assert "Next: " not in done.stdout
 
 
-def test_the_source_that_eval_had_is_known_to_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = shutil.copytree(DEMO, tmp_path / "far" / "away" / "demo")
+def test_a_source_in_a_folder_beside_is_known_by_its_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shutil.copytree(DEMO, tmp_path / "models" / "demo")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     ptqpipe.convert(model, out=Path("q"), progress=False)
-    assert find_source(Path("q")) is None
-    ptqpipe.evaluate("q", DEMO / "heldout.txt", source=model, max_tokens=64, progress=False)
     assert find_source(Path("q")) == model
-    file = Path("q.eval.json")
-    content = json.loads(file.read_text())
-    content["baseline"]["path"] = str(tmp_path)  # another folder, which has not the record's fingerprint
-    file.write_text(json.dumps(content))
+    (model / "model.safetensors").rename(tmp_path / "gone.safetensors")
     assert find_source(Path("q")) is None

@@ -16,8 +16,7 @@ from ptqpipe.rewriting import BIAS_REASON, Done
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.schemes import Activation
-from ptqpipe.stages.common import sqnr_db
-from ptqpipe.stages.kind import has_tokenizer, may_continue_text
+from ptqpipe.stages.common import has_tokenizer, may_continue_text, sqnr_db
 from ptqpipe.tensor_names import name_pattern, role_of
 
 

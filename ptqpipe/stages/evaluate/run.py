@@ -134,9 +134,7 @@ def evaluate(
     by_key = {(metric.task, metric.name): metric for metric in theirs}
     return result_json(
         checkpoint={"name": name_of(job.path), "run_id": completed_run(job.path)},
-        baseline=None
-        if job.baseline is None
-        else {"name": name_of(job.baseline), "path": str(job.baseline.absolute())},
+        baseline=None if job.baseline is None else {"name": name_of(job.baseline)},
         settings=_settings(job.options),
         perplexity=perplexities,
         kl=divergences,

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ def claims_own(ckpt: Path) -> bool:
 
 
 def find_source(ckpt: Path) -> Path | None:
-    """The model that a checkpoint's record names, if it lies beside the checkpoint, in the working folder, in the hub's
-    cache or where `ptqpipe eval` had it; None for none. A folder of that name counts only if it has the record's
-    fingerprint."""
+    """The model that a checkpoint's record names, if it lies beside the checkpoint, in the working folder, in a folder
+    beside one of them (../models/NAME), or in the hub's cache; None for none. A folder of that name counts only if it
+    has the record's fingerprint."""
     named = read_source(ckpt)
     if not isinstance(name := named.get("name"), str) or Path(name).name != name:
         return None
@@ -31,10 +32,8 @@ def _places(ckpt: Path, name: str) -> Iterator[Path]:
         yield folder / name
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    measured = find_evaluation(ckpt)
-    baseline = _json(measured).get("baseline") if measured is not None else None
-    if isinstance(baseline, dict) and isinstance(baseline.get("path"), str):
-        yield Path(baseline["path"])
+    for folder in dict.fromkeys((ckpt.resolve().parent, Path().resolve())):
+        yield from sorted(folder.parent.glob(f"*/{escape(name)}"))
     for repository in (f"models--*--{name}", f"models--{name}"):
         yield from sorted(cache.glob(f"{repository}/snapshots/*")) if not set("*?[") & set(name) else ()
 
