@@ -174,10 +174,7 @@ class Walk:
         self.name, self._work, self._twice = name, work, twice
         self._words = [values.get(word, word) for word in COMMANDS[name]]
         self._replaces = "--overwrite" in self._words
-        self._former: Path = work.with_name(f"{work.name}.former")
-        if self._replaces:
-            shutil.rmtree(self._former, ignore_errors=True)
-            shutil.copytree(values["FORMER"], self._former)
+        self._former = Path(values["FORMER"])
 
     def _call(self, *more: str) -> list[str]:
         words = [word for word in self._words if word != "--overwrite"] if "--resume" in more else self._words
