@@ -4,6 +4,7 @@ Rows follow each other in one stream, texts parted by a blank line.
 """
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def read_text(
                 begins = begins or (isinstance(value, Messages) and has_beginning(value, tokens, begin()))
                 ids += tokens
     if texts and ids:
-        raise UsageError(f"{name} mixes rows of text with rows of messages or tokens; write each kind to its own file")
+        raise _mixed(name)
     if texts:
         with tokenizer_errors(str(name)):
             ids = tokenizer()("\n\n".join(texts), verbose=False)["input_ids"]
@@ -82,15 +83,29 @@ def read_text(
     return Text(shown, found, digest, begin() if begins else None, tuple(notes.lines()))
 
 
-def check_text(name: str, tokenizer: Callable[[], Any], *, field: str | None = None) -> None:
-    """UsageError for what `read_text` could not read, as far as a file's beginning tells; reads little more."""
-    tokens = 0
-    for where, value in (row for file in files_of([name]) for row in read_rows(file, field=field)):
-        for piece in row_tokens(tokenizer, value, where):
-            tokens += len(piece)
-            if tokens >= LEAST:
-                return
-    raise _too_short(name, tokens)
+def check_text(name: str, tokenizer: Callable[[], Any], *, field: str | None = None) -> list[str]:
+    """Lines about the rows, as `Text.notes`. Of files all rows are looked at, but only the first ones tokenized; of a
+    data set by name only these are read. UsageError for what `read_text` could not read."""
+    tokens, kinds, notes = 0, set[bool](), Notes()
+    for file in files_of([name]):
+        for where, value in read_rows(file, field=field, notes=notes):
+            kinds.add(isinstance(value, str))
+            if len(kinds) > 1:
+                raise _mixed(name)
+            if tokens < LEAST:
+                first = itertools.islice(row_tokens(tokenizer, value, where, notes=notes), 1)
+                tokens += sum(map(len, first))
+            elif not Path(file).expanduser().is_file():
+                break
+    if tokens < LEAST:
+        raise _too_short(name, tokens)
+    return notes.lines()
+
+
+def _mixed(name: str | Path) -> UsageError:
+    return UsageError(
+        f"{name} mixes rows of text with rows of messages or tokens; write each kind to a file of its own"
+    )
 
 
 def _too_short(name: str | Path, tokens: int) -> UsageError:

@@ -19,6 +19,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
+from ptqpipe.checkpoint import nearest_path
 from ptqpipe.errors import UsageError, first_line, missing_package
 from ptqpipe.regular_file import MAX_JSON_BYTES, MAX_TEXT_BYTES, open_regular
 from ptqpipe.rows.json_array import elements
@@ -312,8 +313,9 @@ def dataset_rows(name: str) -> Iterator[tuple[int, Any]]:
     try:
         yield from enumerate(datasets.load_dataset(repository, config, split=split, streaming=True), 1)
     except Exception as error:  # of what kind depends on the set's files and on the network
-        remedy = "give --data a .txt, .jsonl or .parquet file, or NAME:CONFIG:SPLIT"
-        if os.environ.get("HF_HUB_OFFLINE") == "1" or isinstance(error, ConnectionError):
+        meant = nearest_path(Path(name))
+        remedy = meant or "give --data a .txt, .jsonl or .parquet file, or NAME:CONFIG:SPLIT"
+        if not meant and (os.environ.get("HF_HUB_OFFLINE") == "1" or isinstance(error, ConnectionError)):
             remedy = "the hub is out of reach, or HF_HUB_OFFLINE is 1: give --data a .txt, .jsonl or .parquet file"
         raise UsageError(
             f"{name} is no file, and as a data set it cannot be loaded: {first_line(error)}; {remedy}"

@@ -290,6 +290,20 @@ def test_a_data_set_that_cannot_be_loaded_is_one_line(tokenizer: Path) -> None:
         sampled("nobody/nothing", tokenizer)
 
 
+def test_a_data_set_that_cannot_be_loaded_is_perhaps_a_file_beside_it(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("w1")
+    with pytest.raises(UsageError, match=r"did you mean 'text\.txt'\?"):
+        sampled("text.tx", tokenizer)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UsageError, match="the hub is out of reach, or HF_HUB_OFFLINE is 1: give --data a"):
+        sampled("owner/other", tokenizer)
+
+
 def test_weights_decide_how_many_windows_each_source_gives(tokenizer: Path, tmp_path: Path) -> None:
     first, second = (lines(tmp_path / f"{n}.jsonl", {"input_ids": [n] * 4000}) for n in (5, 6))
     made = load_samples([f"{first}=3", f"{second}"], tokenizer, samples=80, seqlen=4, holdout=None)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.evaluation.text import read_text
+from ptqpipe.evaluation.text import check_text, read_text
 from ptqpipe.runtime.loading import load_tokenizer
 
 
@@ -75,7 +75,7 @@ class Beginning:
 
     bos_token_id = 1
 
-    def __call__(self, text: str, *, verbose: bool = True) -> dict[str, list[int]]:
+    def __call__(self, text: str, *, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [1, *letters(text)["input_ids"]]}
 
 
@@ -122,6 +122,17 @@ def test_bad_files_are_one_line(tmp_path: Path, name: str, content: bytes, messa
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=message):
         read_text(tmp_path / name, lambda: letters)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [({"words": "a"}, "line 4 has words, not any of"), ({"input_ids": [1, 2]}, "mixes rows of text")],
+)
+def test_a_bad_row_is_known_before_any_work(row: Any, message: str, tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", *[{"text": "some words"}] * 3, row)
+    for call in (read_text, check_text):
+        with pytest.raises(UsageError, match=message):
+            call(str(file), Beginning)
 
 
 def test_a_folder_is_one_stream_of_its_files_by_name(tmp_path: Path) -> None:

@@ -53,8 +53,8 @@ def prepare(
     formats = call.formats_for(work) if work.budget is not None else ()
     path = resolve_source(str(model))
     _check_windows(path, work, texts)
-    for text in work.eval:
-        check_text(text, cache(lambda: load_tokenizer(path)), field=work.field)
+    tokenizer = cache(lambda: load_tokenizer(path))
+    notes = [line for text in work.eval for line in check_text(text, tokenizer, field=work.field)]
     if work.budget is not None:
         check_budget(path, Budget.parse(work.budget), formats, requantize=work.requantize)
         if work.reader is not None:
@@ -67,7 +67,8 @@ def prepare(
         target = out or Path(f"{name_of(path)}-MIXED")
         check_disjoint(path, target)
         nbytes = Budget.parse(work.budget).nbytes or 0
-        return Pipeline(path, target, recipe, recipe_path, work, way, texts, True, nbytes, (), mode, machine)
+        built_from = (path, target, recipe, recipe_path, work, way, texts)
+        return Pipeline(*built_from, True, nbytes, (), mode, machine, notes=notes)
     asked: dict[str, Any] = {"collected": bool(work.data), "reader": work.reader, "requantize": work.requantize}
     with prepare_conversion(path, options=recipe, recipe_path=recipe_path, out=out, **asked) as prepared:
         built = prepared.outputs.recipe
@@ -83,7 +84,8 @@ def prepare(
         nbytes, target = prepared.layout.file_bytes + _own_head_bytes(way, prepared.source), prepared.out
         no_config = missing_config(prepared)
         warnings += [*([no_config] if no_config is not None else []), *warnings_of(prepared)]
-    return Pipeline(path, target, recipe, recipe_path, work, way, texts, needs, nbytes, tuple(warnings), mode, machine)
+    built_from = (path, target, recipe, recipe_path, work, way, texts)
+    return Pipeline(*built_from, needs, nbytes, tuple(warnings), mode, machine, notes=notes)
 
 
 def _check_windows(path: Path, work: PipelineOptions, texts: Sequence[str]) -> None:
