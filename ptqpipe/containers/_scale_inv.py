@@ -117,8 +117,7 @@ def stored_weights_of(
         if kind in kinds and not sharded:
             found[name] = kinds[kind].renamed(name)
             continue
-        parts = {"scale": scale, "static": static}
-        found[name] = _stored(module, names, fmt, activation, in_shards=sharded, **parts)
+        found[name] = _stored(module, names, fmt, activation, scale=scale, static=static, in_shards=sharded)
         if not sharded:
             kinds[kind] = found[name]
     for name in (name for name in names if name.endswith(SUFFIXES[:2])):
