@@ -107,11 +107,11 @@ SAID: dict[str, tuple[str, tuple[str, ...]]] = {
         "convert", "dequantize",
     )),
     "zero points of a symmetric weight, compressed-tensors": (
-        "weight_zero_point' is not 0 everywhere, but config.json says symmetric: true; download",
+        "weight_zero_point' is not 0 everywhere, but config.json says symmetric: true; start from",
         ("convert", "dequantize"),
     ),
     "no zero points, compressed-tensors": ("has no tensor 'model.layers.0.mlp.up_proj.weight_zero_point'", tuple(ALL)),
-    "zero points of other groups, awq": ("qzeros' is I32 [2, 8], but its config says I32 [4, 8]; download", tuple(ALL)),
+    "zero points of other groups, awq": ("qzeros' is I32 [2, 8], but its config says I32 [4, 8]; the two", tuple(ALL)),
     "another shape, compressed-tensors": ("weight_shape' says 64x136, but the codes of the weight are 64x128", (
         "convert", "dequantize",
     )),

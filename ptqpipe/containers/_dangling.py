@@ -29,7 +29,8 @@ _LOOKS = {
 # What a tensor is called, behind the last dot or behind "weight.", that nothing but a quantized weight has.
 _LAST = re.compile(
     r"(?:^|\.)(?:"
-    r"(?P<packed>weight_packed|_?weight_qdata|q_?weight|W_q|Qidxs|trellis|int_data|weight\._data)"
+    r"(?P<packed>weight_packed|_?weight_qdata|q_?weight|W_q|Qidxs|trellis|int_data|weight\._data"
+    r"|bitmask|row_offsets)"
     r"|(?P<scales>_?weight_((block|per_tensor|global)_)?scale(_inv|_2|s)?|weights_scaling_factor(_2)?|scale_weight"
     r"|wscales|SCB|weight\.(_scale|_shift|scale)|weight\.(nested_)?(absmax|quant_map)|weight\.quant_state\..+)"
     r"|(?P<zeros>qzeros|wzeros|_?weight_zero_point|weight\._?zero_point)"
@@ -93,6 +94,7 @@ def _dangling(names: Names, consumed: Collection[str], described: bool) -> Itera
             if is_kv_scale(name):
                 looks = "" if described else "a scale of a quantized KV cache"
             else:
+                looks = "" if looks == _LOOKS["packed"] and dtype in _FLOATS else looks
                 looks = looks or _by_ending(name, dtype, names)
             if not looks and dtype in _CODES and _are_codes(name, shape, members, names):
                 looks = _LOOKS["packed"]

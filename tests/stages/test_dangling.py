@@ -117,6 +117,7 @@ KINDS: dict[str, Callable[[Tensors], str]] = {
     "torchao": instead(_weight_qdata=codes(256, 128, dtype=U8), _weight_scale=scales(64, 64, dtype=E4M3)),
     "quanto": instead(**{"weight._data": codes(256, 256, dtype=I8), "weight._scale": scales(256, 1)}),
     "a library that nobody knows": instead(bits=codes(256, 64, dtype=U8), gains=scales(256)),
+    "sparse": instead(bitmask=codes(256, 32, dtype=U8), compressed=scales(256, 128), shape=torch.tensor([256, 256])),
     "quark per group": instead(weight=codes(256, 32), weight_scale=scales(256, 2), weight_zero_point=codes(256, 2)),
     "scaled fp8 of image models": instead(weight=scales(256, 256, dtype=E4M3), scale_weight=scales(1)),
     "fp8 with scales": scaled,
@@ -318,6 +319,7 @@ PLAIN: dict[str, tuple[str, tuple[int, ...]]] = {
     "model.d2t": ("I64", (96,)),
     "model.token_types": ("I32", (96, 2)),
     "ids.weight": ("I64", (8, 8)),
+    "attention.q_weight": ("F32", (64, 64)),
     "mask": ("BOOL", (64, 64)),
 }  # fmt: skip
 
