@@ -178,7 +178,6 @@ def direct_child(source: Path, target: Path, write_bytes: int) -> None:
             out.write(bytes_of(got)[:step], written)
             written += step
         file.close()
-        os.close(fd)
     os.fsync(out.fd)
     out.close()
 

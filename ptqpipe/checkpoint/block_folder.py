@@ -109,7 +109,7 @@ class BlockFolder:
 
     def _is_sound(self, record: Mapping[str, Any]) -> bool:
         file = self.files / record["file"]
-        return file.is_file() and file_sha256(file) == record["sha256"]
+        return file.is_file() and file_sha256(file) == str(record["sha256"])
 
     def commit(self, unit: str, record: Mapping[str, Any]) -> None:
         """A block's file is on disk; ``record`` is JSON, with its name and sha256. Rank 0 keeps it."""

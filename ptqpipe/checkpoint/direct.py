@@ -25,6 +25,8 @@ ALIGN: Final = 4096
 #: Smaller pieces are not worth a trip to the disk of their own.
 LEAST_BYTES: Final = 128 * 2**10
 _READ_BYTES: Final = 32 * 2**20
+#: Linux moves at most 2 GiB - 4 KiB in one call; smaller pieces cost nothing and let other threads in.
+_MOST_BYTES: Final = 64 * 2**20
 _BOUNCE_BYTES: Final = 4 * 2**20
 _libc: Final = ctypes.CDLL(None)
 _NOT_POSSIBLE: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
@@ -52,11 +54,30 @@ class DirectFile:
     """One file for reading: cached pages come from the page cache, the rest straight from the disk."""
 
     def __init__(self, path: Path, cached_fd: int) -> None:
-        """``cached_fd`` is an open descriptor of the same file; it stays its owner's. Raises OSError."""
-        self._cached = cached_fd
-        self._fd = open_direct(path, os.O_RDONLY)
-        if self._fd is not None and not os.path.sameopenfile(self._fd, cached_fd):
-            self.close()  # another file has taken the name meanwhile; whoever reads sees that at the end
+        """``cached_fd`` is an open descriptor of the same file, and closed with it."""
+        self._path, self._cached = path, cached_fd
+        self._fd: int | None = None
+        self._tried, self._possible = False, True
+        self._lock = threading.Lock()
+
+    def _direct(self) -> int | None:
+        """The descriptor past the cache, opened when it is first asked for; None for none. Raises OSError."""
+        with self._lock:
+            if not self._tried:
+                self._tried, self._fd = True, open_direct(self._path, os.O_RDONLY)
+                if self._fd is not None and not os.path.sameopenfile(self._fd, self._cached):
+                    self._close_direct()  # another file has taken the name: whoever reads sees that at the end
+            return self._fd
+
+    def read_cached(self, view: memoryview, offset: int) -> bool:
+        """Fills ``view`` from byte ``offset`` on by the page cache; False where the file is shorter. Raises OSError."""
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._cached, [view[done : done + _MOST_BYTES]], offset + done)
+            if not count:
+                return False
+            done += count
+        return True
 
     def read(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor | None:
         """Bytes [offset, offset + nbytes) somewhere in ``memory`` (uint8, ``nbytes + margin()`` of them).
@@ -77,20 +98,25 @@ class DirectFile:
         return memory[first + inside : first + need]
 
     def close(self) -> None:
-        """Closes its own descriptor. Idempotent."""
+        """Closes the file; call once."""
+        self._close_direct()
+        os.close(self._cached)
+
+    def _close_direct(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
     def _read_some(self, piece: memoryview, offset: int, *, wanted: int) -> int:
         """Fills a part of a page-aligned piece: whole pages, or as much as was asked for. 0 at the end of the file."""
-        if self._fd is not None and not _in_cache(self._cached, offset, len(piece)):
+        fd = self._direct() if self._possible else None
+        if fd is not None and not _in_cache(self._cached, offset, len(piece)):
             try:
-                return _whole_pages(os.preadv(self._fd, [piece], offset), min(wanted, len(piece)))
+                return _whole_pages(os.preadv(fd, [piece], offset), min(wanted, len(piece)))
             except OSError as error:
                 if error.errno not in _NOT_POSSIBLE:
                     raise
-                self.close()
+                self._possible = False
         return _whole_pages(os.preadv(self._cached, [piece], offset), min(wanted, len(piece)))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +24,11 @@ from ptqpipe.checkpoint.files import OWN_FILES, FolderContent, read_json_object,
 from ptqpipe.checkpoint.fingerprint import fingerprint_of
 from ptqpipe.checkpoint.header import FileHeader, TensorEntry, shown
 from ptqpipe.checkpoint.held import held_in
+from ptqpipe.checkpoint.open_files import OpenFiles
 from ptqpipe.checkpoint.source import check_folder
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import CheckpointError, read_failure
 
-#: Linux moves at most 2 GiB - 4 KiB in one call; smaller pieces cost nothing and let other threads in.
-_MAX_READ_BYTES: Final = 64 * 2**20
 _CHUNK_BYTES: Final = 8 * 2**20
 
 #: Writes the bytes of a tensor, from one on, into the whole of a buffer; called on many threads.
@@ -80,9 +78,7 @@ class CheckpointReader:
         self.changes: Final[Mapping[str, Any]] = MappingProxyType(dict(changes or {}))
         self.config: Final[Mapping[str, Any]] = MappingProxyType({**(config or {}), **self.changes})
         self._headers: Final = {header.path: header for header in content.headers}
-        self._fds: dict[Path, int] = {}
-        self._directs: dict[Path, direct.DirectFile] = {}
-        self._lock = threading.Lock()
+        self._opened: Final = OpenFiles(lambda path: direct.DirectFile(path, _open_same(path, self._headers[path])))
         self._fingerprint: str | None = None
 
     @property
@@ -150,7 +146,8 @@ class CheckpointReader:
             self._read(entry, direct.bytes_of(buffer), start)
             return buffer
         try:
-            found = self._direct(entry.file).read(memory(nbytes + direct.margin()), offset, nbytes)
+            with self._opened.use(entry.file) as file:
+                found = file.read(memory(nbytes + direct.margin()), offset, nbytes)
         except OSError as error:
             _raise_unreadable(entry.file, error)
         if found is None:
@@ -255,32 +252,13 @@ class CheckpointReader:
         """Closes the files. Reading again opens them again."""
         if self._origin is not None:
             self._origin.close()
-        with self._lock:
-            fds, self._fds = self._fds, {}
-            directs, self._directs = self._directs, {}
-        for file in directs.values():
-            file.close()
-        for fd in fds.values():
-            os.close(fd)
+        self._opened.close()
 
     def _entry(self, name: str) -> TensorEntry:
         try:
             return self.entries[name]
         except KeyError:
             raise CheckpointError(f"{shown(str(self.path))} has no tensor {shown(name)}") from None
-
-    def _fd(self, path: Path) -> int:
-        with self._lock:
-            if path not in self._fds:
-                self._fds[path] = _open_same(path, self._headers[path])
-            return self._fds[path]
-
-    def _direct(self, path: Path) -> direct.DirectFile:
-        fd = self._fd(path)
-        with self._lock:
-            if path not in self._directs:
-                self._directs[path] = direct.DirectFile(path, fd)
-            return self._directs[path]
 
     def _read(self, entry: TensorEntry, view: memoryview, start: int) -> None:
         """Fills ``view`` from byte ``start`` of the tensor; reads by many threads do not meet."""
@@ -289,15 +267,13 @@ class CheckpointReader:
         if self._fill is not None:
             self._fill(entry, view, start)
             return
-        fd, offset, done = self._fd(entry.file), entry.offset + start, 0
-        while done < len(view):
-            try:
-                count = os.preadv(fd, [view[done : done + _MAX_READ_BYTES]], offset + done)
-            except OSError as error:
-                _raise_unreadable(entry.file, error)
-            if not count:
-                _raise_changed(entry.file)
-            done += count
+        try:
+            with self._opened.use(entry.file) as file:
+                whole = file.read_cached(view, entry.offset + start)
+        except OSError as error:
+            _raise_unreadable(entry.file, error)
+        if not whole:
+            _raise_changed(entry.file)
 
 
 def _open_same(path: Path, header: FileHeader) -> int:

@@ -25,6 +25,7 @@ from ptqpipe.checkpoint.header import shown
 from ptqpipe.checkpoint.journal import Journal, Piece, RunIdentity, fdatasync, journal_name, read_journals
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.lock import RankLock
+from ptqpipe.checkpoint.open_files import OpenFiles
 from ptqpipe.checkpoint.partial import Paths, check_space, discard, fsync_folder, join, output_errors, prepare, publish
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.dtypes import DTYPE_NAMES
@@ -57,9 +58,10 @@ class CheckpointWriter:
         self._names: Final = list(self._specs)
         self._number: dict[str, int] = {name: i for i, name in enumerate(self._names)}
         self._shards = {shard.file: shard for shard in layout.shards}
-        self._state = threading.Lock()  # of what follows; held for no I/O but the opening of a shard
+        self._state = threading.Lock()  # of what follows; held for no I/O
         self._flushing = threading.Lock()  # one batch at a time
-        self._files: dict[str, OutputFile] = {}
+        self._files: Final = OpenFiles(self._open_file)
+        self._begun: set[str] = set()
         self._dirty: set[str] = set()
         self._written: dict[str, list[tuple[int, int]]] = {}
         self._complete: list[int] = []
@@ -135,8 +137,9 @@ class CheckpointWriter:
             )
         if self._failure is not None:
             raise self._failure
-        with output_errors(self.paths.growing / placement.file):
-            self._file(placement.file).write(view, placement.offset + byte_offset)
+        path = self._path(placement.file)
+        with output_errors(path), self._files.use(path) as file:
+            file.write(view, placement.offset + byte_offset)
         with self._state:
             self._dirty.add(placement.file)
             self._pending_bytes += len(view)
@@ -192,9 +195,9 @@ class CheckpointWriter:
 
     def _is_sound(self, number: int, start: int, nbytes: int, sha256: str) -> bool:
         placement, digest = self.layout.placements[self._names[number]], hashlib.sha256()
-        place, file = placement.offset + start, self._file(placement.file)
+        place, path = placement.offset + start, self._path(placement.file)
         buffer = memoryview(bytearray(min(nbytes, COPY_BYTES)))
-        with output_errors(self.paths.growing / placement.file):
+        with output_errors(path), self._files.use(path) as file:
             for done in range(0, nbytes, COPY_BYTES):
                 piece = buffer[: nbytes - done]
                 if file.read(piece, place + done) != len(piece):
@@ -239,20 +242,27 @@ class CheckpointWriter:
             self._close_files()
             self._release()
 
-    def _file(self, file: str) -> OutputFile:
-        """The open shard; made in full size, header first, when it is touched for the first time."""
-        with self._state:
-            if file in self._files:
-                return self._files[file]
-            if self._lock_file is None:
-                raise ValueError("the writer is closed")
-            shard, path = self._shards[file], self.paths.growing / file
-            opened = self._files[file] = OutputFile(path)
+    def _path(self, file: str) -> Path:
+        if self._lock_file is None:
+            raise ValueError("the writer is closed")
+        return self.paths.growing / file
+
+    def _open_file(self, path: Path) -> OutputFile:
+        """A shard; made in full size, header first, when it is touched for the first time."""
+        opened, shard = OutputFile(path), self._shards[path.name]
+        if shard.file in self._begun:
+            return opened
+        try:
             os.ftruncate(opened.fd, shard.file_bytes)
             opened.write(memoryview(shard.header), 0)
-            self._dirty.add(file)
             fsync_folder(path.parent)
-            return opened
+        except OSError:
+            opened.close()
+            raise
+        with self._state:
+            self._begun.add(shard.file)
+            self._dirty.add(shard.file)
+        return opened
 
     def _note_written(self, name: str, start: int, stop: int, nbytes: int) -> None:
         """Merges a written range; the state lock is held."""
@@ -277,12 +287,12 @@ class CheckpointWriter:
         with self._state:
             units, self._pending = self._pending, []
             tensors, self._complete = self._complete, []
-            dirty, self._dirty = [(f, self._files[f].fd) for f in sorted(self._dirty)], set()
+            dirty, self._dirty = sorted(self._dirty), set()
             self._pending_bytes, self._flushed_at = 0, time.monotonic()
         try:
-            for file, fd in dirty:
-                with output_errors(self.paths.growing / file):
-                    fdatasync(fd)
+            for path in map(self._path, dirty):
+                with output_errors(path), self._files.use(path) as file:
+                    fdatasync(file.fd)
             if units or tensors:
                 records, pieces = [(unit, record) for unit, record, _ in units], {unit: of for unit, _, of in units}
                 with output_errors(self.paths.partial / journal_name(self.rank)):
@@ -292,10 +302,7 @@ class CheckpointWriter:
             raise
 
     def _close_files(self) -> None:
-        with self._state:
-            files, self._files = list(self._files.values()), {}
-        for file in files:
-            file.close()
+        self._files.close()
         self._journal.close()
 
     def _release(self) -> None:

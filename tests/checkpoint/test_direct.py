@@ -54,7 +54,6 @@ def test_reads_any_range(path: Path, content: bytes, offset: int, length: int | 
     assert found.numpy().tobytes() == content[offset : offset + nbytes]
     assert (found.data_ptr() - offset) % ALIGN == 0
     file.close()
-    os.close(fd)
 
 
 def test_a_file_that_ends_early_is_told(path: Path) -> None:
@@ -62,7 +61,6 @@ def test_a_file_that_ends_early_is_told(path: Path) -> None:
     file = DirectFile(path, fd)
     assert file.read(torch.zeros(2**20 + margin(), dtype=torch.uint8), SIZE - 2**20 + 1, 2**20) is None
     file.close()
-    os.close(fd)
 
 
 def test_what_the_cache_holds_is_known_and_looking_does_not_fill_it(tmp_path: Path, content: bytes) -> None:
@@ -94,7 +92,6 @@ def test_half_cached_files_are_read_right(tmp_path: Path, content: bytes) -> Non
     assert found is not None
     assert found.numpy().tobytes() == content
     file.close()
-    os.close(fd)
 
 
 @pytest.mark.parametrize("cut", [1, ALIGN + 1, 2**20])
@@ -109,7 +106,6 @@ def test_short_counts_are_continued(tmp_path: Path, content: bytes, cut: int, mo
     assert found is not None
     assert found.numpy().tobytes() == content
     file.close()
-    os.close(fd)
     monkeypatch.setattr(os, "pwrite", lambda fd, view, at: whole_write(fd, view[: max(cut, ALIGN)], at))
     out = OutputFile(tmp_path / "out")
     out.write(memoryview(content), 77)
