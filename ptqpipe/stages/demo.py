@@ -5,13 +5,14 @@ The model is a real one, trained by scripts/make_tiny_model.py on the documentat
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint import RECORD_FILE, check_place
+from ptqpipe.checkpoint import RECORD_FILE, Paths, check_place, locked, output_errors
 from ptqpipe.errors import CheckpointError, OutputExists
 from ptqpipe.evaluation import perplexity, score
 from ptqpipe.machine import Machine, one_thread_each
@@ -56,6 +57,14 @@ def run_demo(out: Path, *, machine: Machine, show: Callable[[str], None]) -> lis
 
     Raises UsageError without transformers, CheckpointError if a conversion does not hold what it claims.
     """
+    check_place(out)
+    with ExitStack() as held:
+        with output_errors(out):
+            held.enter_context(locked(Paths.of(out).partial))  # no other demo replaces what this one measures
+        return _run(out, machine, show)
+
+
+def _run(out: Path, machine: Machine, show: Callable[[str], None]) -> list[DemoRow]:
     _check_place(out)
     model, tokenizer = load_model(MODEL), load_tokenizer(MODEL)
     ids = tokenizer((MODEL / "heldout.txt").read_text(encoding="utf-8"), return_tensors="pt").input_ids
@@ -93,7 +102,7 @@ def _check_place(out: Path) -> None:
     if not out.is_dir():
         return
     for path in sorted(out.iterdir()):
-        if path.name in {f".{scheme}.partial" for scheme in SCHEMES}:
+        if path.name in {f".{scheme}.{ending}" for scheme in SCHEMES for ending in ("partial", "gone")}:
             continue
         try:
             source = read_json(path / RECORD_FILE)["source"]["name"]
