@@ -11,10 +11,12 @@ from click.testing import CliRunner
 import ptqpipe
 from ptqpipe.checkpoint import BlockFolder, CheckpointWriter
 from ptqpipe.cli import main
+from ptqpipe.evaluation.text import SAMPLE
 from tests.calibration.models import make_model, make_windows, write_windows
 from tests.checkpoint.runs import snapshot
 from tests.stages.pipeline.runs import stops
 
+DEMO = Path(ptqpipe.__file__).parent / "demo_model"
 WINDOWS = ("--samples", "2", "--seqlen", "16", "--workers", "1")
 
 
@@ -137,10 +139,11 @@ def test_a_damaged_file_of_the_reverse_pass_is_made_again(
 
 @pytest.mark.slow
 def test_codes_that_others_are_learned_from_and_the_state_of_learning_are_made_again(
-    inputs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = write_windows(tmp_path / "text.jsonl", make_windows(samples=45, seqlen=64))
-    call = ["tune", inputs["MODEL"], "--data", str(text), "--samples", "40", "--seqlen", "64", "--steps", "4"]
+    text = tmp_path / "text.txt"
+    text.write_text(SAMPLE.read_text(encoding="utf-8")[:30000], encoding="utf-8")
+    call = ["tune", str(DEMO), "--data", str(text), "--samples", "40", "--seqlen", "64", "--steps", "4"]
     call += ["--format", "nvfp4", "--method", "kl", "--workers", "1", "-q", "-o"]
     assert run([*call, str(tmp_path / "expected")]) == 0
     partial = tmp_path / ".out.partial"
