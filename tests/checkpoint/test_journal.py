@@ -109,7 +109,7 @@ def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr("ptqpipe.checkpoint.journal.VERSION", 99)
         write(tmp_path / "journal-0.jsonl")
-    with pytest.raises(OutputError, match="version 99, expected 2"):
+    with pytest.raises(OutputError, match="version 99, expected 3"):
         read_journal(tmp_path / "journal-0.jsonl")
 
 
