@@ -93,12 +93,24 @@ def fused_moe(
     return t.made
 
 
+def config_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The config of a dense Llama of these tensors' layers, without its class where they are of another model."""
+    layers = {name.split(".")[2] for name in tensors if name.startswith("model.layers.")}
+    config = {**LLAMA_CONFIG, "num_hidden_layers": len(layers) or LLAMA_CONFIG["num_hidden_layers"]}
+    if tensors.keys() != llama(layers=len(layers)).keys():
+        del config["architectures"]
+    return config
+
+
 def save(
     folder: Path, tensors: Mapping[str, torch.Tensor], *, config: Mapping[str, Any] | None = None, shards: int = 1
 ) -> Path:
-    """Writes a checkpoint folder, with tokenizer-like extra files, in one file or in ``shards`` with an index."""
+    """Writes a checkpoint folder, with tokenizer-like extra files, in one file or in ``shards`` with an index.
+
+    config  None: that of the dense Llama, with as many layers as there are; of other tensors it names no class
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dict(config or LLAMA_CONFIG)))
+    (folder / "config.json").write_text(json.dumps(dict(config or config_of(tensors))))
     (folder / "tokenizer_config.json").write_text('{"a": 1}')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     names = list(tensors)
