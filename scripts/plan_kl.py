@@ -78,7 +78,7 @@ def main() -> None:
     args = parser.parse_args()
     text = read_text(args.text, lambda: load_tokenizer(args.model), max_tokens=args.tokens)
     model = load_model(args.model, activations="none")
-    reference = KeptLogits(model, text.tokens, args.window)
+    reference = KeptLogits(model, text.tokens, args.window, begin=text.begin)
     with Source.open(args.model) as source, tempfile.TemporaryDirectory() as folder:
         by_outputs = without(args.stats, Path(folder) / "outputs", ("gradient_", "output_moment"))
         by_tokens = without(args.stats, Path(folder) / "tokens", ("gradient_",))
@@ -92,7 +92,7 @@ def main() -> None:
                     machine=Machine(workers=1),
                 )
                 with quantized(model, source, plan):
-                    found = score(model, text.tokens, window=args.window, reference=reference)
+                    found = score(model, text.tokens, window=args.window, begin=text.begin, reference=reference)
                 assert found.kl is not None
                 line = {
                     "model": args.model.parent.name,
