@@ -72,7 +72,7 @@ WRONG: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any], str]] = {
     "a layer fewer in the config": (same, {"num_hidden_layers": 1}, "but the files have model.layers.1"),
     "Meta's layout": (renamed(META), {}, "is a name of Meta's and Mistral's own layout"),
     "GGUF's names": (renamed(GGUF), {}, "is a name of GGUF's layout"),
-    "a projection missing": (without("layers.1.mlp.up_proj"), {}, "have no 'model.layers.1.mlp.up_proj.weight' (1 in all)"),
+    "no projection": (without("layers.1.mlp.up_proj"), {}, "have no 'model.layers.1.mlp.up_proj.weight' (1 in all)"),
     "a kind missing": (without("k_proj"), {}, "have no 'model.layers.0.self_attn.k_proj.weight' (2 in all)"),
     "no embedding": (without("embed_tokens"), {}, "have no 'model.embed_tokens.weight'"),
     "no head": (without("lm_head"), {}, "have no 'lm_head.weight'"),
