@@ -46,7 +46,8 @@ _CLONE_PARENT = 0x8000
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 # Read by the interpreter, the loader or a library when it starts; what sets them needs a new interpreter.
 _READ_ONCE = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "MALLOC_", "TORCH_", "HF_", "TRANSFORMERS_")
-_NOT_READ_ONCE = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING")  # the last is torchrun's
+# The last is torchrun's.
+_NOT_READ_ONCE = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 _start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _one_at_a_time = threading.Lock()
 _SIGNATURE = inspect.signature(_start)
@@ -123,6 +124,7 @@ def parse(arguments: Sequence[str]) -> tuple[bool, str, list[str]] | None:
     """Unbuffered; ``-m``, ``-c`` or ""; the arguments from the module, code or file on. None for what is not known."""
     unbuffered = list(arguments[:1]) == ["-u"]
     rest = [os.fspath(argument) for argument in arguments[unbuffered:]]
+    rest = rest[1:] if rest[:1] == ["-P"] else rest
     if rest[:1] in (["-m"], ["-c"]) and rest[1:]:
         return unbuffered, rest[0], rest[1:]
     return (unbuffered, "", rest) if rest and not rest[0].startswith("-") else None
@@ -217,7 +219,8 @@ def become(request: dict[str, Any], streams: list[int], site_path: list[str]) ->
     open_streams(unbuffered or bool(os.environ.get("PYTHONUNBUFFERED")))
     first = {"-m": os.getcwd(), "-c": ""}.get(kind, os.path.dirname(os.path.abspath(arguments[0])))
     more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = [first, *(os.path.abspath(entry) for entry in more if entry), *site_path]
+    safe = "-P" in request["arguments"][:2] or bool(os.environ.get("PYTHONSAFEPATH"))
+    sys.path[:] = [*([] if safe else [first]), *(os.path.abspath(entry) for entry in more if entry), *site_path]
     sys.argv[:] = [kind, *arguments[1:]] if kind else arguments
     sys.orig_argv[:] = [sys.executable, *request["arguments"]]
     sys.modules.pop("sitecustomize", None)

@@ -49,10 +49,11 @@ def both(*arguments: str, monkeypatch: pytest.MonkeyPatch, **how: Any) -> list["
     return [forked, subprocess.run([sys.executable, *arguments], **options)]
 
 
-@pytest.mark.parametrize("kind", ["code", "module", "file"])
+@pytest.mark.parametrize("kind", ["code", "module", "file", "safe code", "safe file"])
 def test_a_fork_sees_what_an_interpreter_sees(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "seen.py").write_text(SEEN)
-    program = {"code": ("-c", SEEN), "module": ("-m", "seen"), "file": (str(tmp_path / "seen.py"),)}[kind]
+    program = {"code": ("-c", SEEN), "module": ("-m", "seen"), "file": (str(tmp_path / "seen.py"),)}[kind.split()[-1]]
+    program = ("-P", *program) if kind.startswith("safe") else program
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "more"), "OF_THE_TEST": "a\nb"}
     forked, plain = both(
         *program, "one", "", "two words",
