@@ -93,7 +93,7 @@ _KINDS: dict[str, frozenset[str]] = {
 }
 _KNOWN = _ALWAYS.union(
     _KINDS, *_KINDS.values(), {"statistics", "rounding", "certificate", "pipeline", "transformed"},
-    {"learned", "sha256"},
+    {"doubts", "learned", "sha256"},
 )  # fmt: skip
 _OF_CONVERTED = frozenset(
     (

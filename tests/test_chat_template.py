@@ -13,7 +13,7 @@ import pytest
 from ptqpipe import chat_template
 from ptqpipe.chat_template import TemplateError, compile_template, render
 from ptqpipe.errors import UsageError
-from ptqpipe.rows import row_tokens
+from ptqpipe.rows import Messages, row_tokens
 from ptqpipe.stages.serve.checks import read_template, try_template
 from tests.engine.models import tokenizer
 
@@ -164,7 +164,7 @@ def test_rows_and_the_start_of_a_service_have_the_same_limit(tmp_path: Path) -> 
     words = tokenizer()
     words.chat_template = LOOPS["loops in loops"]
     with pytest.raises(UsageError, match=r"^data, line 3: the model's chat template .* does not end within 0.5 s"):
-        list(row_tokens(lambda: words, CHAT, "data, line 3"))
+        list(row_tokens(lambda: words, Messages(CHAT), "data, line 3"))
     with pytest.raises(UsageError, match=r"does not end within 0.5 s; give another one with --chat-template"):
         try_template(words, words.chat_template)
     (tmp_path / "template.jinja").write_text(LOOPS["a number of constants, computed when it is compiled"])
@@ -179,17 +179,14 @@ def test_a_template_that_refuses_the_chat_of_the_start_is_no_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "template", "remedy"),
+    ("template", "remedy"),
     [
-        (CHAT, "{{ raise_exception('roles must alternate') }}", "leave the row out, or give plain text"),
-        ([{"from": "user", "value": "x"}], "{{ raise_exception('no role') }}", "expected role and content"),
-        (CHAT, "{% for", "is of no use: .*; give plain text"),
+        ("{{ raise_exception('roles must alternate') }}", "change the roles and contents of such rows, or leave them"),
+        ("{% for", "is of no use: .*; give plain text"),
     ],
 )
-def test_a_row_that_does_not_fit_has_the_remedy_of_its_reason(
-    messages: list[dict[str, Any]], template: str, remedy: str
-) -> None:
+def test_a_row_that_does_not_fit_has_the_remedy_of_its_reason(template: str, remedy: str) -> None:
     words = tokenizer()
     words.chat_template = template
     with pytest.raises(UsageError, match=f"^data, line 3.*{remedy}"):
-        list(row_tokens(lambda: words, messages, "data, line 3"))
+        list(row_tokens(lambda: words, Messages(CHAT), "data, line 3"))

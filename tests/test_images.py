@@ -10,7 +10,7 @@ from PIL import Image
 
 from ptqpipe.errors import UsageError
 from ptqpipe.images import decode_images, digest_of, read_image, split_content
-from ptqpipe.rows import row_tokens
+from ptqpipe.rows import Messages, row_tokens
 from tests.processors import data_uri, picture, png
 
 PNG = png(picture(1))
@@ -126,6 +126,7 @@ def test_other_parts_are_one_line(part: Any, said: str) -> None:
 
 
 def test_rows_of_data_with_images_are_not_read_as_text_alone() -> None:
-    messages = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}]}]
+    content = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}]
+    messages = Messages([{"role": "user", "content": content}])
     with pytest.raises(UsageError, match=r"line 1 has an image, which only calibrate and tune take"):
         list(row_tokens(lambda: None, messages, "a.jsonl, line 1"))

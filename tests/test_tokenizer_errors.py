@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError, tokenizer_errors
-from ptqpipe.rows import row_tokens
+from ptqpipe.rows import Messages, row_tokens
 from ptqpipe.runtime.loading import load_tokenizer
 from tests import tiny
 
@@ -32,7 +32,7 @@ def words(vocabulary: dict[str, int]) -> PreTrainedTokenizerFast:
     [({"[UNK]": 0, "b": 1}, "retry-limit-in-match over"), ({"b": 1}, "Missing")],
     ids=["a panic", "an exception"],
 )
-@pytest.mark.parametrize("value", [LONG, [{"role": "user", "content": LONG}]], ids=["text", "chat"])
+@pytest.mark.parametrize("value", [LONG, Messages([{"role": "user", "content": LONG}])], ids=["text", "chat"])
 def test_a_row_is_named(vocabulary: dict[str, int], says: str, value: object) -> None:
     tokenizer = words(vocabulary)
     with pytest.raises(UsageError, match=rf"^data.jsonl, line 7: .*tokenizer fails .*{says}.*shorten"):

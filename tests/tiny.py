@@ -94,12 +94,18 @@ def fused_moe(
 
 
 def config_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The config of a dense Llama of these tensors' layers, without its class where they are of another model."""
+    """The config of a dense Llama of these tensors' layers and sizes, without its class where they are of another
+    model."""
     layers = {name.split(".")[2] for name in tensors if name.startswith("model.layers.")}
     config = {**LLAMA_CONFIG, "num_hidden_layers": len(layers) or LLAMA_CONFIG["num_hidden_layers"]}
-    if tensors.keys() != llama(layers=len(layers)).keys():
+    if not layers or tensors.keys() != llama(layers=len(layers), hidden=4, inner=1).keys():
         del config["architectures"]
-    return config
+        return config
+    vocabulary, hidden = tensors["model.embed_tokens.weight"].shape
+    inner = len(tensors["model.layers.0.mlp.gate_proj.weight"])
+    return config | {
+        "hidden_size": hidden, "intermediate_size": inner, "head_dim": hidden // 4, "vocab_size": vocabulary,
+    }  # fmt: skip
 
 
 def save(

@@ -45,7 +45,7 @@ def check_written_files(ckpt: Source, record: Record, findings: Findings) -> Non
     notes.
     """
     folder, index = ckpt.reader.path, ckpt.reader.index
-    extra = {path.relative_to(folder).as_posix() for path in ckpt.reader.extra_files}
+    extra = set(_files_of(ckpt))
     described = {name for name in OWN_FILES - {RECORD_FILE} if (folder / name).is_file()}
     described |= {index.name} if index is not None else set()
     for name in sorted(described - record.files.keys()):
@@ -73,8 +73,7 @@ def _file_hash(path: Path) -> str:
 def check_files(ckpt: Source, source: Source, findings: Findings) -> None:
     """Every other file than weights, configs and record equals the source's, byte for byte; another tool's says the
     same in what readers go by."""
-    ours = _relative(ckpt.reader.path, ckpt.reader.extra_files)
-    theirs = _relative(source.reader.path, source.reader.extra_files)
+    ours, theirs = _files_of(ckpt), _files_of(source)
     if (card := ours.pop(CARD, None)) is not None and is_ours(card):  # made anew; check_written_files knows its hash
         former = theirs.pop(CARD, None)
         theirs |= {ORIGINAL: former} if former is not None and ORIGINAL in ours else {}
@@ -94,8 +93,13 @@ def check_files(ckpt: Source, source: Source, findings: Findings) -> None:
             _report_file(name, ours[name], theirs[name], findings)
 
 
-def _relative(root: Path, files: Iterable[Path]) -> dict[str, Path]:
-    return {path.relative_to(root).as_posix(): path for path in files}
+def _files_of(source: Source) -> dict[str, Path]:
+    """Files beside weights and configs, by their names in the folder: also one that `convert` would leave behind, if
+    readers open it (the config of an adapter)."""
+    reader = source.reader
+    named = {path.relative_to(reader.path).as_posix(): path for path in (*reader.extra_files, *reader.left_out)}
+    carried = set(reader.extra_files)
+    return {name: path for name, path in named.items() if path in carried or is_opened(name)}
 
 
 def _check_template(ours: Mapping[str, Path], theirs: Mapping[str, Path], findings: Findings) -> None:

@@ -65,23 +65,23 @@ def test_where_the_model_diverges_is_drawn_and_texts_are_shown(pair: tuple[Path,
 
 
 def test_the_source_and_the_eval_file_are_found(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(pair[1], tmp_path / "ckpt")
+    folder = shutil.copytree(pair[1], tmp_path / "alone" / "in" / "ckpt")
     _, told = make_report(folder, out=tmp_path / "a.md")
     assert "source: not found; give it with --source MODEL" in told
     assert "eval file: not found" in told
-    shutil.copytree(pair[0], tmp_path / "source")
+    shutil.copytree(pair[0], folder.parent / "source")
     measured(folder, 0.002)
     _, told = make_report(folder, out=tmp_path / "a.md")
-    assert f"source: {tmp_path / 'source'}" in told
-    assert f"eval file: {tmp_path / 'ckpt.eval.json'}" in told
+    assert f"source: {folder.parent / 'source'}" in told
+    assert f"eval file: {folder.parent / 'ckpt.eval.json'}" in told
     assert f"written to {tmp_path / 'a.md'}" in told
-    config = tmp_path / "source" / "model.safetensors"
+    config = folder.parent / "source" / "model.safetensors"
     raw = bytearray(config.read_bytes())
     raw[-2] ^= 1
     config.write_bytes(raw)  # another model of that name
-    content = json.loads((tmp_path / "ckpt.eval.json").read_text())
+    content = json.loads((folder.parent / "ckpt.eval.json").read_text())
     content["checkpoint"]["run_id"] = "f" * 64
-    (tmp_path / "ckpt.eval.json").write_text(json.dumps(content))
+    (folder.parent / "ckpt.eval.json").write_text(json.dumps(content))
     _, told = make_report(folder, out=tmp_path / "a.md")
     assert "source: not found" in told
     assert "eval file: not found" in told

@@ -135,6 +135,7 @@ def test_plan_verify_and_report_say_what_they_do_before_they_do_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tiny.save(Path("model"), tiny.llama(layers=1, hidden=64, inner=64))
+    Path("model/tokenizer.json").write_text("{}")  # whose absence is a warning
     calls = {
         "convert model -o out": "",
         "plan model --budget 5bits --formats nvfp4,keep -o r.yaml": r"model, 7 weights in \d groups, ",

@@ -282,7 +282,7 @@ def test_the_command_line_names_rank_and_dtype(model: Path, tmp_path: Path) -> N
     assert dry.exit_code == 0, dry.output
     done = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "out"), "--json"])
     assert done.exit_code == 0, done.output
-    assert json.loads(dry.output)["bytes"] == json.loads(done.output)["written_bytes"]
+    assert json.loads(dry.stdout)["bytes"] == json.loads(done.stdout)["written_bytes"]
     refused = CliRunner().invoke(main, ["convert", str(model), "--low-rank", "4", "-o", str(tmp_path / "x")])
     assert refused.exit_code != 0
     assert "use --container ptqpipe" in refused.output
