@@ -72,7 +72,7 @@ WRONG: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any], str]] = {
     "a layer fewer in the config": (same, {"num_hidden_layers": 1}, "but the files have model.layers.1"),
     "Meta's layout": (renamed(META), {}, "is a name of Meta's and Mistral's own layout"),
     "GGUF's names": (renamed(GGUF), {}, "is a name of GGUF's layout"),
-    "no projection": (without("layers.1.mlp.up_proj"), {}, "have no 'model.layers.1.mlp.up_proj.weight' (1 in all)"),
+    "a projection missing": (without("1.mlp.up_proj"), {}, "no 'model.layers.1.mlp.up_proj.weight' (1 in all)"),
     "a kind missing": (without("k_proj"), {}, "have no 'model.layers.0.self_attn.k_proj.weight' (2 in all)"),
     "no embedding": (without("embed_tokens"), {}, "have no 'model.embed_tokens.weight'"),
     "no head": (without("lm_head"), {}, "have no 'lm_head.weight'"),
@@ -82,8 +82,6 @@ WRONG: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any], str]] = {
     "more heads": (same, {"num_key_value_heads": 4}, "'model.layers.0.self_attn.k_proj.weight' is 64x128"),
     "another vocabulary": (same, {"vocab_size": 100}, "is 96x128, and config.json makes it 100x128"),
 }  # fmt: skip
-# What transformers alone can tell.
-BY_TRANSFORMERS = [name for name, (_, _, said) in WRONG.items() if "files have " in said and "no " in said]
 RIGHT: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any]]] = {
     "as it is": (same, {}),
     "tied, without the head": (without("lm_head"), {"tie_word_embeddings": True}),

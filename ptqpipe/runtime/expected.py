@@ -6,6 +6,7 @@ own rules say what structure shows.
 """
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +48,9 @@ def _by_transformers(source: Source, tensors: Mapping[str, tuple[str, tuple[int,
     state = {name: _without_numbers(*kind) for name, kind in tensors.items()}
 
     def filling(model: Any, conversions: Any) -> Any:
-        return SimpleNamespace(state=state, conversions=completed(model, source, conversions))
+        return SimpleNamespace(
+            state=state, conversions=[_nowhere(entry) for entry in completed(model, source, conversions)]
+        )
 
     try:
         with quiet(), instead_of_files(model_class, filling):
@@ -87,13 +90,22 @@ def _by_transformers(source: Source, tensors: Mapping[str, tuple[str, tuple[int,
     return lines
 
 
+def _nowhere(conversion: Any) -> Any:
+    """One of transformers' conversions that does without the memory of the CPU."""
+    if not getattr(conversion, "force_cpu", False):
+        return conversion
+    found = copy(conversion)
+    found.force_cpu = False
+    return found
+
+
 def _class_of(described: Mapping[str, Any]) -> tuple[Any, Any]:
     """transformers' class that a config.json names, and its config; (None, None) where there is none."""
     try:
         import transformers
 
         names = described.get("architectures")
-        model_class = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
+        model_class: Any = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
         config = transformers.CONFIG_MAPPING[str(described["model_type"])].from_dict(_without_code(described))
         known = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
         fits = known and isinstance(config, model_class.config_class)

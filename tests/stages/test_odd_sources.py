@@ -102,7 +102,7 @@ def test_a_kept_matrix_of_another_float_dtype_is_listed_as_not_quantized(tmp_pat
     [
         "x.y z.weight",
         "größe.层.weight",
-        "a" * 5000 + ".weight",
+        f"model.layers.0.{'a' * 5000}.weight",
         "tab\tline\n.weight",
         ".weight",
         "(.*)[.weight",
