@@ -161,7 +161,8 @@ def _check_lists(ckpt: Source, lists: Lists, file: str, findings: Findings) -> N
         findings.note("config", module, f"has {entry!r} in its name, which {file} lists: vLLM takes it for excluded")
     plain = _built_plain(ckpt)
     for module in _linear_layers(ckpt):
-        if not lists.aims(module) or plain(module) or lists.excluding(module) is not None:
+        # A tensor called ".weight" is of no module that a reader could build.
+        if not module or not lists.aims(module) or plain(module) or lists.excluding(module) is not None:
             continue
         certain = not lists.unsure(module) and (_LINEAR.search(module) or is_stack(module))
         report = findings.fault if findings.own or certain else findings.note
