@@ -7,15 +7,17 @@ own rules say what structure shows.
 
 from collections.abc import Iterable, Mapping
 from copy import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ptqpipe.dtypes import DTYPES
+from ptqpipe.errors import PtqError
 from ptqpipe.families import in_mtp_layers, is_plain_decoder, layer_count, misfits, uncounted_layers
+from ptqpipe.runtime.creating import create_config, quiet
 from ptqpipe.runtime.fill import completed, instead_of_files
-from ptqpipe.runtime.loading import quiet
 from ptqpipe.runtime.state import parameter_names
 from ptqpipe.source import Source
 
@@ -23,8 +25,6 @@ _MOST_LAYERS = 1000  # that a model is built of
 _MOST_REAL = 1 << 20  # elements: tables of whole numbers are made with memory, since transformers computes with them
 # Buffers that transformers used to save, of rotations, positions and masks.
 _BUFFERS = ("inv_freq", "position_ids", "masked_bias", "attn.bias", "attention.bias", "num_batches_tracked")
-# Keys that choose code, which an empty model needs none of.
-_CODE = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config")
 
 
 def unlike_model(source: Source) -> list[str]:
@@ -42,7 +42,7 @@ def unlike_model(source: Source) -> list[str]:
 def _by_transformers(source: Source, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str] | None:
     """`unlike_model` by transformers; None where it is not there or does not know the model."""
     described = source.reader.config
-    model_class, config = _class_of(described)
+    model_class, config = _class_of(source.reader.path)
     if model_class is None or (layer_count(described) or 0) > _MOST_LAYERS:
         return None
     state = {name: _without_numbers(*kind) for name, kind in tensors.items()}
@@ -99,31 +99,18 @@ def _nowhere(conversion: Any) -> Any:
     return found
 
 
-def _class_of(described: Mapping[str, Any]) -> tuple[Any, Any]:
-    """transformers' class that a config.json names, and its config; (None, None) where there is none."""
+def _class_of(path: Path) -> tuple[Any, Any]:
+    """transformers' class that the config.json at ``path`` names, and its config; (None, None) where there is none."""
     try:
         import transformers
 
-        names = described.get("architectures")
-        model_class: Any = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
-        config = transformers.CONFIG_MAPPING[str(described["model_type"])].from_dict(_without_code(described))
-        known = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-        fits = known and isinstance(config, model_class.config_class)
-    except Exception:  # not installed, a type or numbers that it does not know
+        config = create_config(path)
+    except (PtqError, ImportError):  # a type or numbers that it does not know, or not installed
         return None, None
-    return (model_class, config) if fits else (None, None)
-
-
-def _without_code(described: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: value for key, value in described.items() if not key.startswith("_") and key not in _CODE}
-    return {key: _plain(value) for key, value in found.items()}
-
-
-def _plain(value: Any) -> Any:
-    """A value with infinities as numbers, which transformers writes as objects."""
-    if isinstance(value, Mapping):
-        return float(value["__float__"]) if value.keys() == {"__float__"} else _without_code(value)
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+    names = getattr(config, "architectures", None)
+    model_class: Any = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
+    known = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+    return (model_class, config) if known and isinstance(config, model_class.config_class) else (None, None)
 
 
 def _without_numbers(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
