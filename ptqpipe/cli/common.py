@@ -185,8 +185,9 @@ def _out_of_resources(error: BaseException) -> str | None:
     elif not isinstance(error, MemoryError | ImportError):
         return None
     if type(error).__name__ == "OutOfMemoryError":  # of torch: no limit of this process is in the way
-        less = [name for name in ("workers", "max_memory", "batch_size", "kv_cache_size") if name in options]
-        less = [f"lower --{name.replace('_', '-')}" for name in less] + ["use --device cpu"] * ("device" in options)
+        sizes = ("workers", "max_memory", "batch_size", "kv_cache_size")
+        less = [f"lower --{name.replace('_', '-')}" for name in sizes if name in options]
+        less += ["use --device cpu"] * ("device" in options)
         return f"out of memory on the GPU ({text}); {', '.join(['end other programs on it', *less])}"
     if is_no_memory(error):
         known = "" if text == type(error).__name__ else f" ({text})"
@@ -306,5 +307,8 @@ def _environment(name: str, default: int | None, *, least: int) -> int:
         return default
     if text is None or not re.fullmatch(r"\d{1,9}", text.strip()) or int(text) < least:
         found = "not set" if text is None else repr(text)
-        raise UsageError(f"{name} in the environment is {found}, expected a number; start with torchrun, or unset it")
+        raise UsageError(
+            f"{name} in the environment is {found}, expected a number of {least} or more; start with torchrun, or "
+            "unset it"
+        )
     return int(text)

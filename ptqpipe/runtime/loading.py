@@ -163,8 +163,8 @@ def check_device(device: str) -> None:
         raise UsageError(f"device {device!r} is unknown; use cpu, cuda or cuda:N")
     count = torch.cuda.device_count() if device != "cpu" else 0
     if device != "cpu" and int(device.partition(":")[2] or 0) >= count:
-        seen = f"it sees {count}" if count else "none is visible"
-        raise UsageError(f"device {device} needs a GPU that torch can use; {seen}, use cpu")
+        seen = f"it sees {count}, use cpu or a number below that" if count else "none is visible, use cpu"
+        raise UsageError(f"device {device} needs a GPU that torch can use; {seen}")
 
 
 def read_config(path: Path, model_of: Callable[[Any, Path], Any] = causal_model_of) -> Any:
@@ -232,12 +232,16 @@ def load_tokenizer(path: Path) -> Any:
     except BaseException as error:  # of what kind depends on the tokenizer's own code
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        reason = first_line(error)
+        if is_no_memory(error):
+            raise
+        reason, remedy = first_line(error), "copy the model's tokenizer files there"
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
             reason = f"it has none of {', '.join(TOKENIZER_FILES)}"
-        raise CheckpointError(
-            f"{path} has no tokenizer that transformers reads: {reason}; copy the model's tokenizer files there"
-        ) from None
+        elif "custom code" in reason:
+            reason, remedy = "it comes as code, which is never run", "copy a tokenizer.json of the model there"
+        elif isinstance(error, ImportError) or "install" in reason.lower():
+            remedy = "install that package"
+        raise CheckpointError(f"{path} has no tokenizer that transformers reads: {reason}; {remedy}") from None
 
 
 def dtype_of(dtype: torch.dtype | str, config: Any) -> torch.dtype:
