@@ -175,6 +175,18 @@ def missing_package(what: str, package: str, install: str) -> UsageError:
     return UsageError(f"{what} needs {package}; install it with: pip install {quoted}")
 
 
+# What libraries say, in errors of any kind, when there is no memory.
+_NO_MEMORY = re.compile(
+    "bad_alloc|can't allocate|cannot allocate|not enough memory|out of memory|failed to map segment|failed to allocate",
+    re.I,
+)
+
+
+def is_no_memory(error: BaseException) -> bool:
+    """Whether a library's error means that the system or the GPU has no memory left: nothing of its input is wrong."""
+    return isinstance(error, MemoryError) or _NO_MEMORY.search(first_line(error)) is not None
+
+
 def is_panic(error: BaseException) -> bool:
     """Whether a library in Rust gave up: what it raises is no Exception, so that nothing else would catch it."""
     return type(error).__name__ == "PanicException"

@@ -6,6 +6,7 @@ cannot become more pixels than `MOST_PIXELS`. Must not know models.
 
 import base64
 import binascii
+import errno
 import io
 import warnings
 from collections.abc import Mapping, Sequence
@@ -95,7 +96,9 @@ def read_image(place: str, folder: Path | None, *, remedy: str, within: bool = T
         return read_regular(path, limit=_MOST_BYTES)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"image {shown!r} cannot be read: {reason}; check the path") from None
+        remedy = {errno.EFBIG: "make it smaller", errno.EACCES: "make it readable for you"}
+        fits = remedy.get(getattr(error, "errno", None) or 0, "check the path")
+        raise UsageError(f"image {shown!r} cannot be read: {reason}; {fits}") from None
 
 
 def decode_images(raw: Sequence[bytes], where: str) -> "list[Image]":

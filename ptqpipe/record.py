@@ -144,7 +144,9 @@ def read_record(reader: CheckpointReader) -> Record:
     """The record of a checkpoint. CheckpointError where it is missing or malformed."""
     raw = reader.read_json(RECORD_FILE)
     if raw is None:
-        raise CheckpointError(f"{RECORD_FILE} is missing, though config.json names ptqpipe as its producer")
+        raise CheckpointError(
+            f"{RECORD_FILE} is missing, though config.json names ptqpipe as its producer; copy the whole folder"
+        )
     others = ("relayout_of", "dequantized_from", "transformed_from")
     if not isinstance(raw.get("recipe"), Mapping) and ("recipe" in raw or raw.keys().isdisjoint(others)):
         raise CheckpointError(

@@ -51,7 +51,9 @@ class Rounding(OpenFolder):
         """UsageError for a folder that is no finished tuning; CheckpointError for a damaged one."""
         file = Path(path) / ROUNDING_FILE
         if not file.is_file():
-            remedy = nearest_path(Path(path)) or f"make it with: ptqpipe tune MODEL --data TEXT -o {path}"
+            remedy = (
+                nearest_path(Path(path)) or "give the folder that this wrote: ptqpipe tune MODEL --data TEXT -o FOLDER"
+            )
             raise UsageError(f"{path} holds no {ROUNDING_FILE}; {remedy}")
         return cls(Path(path), read_versioned(file, _FIELDS, version=ROUNDING_VERSION, remedy="tune again"))
 

@@ -68,8 +68,8 @@ class Statistics(OpenFolder):
             remedy = nearest_path(Path(path)) or "give what `ptqpipe calibrate -o` wrote"
             raise UsageError(f"the statistics {path} are no folder that exists; {remedy}")
         if not file.is_file():
-            made = f"ptqpipe calibrate MODEL --data TEXT -o {path}"
-            raise UsageError(f"{path} holds no {STATS_FILE}; make statistics with: {made}")
+            made = "give the folder that this wrote: ptqpipe calibrate MODEL --data TEXT -o FOLDER"
+            raise UsageError(f"{path} holds no {STATS_FILE}; {made}")
         remedy = "calibrate again"
         content = read_versioned(file, _FIELDS, version=STATS_VERSION, remedy=remedy)
         hashes = content.get("files") or {}
@@ -223,9 +223,9 @@ class Statistics(OpenFolder):
     def _moment(self, entry: Mapping[str, Any], module: str, moment: str) -> torch.Tensor:
         name = f"{entry['key']}.{moment}"
         if name not in self._reader.entries:
-            raise UsageError(
-                f"{self.path} has no {moment} of '{module}'; calibrate again with --moments {moment.split('_')[0]}"
-            )
+            kind = next((kind for kind in ("full", "block") if f"{kind}_moment" in moment), "")
+            remedy = f" with --moments {kind}" if kind else ""
+            raise UsageError(f"{self.path} has no {moment} of '{module}'; calibrate again{remedy}")
         found = self._reader.entries[name]
         wanted = _shape(moment, self.columns(module))
         if found.dtype != "F32" or found.shape != wanted:

@@ -57,6 +57,13 @@ def test_other_places_are_one_line(folder: Path, place: str, said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_an_image_that_is_too_large_is_not_at_a_wrong_path(folder: Path) -> None:
+    with open(folder / "large.png", "wb") as file:
+        file.truncate((1 << 26) + 1)
+    with pytest.raises(UsageError, match="it has more than 67108864 bytes; make it smaller"):
+        read_image("large.png", folder, remedy="ask")
+
+
 def test_without_a_folder_no_file_is_read(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"is a file; start it with a folder"):
         read_image(str(folder / "more" / "a b.png"), None, remedy="start it with a folder")

@@ -182,7 +182,7 @@ def test_patterns_match_names_globs_and_anchored_expressions(pattern: str, modul
         ({"version": 1, "rules": rules(("re:(", "nvfp4"))}, "not a regular expression"),
         ({"version": 1, "rules": rules(("*", "nvfp5"))}, "unknown format 'nvfp5'"),
         ({"version": 1, "rules": [{"match": "*", "format": "nvfp4", "global_scale": "x"}]}, "global_scale 'x'"),
-        ({"version": 1, "rules": rules(("*", "nvfp4")), "input_amax": -1}, "must be a positive number"),
+        ({"version": 1, "rules": rules(("*", "nvfp4")), "input_amax": -1}, "use a number above 0 and below 1e30"),
         ({"version": 1, "rules": rules(("*", "nvfp4")), "input_amax": True}, "must be a number"),
         ({"version": 1, "rules": rules(("*", "nvfp4")), "shard_bytes": "x"}, "must be of type int"),
         ({"version": 1, "rules": rules(("*", "nvfp4")), "fuse": [["a", "b"], ["b", "c"]]}, "'b' in two groups"),
@@ -225,6 +225,22 @@ def test_files_that_are_not_yaml_are_one_line(tmp_path: Path, text: str) -> None
         load_recipe(path)
     assert "\n" not in str(error.value)
     assert "r.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        ("version: 1\n".encode("utf-16"), r"is not UTF-8 text \(byte 0\); save it as UTF-8"),
+        (b"a: b: c", "is not YAML at line 1: mapping values are not allowed here"),
+        (b"a: !!python/name:os.system", "line 1: could not determine a constructor"),
+        (b"[" * 5000, "nests too deep"),
+        (b"rules:\n- {match: a, format: nvfp4}\n", "has no version; write version: 1"),
+    ],
+)
+def test_what_is_wrong_with_a_recipe_file_is_said(tmp_path: Path, raw: bytes, says: str) -> None:
+    (tmp_path / "r.yaml").write_bytes(raw)
+    with pytest.raises(RecipeError, match=says):
+        load_recipe(tmp_path / "r.yaml")
 
 
 def test_a_missing_recipe_file_is_one_line(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Claims of reading a statistics folder: what is asked for and is not there is one line that says how to get it."""
 
+import errno
 import hashlib
 import json
 from pathlib import Path
@@ -51,6 +52,8 @@ def test_what_was_not_collected_says_how_to_collect_it(tmp_path: Path) -> None:
             statistics.of("m", full=True)
         with pytest.raises(UsageError, match="no block_moment of 'm'; calibrate again with --moments block"):
             statistics.of("m", block=True)
+        with pytest.raises(UsageError, match=r"no mean of 'm'; calibrate again$"):
+            statistics._moment({"key": "other"}, "m", "mean")
         with pytest.raises(UsageError, match="no statistics of 'x'"):
             statistics.of("x")
         with pytest.raises(UsageError, match="no key and value statistics of 'x'"):
@@ -58,7 +61,7 @@ def test_what_was_not_collected_says_how_to_collect_it(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_statistics_says_how_to_make_them(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"holds no stats\.json; make statistics with: ptqpipe calibrate MODEL"):
+    with pytest.raises(UsageError, match=r"holds no stats\.json; give the folder that this wrote: ptqpipe calibrate"):
         Statistics.open(tmp_path)
 
 
@@ -67,6 +70,17 @@ def test_a_damaged_file_is_one_line(text: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "s")
     (folder / "stats.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"stats\.json"):
+        Statistics.open(folder)
+
+
+def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "s")
+
+    def refuses(*_: object, **__: object) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("ptqpipe.checkpoint.fields.read_regular", refuses)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied; make it, and the folders above it"):
         Statistics.open(folder)
 
 

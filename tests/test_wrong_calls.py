@@ -124,7 +124,7 @@ CALLS: list[tuple[tuple[str, ...], int, str]] = [
     (("model",), 2, "to quantize that model: ptqpipe convert model"),
     (("convert", ".", "-o", "/dev/null/out"), 1, "has no .safetensors files itself; did you mean 'images'?"),
     ((*CONVERT, "--stats", "modle"), 2, "did you mean 'model'?"),
-    ((*CONVERT, "--rounding", "codes"), 2, "make it with: ptqpipe tune MODEL --data TEXT -o codes"),
+    ((*CONVERT, "--rounding", "codes"), 2, "give the folder that this wrote: ptqpipe tune MODEL --data TEXT"),
     (("calibrate", "model", "--data", "txet.txt", "-o", "out"), 2, "did you mean 'text.txt'?"),
     (("transform", "model", "--apply", "awk", "-o", "out"), 2, "did you mean awq? known are"),
     (("transform", "model", "--apply", "awq", "-o", "out"), 2, "ptqpipe calibrate model --data TEXT -o STATS"),

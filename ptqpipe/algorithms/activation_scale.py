@@ -43,7 +43,10 @@ def static_amax(
     """
     top = float(amax.max()) if amax.numel() else 0.0
     if not top < float("inf"):
-        raise NumericsError(f"the largest activation of {name} is {top}; calibrate again with --dtype float32")
+        raise NumericsError(
+            f"the largest activation of {name} is {top}; calibrate again with --dtype fp32, or check the "
+            "model's weights"
+        )
     if policy == "absmax" or top == 0.0:
         return top
     if policy == "percentile":

@@ -52,7 +52,9 @@ def make_metric(
     check_moment(moment, name)
     mean = float(moment.diagonal().double().mean())
     if not mean > 0:
-        raise NumericsError(f"the second moment of {name} is zero: calibration saw no activation; use --algorithm rtn")
+        raise NumericsError(
+            f"the second moment of {name} is zero: no data reached it, or its input is always zero; use --algorithm rtn"
+        )
     order = torch.arange(moment.shape[0], device=moment.device) if order is None else order
     backwards = order.flip(0)  # of which a lower factor is, read backwards, the upper one of the order
 
@@ -87,7 +89,8 @@ def factored(
         del found, h, lower
         damping = max(damping, 1e-6) * DAMPING_STEP
     raise NumericsError(
-        f"the second moment of {name} is not positive definite at damping {DAMPING_MAX:g}; calibrate again"
+        f"the second moment of {name} is not positive definite at damping {DAMPING_MAX:g}; calibrate on other "
+        "data, or use --algorithm rtn"
     )
 
 

@@ -80,7 +80,7 @@ def write_rows(data: Any, path: Path) -> None:
             if stream and written > MOST_BYTES:
                 break
     if not written:
-        raise UsageError("data has no rows; give texts, token ids or batches of them")
+        raise UsageError("data has no rows (an iterator can be read once); give texts, token ids or batches of them")
 
 
 def _rows_of_table(data: Any) -> Any:

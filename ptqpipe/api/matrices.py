@@ -58,7 +58,9 @@ def _check_matrix(w: torch.Tensor) -> None:
     got = f"{str(w.dtype).removeprefix('torch.')} {list(w.shape) if w.layout == torch.strided else w.layout}"
     if w.layout != torch.strided or w.dim() != 2 or w.dtype not in _FLOATS:
         raise FormatError(f"quantize takes a dense matrix [N, K] of bf16, fp16, fp32 or fp64, got {got}")
-    if w.device.type == "meta" or type(w).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if w.device.type != "meta" and type(w).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise FormatError(f"quantize takes a plain tensor, got a {type(w).__name__}; give its numbers as one")
+    if w.device.type == "meta":
         raise FormatError(f"quantize takes a tensor whose numbers are in memory, got {got} without them")
     if not w.numel():
         raise FormatError(f"quantize takes a matrix with numbers in it, got {got}")

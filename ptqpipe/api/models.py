@@ -103,12 +103,18 @@ _kept: "weakref.WeakKeyDictionary[torch.nn.Module, tuple[Path, dict[str, int]]]"
 def _quantize_module(model: torch.nn.Module, tokenizer: Any, out: Path | None, **options: Any) -> torch.nn.Module:
     """The packed model of one in memory."""
     if not hasattr(model, "save_pretrained") or not hasattr(type(model), "from_pretrained"):
-        raise UsageError(f"{type(model).__name__} is no model of transformers; save it, and name its folder")
+        raise UsageError(
+            f"{type(model).__name__} is no model of transformers; give the model inside a wrapper, or save it, "
+            "and name its folder"
+        )
     if any(isinstance(module, PackedLinear) for module in model.modules()):
         raise UsageError(f"this {type(model).__name__} is packed already; give the float model")
     empty = next((name for name, value in model.named_parameters() if value.is_meta), None)
     if empty is not None:
-        raise UsageError(f"{empty} is on the meta device, without values; load the model's weights first")
+        raise UsageError(
+            f"{empty} is on the meta device, without values; load the model's weights first, without a "
+            "device_map that offloads them"
+        )
     if out is not None:
         with _saved(model, tokenizer, Paths.of(out).out.parent) as folder:
             return _packed(model, convert(folder, out=out, **options).path)

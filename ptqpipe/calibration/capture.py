@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import CheckpointError, one_line
+from ptqpipe.errors import CheckpointError, first_line, is_no_memory, one_line
+from ptqpipe.runtime.creating import WITHOUT_RUN
 from ptqpipe.runtime.language_model import with_cache
 
 Arguments = list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -61,7 +62,7 @@ class Surroundings:
         except _ShapeError:
             raise CheckpointError(
                 f"{name} changes hidden states between its decoder layers, or passes more than them from one to the "
-                "next; it cannot be run layer by layer (calibrate, tune); convert without statistics needs no run"
+                f"next; it cannot be run layer by layer (calibrate, tune); {WITHOUT_RUN}"
             ) from None
 
     def _capture_once(
@@ -92,19 +93,24 @@ class Surroundings:
         try:
             with torch.no_grad():
                 self._call(ids, images)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError) as error:
             if not arguments:
-                raise
+                raise CheckpointError(
+                    f"{type(self._model).__name__} cannot be run on tokens alone ({first_line(error)}); {WITHOUT_RUN}"
+                ) from error
             raise _ShapeError from None  # it takes apart what the block before returned
         finally:
             for module in self._blocks:
                 del module.forward
         if len(arguments) != len(self._blocks):
-            raise CheckpointError(f"{type(self._model).__name__} ran {len(arguments)} of {len(self._blocks)} blocks")
+            raise CheckpointError(
+                f"{type(self._model).__name__} ran {len(arguments)} of {len(self._blocks)} decoder layers; it "
+                f"cannot be run layer by layer (calibrate, tune); {WITHOUT_RUN}"
+            )
         if first[0].dim() != 3:
             raise CheckpointError(
                 f"{type(self._model).__name__} passes several hidden states a token between its decoder layers; it "
-                "cannot be run layer by layer (calibrate, tune); convert without statistics needs no run"
+                f"cannot be run layer by layer (calibrate, tune); {WITHOUT_RUN}"
             )
         return first[0], arguments, added
 
@@ -172,12 +178,12 @@ class Surroundings:
                 cached = with_cache(self._model, self._cache)
                 return self._model(input_ids=ids.to(self._device), **cached, **given)
             return None
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:  # its forward does something between the blocks that nothing here foresees
+            if is_no_memory(error):
+                raise
             raise CheckpointError(
                 f"{type(self._model).__name__} cannot be run layer by layer (calibrate, tune): "
-                f"{one_line(str(error), limit=200)}; convert without statistics needs no run"
+                f"{one_line(str(error), limit=200)}; {WITHOUT_RUN}"
             ) from error
 
 

@@ -130,7 +130,8 @@ class WeightSums:
         along = merge_windows(torch.cat(self.along).float(), world=world)
         if not bool(torch.isfinite(torch.cat((rows, columns, along))).all()):
             raise NumericsError(
-                "the squares of a weight's gradients are too large for float32; check the model's weights"
+                "the squares of a weight's gradients are NaN, or too large for float32; check the model's weights, or "
+                "leave kl out of --moments"
             )
         return WeightGradients(rows, columns, along)
 

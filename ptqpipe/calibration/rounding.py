@@ -147,8 +147,14 @@ def learn(
     per_step = max(1, settings.windows // windows_per_batch)
     _descend(choices, loss, trained, per_step=per_step, settings=settings, on_step=on_step)
     learned = held_loss()
-    if not (start < float("inf") and learned < float("inf")):
-        raise NumericsError(f"learned rounding: the loss is {learned}; check the model's weights and the data")
+    if not start < float("inf"):
+        raise NumericsError(
+            f"learned rounding: the loss is {start} before the first step; check the model's weights and the data"
+        )
+    if not learned < float("inf"):
+        raise NumericsError(
+            f"learned rounding: the loss grew from {start:.3g} to {learned}; lower --steps, or use --method gptq"
+        )
     kept = learned < start
     if not kept:
         for choice in choices.values():

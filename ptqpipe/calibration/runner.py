@@ -28,6 +28,7 @@ from ptqpipe.calibration.experts import check_known, is_stacked, observe
 from ptqpipe.calibration.kv import KeyValueObserver, make_cache
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import CheckpointError, UsageError, not_finite
+from ptqpipe.runtime.creating import WITHOUT_RUN
 from ptqpipe.runtime.loading import check_length
 
 BATCH_TOKENS = 2048  # tokens of one forward of a block, at least one window
@@ -77,7 +78,7 @@ class Block:
             out = out[0]
         if not isinstance(out, torch.Tensor) or out.shape != x.shape:
             raise CheckpointError(
-                f"'{self.name}' does not turn hidden states into hidden states; it cannot be run alone"
+                f"'{self.name}' does not turn hidden states into hidden states and cannot be run alone; {WITHOUT_RUN}"
             )
         added = self._runner.added.get(batch, {}).get(self.index)
         return out if added is None else out + added.to(out.device)

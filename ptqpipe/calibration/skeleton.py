@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import CheckpointError, first_line, missing_package
+from ptqpipe.errors import CheckpointError, first_line, is_no_memory, missing_package
 from ptqpipe.families import check_experts
-from ptqpipe.runtime.creating import empty_model, quiet
+from ptqpipe.runtime.creating import WITHOUT_RUN, empty_model, lacks, other_shape, quiet
 from ptqpipe.runtime.language_model import (
     causal_model_of,
     image_model_of,
@@ -102,21 +102,19 @@ class Skeleton:
     def load(self, names: Sequence[str], device: torch.device) -> None:
         """Fills parameters and persistent buffers. CheckpointError for one that the checkpoint lacks, or whose shape
         differs."""
-        lost = next((name for name in names if name not in self.origins and not self._is_buffer(name)), None)
+        lost = [name for name in names if name not in self.origins and not self._is_buffer(name)]
         path = next(iter(self.state.values())).source.reader.path
-        if lost is not None:
-            raise CheckpointError(f"{path} lacks '{lost}', which its model needs; names must be those of its own model")
+        if lost:
+            raise lacks(path, lost)
         wanted = {origin: self.state[origin] for name in names for origin in self.origins.get(name, ())}
         info = _load(self, wanted, device)
         if info.mismatched_keys:
             name, found, expected = sorted(info.mismatched_keys, key=str)[0]
-            raise CheckpointError(
-                f"{path} has '{name}' of {tuple(found)}, its config.json says {tuple(expected)}; check the weights"
-            )
+            raise other_shape(path, name, found, expected)
         for name in names:
             if self._tensor(name).is_meta:
                 raise CheckpointError(
-                    f"transformers did not make '{name}' of {self.origins[name]}; update transformers"
+                    f"transformers did not make '{name}' of {self.origins[name]}; update transformers, or {WITHOUT_RUN}"
                 )
 
     def free(self, names: Sequence[str]) -> None:
@@ -233,6 +231,8 @@ def _load(skeleton: Skeleton, wanted: Mapping[str, LazyTensor], device: torch.de
         with quiet(), torch.no_grad():
             info, _ = convert(skeleton.model, dict(wanted), settings, **old)
     except RuntimeError as error:
+        if is_no_memory(error):
+            raise
         raise CheckpointError(f"the weights do not fit config.json: {first_line(error)}") from None
     for parameter in skeleton.model.parameters():
         parameter.requires_grad_(False)
@@ -247,7 +247,7 @@ def _check_apart(model: Any, blocks: Iterable[tuple[str, Any]], origins: Mapping
         if name.startswith(layers) and name not in origins and other in origins:
             raise CheckpointError(
                 f"{type(model).__name__} has one weight in several decoder layers ('{name}' is '{other}') and cannot "
-                "be run layer by layer; convert it without statistics"
+                f"be run layer by layer; {WITHOUT_RUN}"
             )
 
 
@@ -263,7 +263,7 @@ def _find_blocks(model: Any, source: Source) -> tuple[tuple[str, torch.nn.Module
     if not lists:
         raise CheckpointError(
             f"{source.reader.path}: {type(model).__name__} has no list of {count} decoder layers; it cannot be run "
-            "layer by layer"
+            f"layer by layer; {WITHOUT_RUN}"
         )
     name, found = min(lists, key=lambda entry: entry[0].count("."))
     return tuple((f"{name}.{i}", module) for i, module in enumerate(found))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ptqpipe.checkpoint.header import shown
-from ptqpipe.errors import CheckpointError
+from ptqpipe.errors import CheckpointError, read_failure
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
 COUNT: Final = "a count"
@@ -26,7 +26,9 @@ def read_versioned(path: Path, wanted: Any, *, version: int, remedy: str) -> dic
     """
     try:
         content: dict[str, Any] = json.loads(read_regular(path, limit=MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{shown(str(path))} cannot be read: {read_failure(error)}") from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{shown(str(path))} is damaged: {error}; {remedy}") from None
     check_fields(path, content, {"version": COUNT}, remedy=remedy)
     if content["version"] != version:

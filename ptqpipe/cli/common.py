@@ -25,7 +25,7 @@ from ptqpipe._version import __version__
 from ptqpipe.cli.foreign import hold_back
 from ptqpipe.cli.help import Command, Commands, examples
 from ptqpipe.cli.lines import fitted, say
-from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, failure, first_line, is_panic, one_line
+from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, failure, first_line, is_no_memory, is_panic, one_line
 from ptqpipe.options import PipelineOptions, RecipeOptions, pipeline_fields, recipe_fields
 
 if TYPE_CHECKING:
@@ -168,11 +168,7 @@ def _errors_in_one_line(leaves: Callable[[], str]) -> Iterator[None]:
         _fail("; ".join([one_line(reason), *getattr(error, "__notes__", ())]), 1)
 
 
-# What libraries say, in errors of any kind, when the system gives no memory, and when it gives no thread.
-_NO_MEMORY = re.compile(
-    "bad_alloc|can't allocate|cannot allocate|not enough memory|out of memory|failed to map segment|failed to allocate",
-    re.I,
-)
+# What libraries say, in errors of any kind, when the system gives no thread.
 _NO_THREAD = re.compile("can't start new thread|cannot create thread|ThreadPoolBuildError|pthread_create", re.I)
 
 
@@ -188,7 +184,12 @@ def _out_of_resources(error: BaseException) -> str | None:
             return f"the system starts no more threads ({text}); {remedy} (ulimit -u and -v, or its container's)"
     elif not isinstance(error, MemoryError | ImportError):
         return None
-    if isinstance(error, MemoryError) or _NO_MEMORY.search(text):
+    if type(error).__name__ == "OutOfMemoryError":  # of torch: no limit of this process is in the way
+        sizes = ("workers", "max_memory", "batch_size", "kv_cache_size")
+        less = [f"lower --{name.replace('_', '-')}" for name in sizes if name in options]
+        less += ["use --device cpu"] * ("device" in options)
+        return f"out of memory on the GPU ({text}); {', '.join(['end other programs on it', *less])}"
+    if is_no_memory(error):
         known = "" if text == type(error).__name__ else f" ({text})"
         return f"out of memory{known}; {remedy} (ulimit -v, or its container's)"
     return f"a library gave up: {text}; check the model's tokenizer, and the text" if is_panic(error) else None
@@ -306,5 +307,8 @@ def _environment(name: str, default: int | None, *, least: int) -> int:
         return default
     if text is None or not re.fullmatch(r"\d{1,9}", text.strip()) or int(text) < least:
         found = "not set" if text is None else repr(text)
-        raise UsageError(f"{name} in the environment is {found}, expected a number; start with torchrun, or unset it")
+        raise UsageError(
+            f"{name} in the environment is {found}, expected a number of {least} or more; start with torchrun, or "
+            "unset it"
+        )
     return int(text)

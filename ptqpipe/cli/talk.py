@@ -44,7 +44,10 @@ class Conversation:
             self._headers["authorization"] = f"Bearer {api_key}"
         with self._open("/v1/models") as response:
             try:
-                found = json.load(response)["data"][0]
+                models = json.load(response)["data"]
+                if models == []:
+                    raise PtqError(f"the service at {self._url} has no model to talk with; load one there")
+                found = models[0]
                 self.model, self.chats = str(found["id"]), bool(found.get("chat", True))
             except (ValueError, LookupError, TypeError, AttributeError, HTTPException):
                 raise PtqError(f"what answers at {self._url} is no service of OpenAI's API; check --url") from None
@@ -98,11 +101,14 @@ class Conversation:
             raise PtqError(_reason(error)) from None
         except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", error)
-            raise PtqError(f"no service answers at {self._url}: {one_line(str(reason))}; check --url") from None
+            remedy = "it may be busy, try again" if isinstance(reason, TimeoutError) else "start it, or check --url"
+            raise PtqError(f"no service answers at {self._url}: {one_line(str(reason))}; {remedy}") from None
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
     """What a service says of a request that it refuses."""
+    if error.code == 401:
+        return f"the service refuses the key ({error.reason}); give the one it knows with --api-key"
     with error, suppress(ValueError, KeyError, TypeError):
         return one_line(str(json.load(error)["error"]["message"]))
     return f"the service answers {error.code} {error.reason}; is it one of OpenAI's API?"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ptqpipe.engine.batch import Batch, unpack
 from ptqpipe.engine.runner import ModelRunner
-from ptqpipe.errors import PtqError, one_line
+from ptqpipe.errors import PtqError, is_no_memory, one_line
 
 _BEAT, _CLOSE = 0, -1
 RunCollective = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
@@ -46,6 +46,11 @@ class Leader:
             self._send(packed)
             return self._runner.run(batch)
         except RuntimeError as error:
+            if is_no_memory(error):
+                reason = one_line(str(error), limit=300)
+                raise PtqError(
+                    f"the leading rank is out of memory ({reason}); lower --kv-cache-size or --max-num-seqs"
+                ) from error
             raise PtqError(self._lost(one_line(str(error), limit=300))) from error
 
     def beat(self) -> None:
@@ -86,6 +91,8 @@ def follow(runner: ModelRunner, group: dist.ProcessGroup | None = None) -> None:
             dist.broadcast(packed, src=0, group=group)
             runner.run(unpack(packed))
         except RuntimeError as error:
+            if is_no_memory(error):
+                raise
             raise PtqError(f"the leading rank does not answer: {one_line(str(error), limit=300)}") from error
 
 

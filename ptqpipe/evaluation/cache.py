@@ -70,7 +70,10 @@ class CachedLogits:
             self._model = self._make()
         logits = model_logits(self._model, batch, tokens)
         if logits.shape[-1] != self.vocabulary:
-            raise CheckpointError(f"a model with a vocabulary of {self.vocabulary} gives {logits.shape[-1]} logits")
+            raise CheckpointError(
+                f"a model with a vocabulary of {self.vocabulary} gives {logits.shape[-1]} logits; check vocab_size in "
+                "config.json"
+            )
         raw = encode(logits)
         data = raw.numpy().data
         with suppress(OSError):

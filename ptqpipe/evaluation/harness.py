@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from ptqpipe.errors import PtqWarning, UsageError, first_line, missing_package, tokenizer_errors
+from ptqpipe.errors import PtqWarning, UsageError, first_line, missing_package, read_failure, tokenizer_errors
 from ptqpipe.regular_file import MAX_TEXT_BYTES, read_regular_text
 
 LOCAL_TASKS = Path(__file__).resolve().parent / "tasks"
@@ -106,8 +106,10 @@ def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, progress: boo
         try:
             tasks = manager.load(specs)["tasks"]
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError, DatasetsError) as error:
+            remedy = "local_ tasks need no hub" if isinstance(error, OSError | DatasetsError) else "leave that task out"
+            remedy = "install that package" if isinstance(error, ImportError) else remedy
             raise UsageError(
-                f"the tasks {', '.join(request.names)} cannot be loaded: {first_line(error)}; local_ tasks need no hub"
+                f"the tasks {', '.join(request.names)} cannot be loaded: {first_line(error)}; {remedy}"
             ) from None
         lm = _language_model()(pretrained=model, tokenizer=tokenizer, batch_size=request.batch_size)
         with _without_git(), _in_one_process(), tokenizer_errors("a text of the tasks"):
@@ -282,7 +284,7 @@ def _check_rows(file: Path, fields: Sequence[str]) -> None:
     try:
         lines = read_regular_text(file, limit=MAX_TEXT_BYTES).splitlines()
     except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}; check the task's data") from None
+        raise UsageError(f"{file} cannot be read: {read_failure(error)}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8 text (byte {error.start}); expected JSON lines") from None
     for number, line in enumerate(lines, 1):

@@ -8,7 +8,7 @@ tokens add. docs/evaluation.md has the measured errors.
 
 import torch
 
-from ptqpipe.errors import NumericsError
+from ptqpipe.errors import not_finite
 
 STEPS = 2048  # of a nat
 MOST = 2  # bytes for each token of the vocabulary, at most
@@ -24,7 +24,7 @@ def encode(logits: torch.Tensor) -> torch.Tensor:
     for rows in torch.split(logits, max(1, _ROWS // logits.shape[1])):
         nats = -rows.float().log_softmax(-1)
         if bool(nats.isnan().any()):
-            raise NumericsError("the source gives logits that are not numbers (NaN); it is broken")
+            raise not_finite("the source gives logits that are not numbers (NaN)", logits.dtype)
         codes = (nats * STEPS).round().clamp_(0, 2**16 - 1).to(torch.int32)
         high = (codes >> 8).to(torch.uint8)
         highs.append(high.flatten())

@@ -89,4 +89,7 @@ def _check_finite(scores: Scores) -> None:
     for name, values in (("model", scores.nll), ("baseline", scores.nll_reference)):
         if values is not None and not bool(torch.isfinite(values).all()):
             where = int((~torch.isfinite(values)).nonzero()[0])
-            raise NumericsError(f"the {name} gives no probability to scored token {where} (NaN or zero); it is broken")
+            raise NumericsError(
+                f"the {name} gives no probability to scored token {where} (NaN or zero); use --dtype fp32, or "
+                "check its weights"
+            )

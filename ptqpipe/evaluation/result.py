@@ -192,9 +192,11 @@ def read_result(path: Path, *, run_id: str | None) -> dict[str, Any]:
     damage.
     """
     content = read_json_object(path)
-    if content.get("version") != VERSION:
+    if "version" not in content:
+        raise CheckpointError(f"{path} is no result of ptqpipe eval; give what `ptqpipe eval -o` wrote")
+    if content["version"] != VERSION:
         raise CheckpointError(
-            f"eval file {path} has version {content.get('version')!r}, expected {VERSION}; run ptqpipe eval again"
+            f"eval file {path} has version {content['version']!r}, expected {VERSION}; run ptqpipe eval again"
         )
     measured = content.get("checkpoint")
     measured_id = measured.get("run_id") if isinstance(measured, Mapping) else None
@@ -212,7 +214,9 @@ def read_result(path: Path, *, run_id: str | None) -> dict[str, Any]:
         names = {"baseline": str(baseline["name"]) if baseline else "", "settings": ", ".join(words), "made": made}
         return {**names, **rows}
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"eval file {path} is damaged ({type(error).__name__}: {error})") from None
+        raise CheckpointError(
+            f"eval file {path} is damaged ({type(error).__name__}: {error}); run ptqpipe eval again"
+        ) from None
 
 
 def _checked(row: Row, kind: str) -> dict[str, Any]:

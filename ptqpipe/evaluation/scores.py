@@ -207,7 +207,9 @@ def _checked_vocabulary(model: Any, reference: Any, tokens: torch.Tensor) -> int
     low, high = int(tokens.min()), int(tokens.max())
     if sizes and not 0 <= low <= high < sizes[0]:
         bad = low if low < 0 else high
-        raise UsageError(f"token {bad} is outside the model's vocabulary of {sizes[0]}; is this the model's tokenizer?")
+        raise UsageError(
+            f"token {bad} is outside the model's vocabulary of {sizes[0]}; use text and tokenizer of this model"
+        )
     return sizes[0] if sizes else high + 1
 
 

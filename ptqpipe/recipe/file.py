@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from ptqpipe.errors import PtqError, RecipeError, did_you_mean
+from ptqpipe.errors import PtqError, RecipeError, did_you_mean, one_line, read_failure
 from ptqpipe.families import DEFAULT_KEEP, Keep
 from ptqpipe.options import ALGORITHMS, RecipeOptions
 from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Recipe, Rule
@@ -86,16 +86,21 @@ def load_recipe(path: Path) -> Recipe:
             remedy = f"give a YAML file, or one of {', '.join(named_recipes())}"
         raise RecipeError(f"recipe {path} does not exist; {remedy}") from None
     except OSError as error:
-        raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from None
+        raise RecipeError(f"recipe {path} cannot be read: {read_failure(error)}") from None
     except RecipeError as error:  # of `_Loader`
         raise RecipeError(f"recipe {path} has the key {error} twice; give it once") from None
     except _MergesTooMuch as error:
         number = error.problem_mark.line + 1 if error.problem_mark is not None else 0
         most = f"{_MOST_MERGED} mappings or {_MOST_KEYS} keys"
         raise RecipeError(f"recipe {path} merges more than {most} by << at line {number}; write them out") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        where = getattr(error, "problem_mark", None)
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"recipe {path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    except RecursionError:
+        raise RecipeError(f"recipe {path} nests too deep; `ptqpipe recipes NAME` prints an example") from None
+    except yaml.YAMLError as error:
+        where, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = f" at line {where.line + 1}" if where is not None else ""
+        line += f": {one_line(problem, limit=100)}" if problem else ""
         raise RecipeError(f"recipe {path} is not YAML{line}; `ptqpipe recipes NAME` prints an example") from None
     try:
         return parse_recipe(raw)
@@ -107,8 +112,10 @@ def parse_recipe(raw: Any) -> Recipe:
     """A recipe from parsed YAML; RecipeError for unknown keys, wrong types and contradictions."""
     own, plain = ("rules", "keep", "fuse", "description"), get_type_hints(Recipe)
     top = _mapping(raw, "the recipe", {"version", *plain})
-    if top.get("version") != 1 or top["version"] is True:
-        raise RecipeError(f"version is {_shown(top.get('version'))}, expected 1")
+    if "version" not in top:
+        raise RecipeError("the recipe has no version; write version: 1")
+    if top["version"] != 1 or top["version"] is True:
+        raise RecipeError(f"version is {_shown(top['version'])}, expected 1")
     rules = tuple(_rule(item, index) for index, item in enumerate(_list(top.get("rules"), "rules")))
     given = {key: _value(top[key], key, kind) for key, kind in plain.items() if key in top and key not in own}
     given["description"] = _optional(top.get("description"), "description", str) or ""
@@ -160,7 +167,7 @@ def _list(raw: Any, where: str) -> Sequence[Any]:
 
 def _text(raw: Any, where: str) -> str:
     if not isinstance(raw, str) or not raw:
-        raise RecipeError(f"{where} must be text, got {_shown(raw)}")
+        raise RecipeError(f"{where} must be text that is not empty, got {_shown(raw)}")
     return raw
 
 

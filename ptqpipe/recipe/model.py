@@ -91,7 +91,7 @@ class Recipe(CheckpointOptions):
         if self.rotations and any(rule.low_rank for rule in self.rules):
             raise RecipeError("rotate and low_rank are not offered together; leave one of them out")
         if self.input_amax is not None and not 0.0 < self.input_amax < 1e30:
-            raise RecipeError(f"input_amax {self.input_amax} must be a positive number")
+            raise RecipeError(f"input_amax {self.input_amax} is out of range; use a number above 0 and below 1e30")
         check_options(self)
 
     @property
@@ -227,7 +227,9 @@ class Recipe(CheckpointOptions):
         if again != described:
             keys = sorted(again.keys() | described.keys())
             key = next((key for key in keys if again.get(key) != described.get(key)), "?")
-            raise RecipeError(f"the recipe's {key} is not one that this version writes")
+            raise RecipeError(
+                f"the recipe's {key} is not one that this version writes: a newer one wrote it, or it was changed"
+            )
         return recipe
 
     @property

@@ -115,7 +115,9 @@ def write_scales(
 
 def _scales(spec: TensorSpec, amax: torch.Tensor) -> torch.Tensor:
     if not bool(torch.isfinite(amax).all()):
-        raise NumericsError(f"{spec.name} would not be finite; calibrate again with --dtype float32")
+        raise NumericsError(
+            f"{spec.name} would not be finite; calibrate again with --dtype fp32, or check the model's weights"
+        )
     if len(spec.shape) == 3:
         if len(amax) != spec.shape[0]:
             raise UsageError(f"{spec.name} has {spec.shape[0]} heads, the statistics {len(amax)}; calibrate this model")

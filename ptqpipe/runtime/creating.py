@@ -7,7 +7,7 @@ Whatever transformers raises meanwhile becomes one line whose remedy fits its ca
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +17,16 @@ from typing import Any
 import torch
 
 from ptqpipe.checkpoint import read_json_object, refuse_pipes
-from ptqpipe.errors import CheckpointError, PtqError, UsageError, did_you_mean, first_line, missing_package, nearest
+from ptqpipe.errors import (
+    CheckpointError,
+    PtqError,
+    UsageError,
+    did_you_mean,
+    first_line,
+    is_no_memory,
+    missing_package,
+    nearest,
+)
 
 # Keys of config.json that choose code or what a run returns, not what the model is: implementations by name (also of a
 # repository on the hub), kernels, fused or distributed layers, files to load; and code that comes with the checkpoint.
@@ -85,10 +94,10 @@ def creating(path: Path, *, done: Callable[[], bool] = lambda: False) -> Iterato
     try:
         with quiet():
             yield
-    except (PtqError, MemoryError):
+    except PtqError:
         raise
     except Exception as error:  # of what kind depends on the family's code
-        if done():
+        if done() or is_no_memory(error):
             raise
         what = f"transformers cannot create a model from {path / 'config.json'}"
         raise _refused(what, error, "its values contradict each other") from None
@@ -149,3 +158,30 @@ def _refused(what: str, error: Exception, cause: str) -> PtqError:
     if not isinstance(error, (ValueError, OSError)):
         reason = f"{type(error).__name__} {reason}"
     return CheckpointError(f"{what}: {reason}; {cause}: copy the file of the model's publisher, or {WITHOUT_RUN}")
+
+
+def lacks(path: Path, names: Sequence[str]) -> CheckpointError:
+    """The error of a checkpoint without tensors that its model needs."""
+    return CheckpointError(
+        f"{path} lacks {names[0]!r} ({len(names)} in all), which its model needs: a file is not there, {_other_names()}"
+    )
+
+
+def no_place(path: Path, name: str) -> CheckpointError:
+    """The error of a quantized tensor that its model does not take."""
+    return CheckpointError(f"{path} has a quantized {name!r} that its model has no place for: {_other_names()}")
+
+
+def other_shape(path: Path, name: str, stored: Sequence[int], expected: Sequence[int]) -> CheckpointError:
+    """The error of a tensor whose shape is not the one that config.json says."""
+    found, wanted = ("x".join(map(str, shape)) or "a number" for shape in (stored, expected))
+    return CheckpointError(
+        f"{path}: {name!r} is {found}, its config.json makes it {wanted}; one of the two is of another model or damaged"
+    )
+
+
+def _other_names() -> str:
+    return (
+        f"config.json is of another model, or transformers {version('transformers')} has other names; copy config.json "
+        "and all weights from where the model was published, or update transformers"
+    )

@@ -19,11 +19,12 @@ from ptqpipe.containers import StoredWeight
 from ptqpipe.errors import UsageError
 from ptqpipe.families import in_mtp_layers
 from ptqpipe.runtime.activations import GROUP, InputQuantizer
+from ptqpipe.runtime.creating import other_shape
 from ptqpipe.runtime.language_model import lacks_head, without_head
 from ptqpipe.runtime.linear import PackedLinear
 from ptqpipe.runtime.names import Home, Homes, with_expert_names
 from ptqpipe.runtime.parallel import TensorParallel
-from ptqpipe.runtime.replace import PackedPlace, other_shape, packed_places
+from ptqpipe.runtime.replace import PackedPlace, packed_places
 from ptqpipe.runtime.shard import ShardPlan, axis_of, connect, is_transposed, make_plan, shrink
 from ptqpipe.runtime.simulate import input_quantizer, simulate_activations, simulate_kv_cache
 from ptqpipe.runtime.state import LazyTensor, Region, lazy_state, parameter_names
@@ -165,7 +166,7 @@ def _check_shape(model: Any, source: Source, name: str, homes: Sequence[Home]) -
         if home.plain and not home.merged:
             expected = tuple(getattr(model.get_submodule(home.module), home.leaf).shape)
             if expected != tuple(stored):
-                raise other_shape(source, name, stored, expected)
+                raise other_shape(source.reader.path, name, stored, expected)
 
 
 def _blocks(source: Source, homes: Mapping[str, list[Home]]) -> dict[str, int]:

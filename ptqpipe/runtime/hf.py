@@ -34,6 +34,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ptqpipe.containers import container_names, get_container, has_integers
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.runtime.creating import no_place
 from ptqpipe.runtime.fill import Filling, override_loading, prepare
 from ptqpipe.runtime.linear import PackedLinear
 from ptqpipe.runtime.parallel import AllReduce, TensorParallel
@@ -175,8 +176,7 @@ def _check_places(model: Any, filling: Filling) -> None:
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     for name, homes in filling.homes.items():
         if name in filling.source.stored and not homes and not any(pattern.search(name) for pattern in ignored):
-            path = filling.source.reader.path
-            raise CheckpointError(f"{path} has a quantized {name!r} that {type(model).__name__} has no place for")
+            raise no_place(filling.source.reader.path, name)
 
 
 def _last_module(model: Any) -> str:

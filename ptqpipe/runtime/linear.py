@@ -111,7 +111,10 @@ class PackedLinear(torch.nn.Module):
         w._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it alone, as a loaded one
         if self.loaded:
             if self.quantizer is not None and self.quantizer.rotation:
-                raise CheckpointError("the model multiplies with a weight itself whose inputs are to be rotated")
+                raise CheckpointError(
+                    "the model multiplies with a weight itself whose inputs are to be rotated; convert it without "
+                    "--rotate of this role"
+                )
             self.unpacked = w
         return w
 

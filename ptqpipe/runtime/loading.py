@@ -18,9 +18,18 @@ from torch.distributed import ProcessGroup
 
 from ptqpipe.checkpoint import refuse_pipes
 from ptqpipe.dtypes import FLOATS
-from ptqpipe.errors import CheckpointError, PtqWarning, UsageError, first_line, is_panic, missing_package, one_line
+from ptqpipe.errors import (
+    CheckpointError,
+    PtqWarning,
+    UsageError,
+    first_line,
+    is_no_memory,
+    is_panic,
+    missing_package,
+    one_line,
+)
 from ptqpipe.families import check_experts
-from ptqpipe.runtime.creating import create_config, creating, quiet
+from ptqpipe.runtime.creating import create_config, creating, lacks, no_place, other_shape, quiet
 from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare
 from ptqpipe.runtime.language_model import causal_model_of, keep_language_model, named_model_of
 from ptqpipe.runtime.mtp import add_mtp, find_mtp, require_mtp
@@ -154,8 +163,8 @@ def check_device(device: str) -> None:
         raise UsageError(f"device {device!r} is unknown; use cpu, cuda or cuda:N")
     count = torch.cuda.device_count() if device != "cpu" else 0
     if device != "cpu" and int(device.partition(":")[2] or 0) >= count:
-        seen = f"it sees {count}" if count else "none is visible"
-        raise UsageError(f"device {device} needs a GPU that torch can use; {seen}, use cpu")
+        seen = f"it sees {count}, use cpu or a number below that" if count else "none is visible, use cpu"
+        raise UsageError(f"device {device} needs a GPU that torch can use; {seen}")
 
 
 def read_config(path: Path, model_of: Callable[[Any, Path], Any] = causal_model_of) -> Any:
@@ -223,12 +232,16 @@ def load_tokenizer(path: Path) -> Any:
     except BaseException as error:  # of what kind depends on the tokenizer's own code
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        reason = first_line(error)
+        if is_no_memory(error):
+            raise
+        reason, remedy = first_line(error), "copy the model's tokenizer files there"
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
             reason = f"it has none of {', '.join(TOKENIZER_FILES)}"
-        raise CheckpointError(
-            f"{path} has no tokenizer that transformers reads: {reason}; copy the model's tokenizer files there"
-        ) from None
+        elif "custom code" in reason:
+            reason, remedy = "it comes as code, which is never run", "copy a tokenizer.json of the model there"
+        elif isinstance(error, ImportError) or "install" in reason.lower():
+            remedy = "install that package"
+        raise CheckpointError(f"{path} has no tokenizer that transformers reads: {reason}; {remedy}") from None
 
 
 def dtype_of(dtype: torch.dtype | str, config: Any) -> torch.dtype:
@@ -283,6 +296,8 @@ def _fill(source: Source, model_of: tuple[Any, Any], dtype: torch.dtype, state: 
                 None, config=config, state_dict={}, dtype=dtype, output_loading_info=True
             )
     except RuntimeError as error:
+        if is_no_memory(error):
+            raise
         raise CheckpointError(f"{path} does not fit its config.json: {first_line(error)}") from None
     _check_fit(source, info)
     model.config.name_or_path = str(path)
@@ -296,16 +311,13 @@ def _check_fit(source: Source, info: Any) -> None:
         sorted(info[key], key=str) for key in ("missing_keys", "mismatched_keys", "unexpected_keys")
     )
     if missing:
-        raise CheckpointError(
-            f"{path} lacks {missing[0]!r} ({len(missing)} in all), which its model needs; names must be those of the "
-            "model's own checkpoint"
-        )
+        raise lacks(path, missing)
     if mismatched:
-        raise CheckpointError(f"{path} has another shape than its config.json says: {mismatched[0]}")
+        raise other_shape(path, *mismatched[0])
     if unexpected:
         lost = next((name for name in unexpected if name in source.stored), None)
         if lost is not None:
-            raise CheckpointError(f"{path} has a quantized {lost!r} that its model has no place for")
+            raise no_place(path, lost)
         warnings.warn(
             one_line(f"{path}: the model has no place for {unexpected[0]!r} ({len(unexpected)} in all); left out"),
             PtqWarning,

@@ -124,7 +124,7 @@ def add_mtp(model: Any, found: tuple[Mtp, int]) -> list[Any]:
     except (AttributeError, TypeError, IndexError, KeyError) as error:
         raise CheckpointError(
             f"the multi-token prediction layer of {type(model).__name__} cannot be made of its decoder layers: "
-            f"{type(error).__name__} {error}"
+            f"{type(error).__name__} {error}; leave its use out (--speculative, --mtp)"
         ) from None
     parts: Mapping[str, str] = {
         names.join: "eh_proj", names.tokens: "enorm", names.states: "hnorm", names.last: "norm",

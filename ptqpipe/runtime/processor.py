@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.checkpoint import refuse_pipes
-from ptqpipe.errors import CheckpointError, UsageError, first_line
+from ptqpipe.errors import CheckpointError, PtqError, UsageError, first_line, is_no_memory, missing_package
 from ptqpipe.runtime.creating import quiet
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
@@ -34,10 +34,16 @@ class Processor:
         try:
             with quiet():
                 self._made = _load(path, config)
+        except PtqError:
+            raise
+        except ImportError as error:
+            raise UsageError(f"the images of {path}: {first_line(error)}; install that package") from None
         except Exception as error:  # of what kind depends on the processor's own code
+            if is_no_memory(error):
+                raise
             raise CheckpointError(
                 f"transformers cannot create an image processor from {path}: {first_line(error)}; check its "
-                "preprocessor_config.json"
+                f"{' and '.join(name for name in _FILES if (path / name).is_file())}"
             ) from None
         self.token: int = token
         marks = (getattr(self._made, "image_token", None), self._made.tokenizer.convert_ids_to_tokens(token))
@@ -71,7 +77,7 @@ def _load(path: Path, config: Any) -> Any:
     found: Any = processor_class_from_name(PROCESSOR_MAPPING_NAMES.get(config.model_type, ""))
     if found is None or not hasattr(found, "get_attributes"):
         name = PROCESSOR_MAPPING_NAMES.get(config.model_type, "a processor")
-        raise CheckpointError(f"{name} needs torchvision, install it with: pip install 'ptqpipe[images]'")
+        raise missing_package(name, "torchvision", "ptqpipe[images]")
     return _without_videos(found, path)
 
 

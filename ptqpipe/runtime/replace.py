@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import CheckpointError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.creating import other_shape
 from ptqpipe.runtime.experts import first_stack, is_experts, is_turned, use_layers
 from ptqpipe.runtime.linear import PackedLinear, Stacked, side_by_side
 from ptqpipe.runtime.names import Home
@@ -127,16 +127,7 @@ def _check_experts(module: Any, leaf: str, source: Source, by_expert: Sequence[S
         expected = (rows // len(parts), columns)  # a gate's and an up part's have equal shares of the rows
         for name in parts:
             if source.stored[name].shape != expected:
-                raise other_shape(source, name, source.stored[name].shape, expected)
-
-
-def other_shape(source: Source, name: str, stored: Sequence[int], expected: Sequence[int]) -> CheckpointError:
-    """The error of a tensor whose shape is not the one that config.json says."""
-    found, wanted = ("x".join(map(str, shape)) or "a number" for shape in (stored, expected))
-    return CheckpointError(
-        f"{source.reader.path}: {name!r} is {found}, its config.json makes it {wanted}; one of the two is of another "
-        "model or damaged"
-    )
+                raise other_shape(source.reader.path, name, source.stored[name].shape, expected)
 
 
 def multiplies_only(module: torch.nn.Module) -> bool:

@@ -99,7 +99,10 @@ def input_quantizer(
     if not activations or not stored.scheme.needs_input_global_scale:
         return InputQuantizer(activation, rotation=rotation)
     if part is None:
-        raise CheckpointError(f"{stored.weight} has no static scale of its input, which {activation} needs")
+        raise CheckpointError(
+            f"{stored.weight} has no static scale of its input, which {activation} needs; copy all "
+            "files of the checkpoint again, or use activations 'none'"
+        )
     value = source.reader.read(part.name).float().reshape(-1)
     check_positive(value, part.name)
     fixed = float(value[expert if part.stacked and expert else 0])

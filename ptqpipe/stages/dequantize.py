@@ -142,6 +142,8 @@ def _prepare(source: Source, out: Path, dtype: str) -> Dequantization:
 def _rounded(rows: torch.Tensor, dtype: torch.dtype, weight: str) -> torch.Tensor:
     rounded = rows.to(dtype)
     if dtype is torch.float16 and not bool(torch.isfinite(rounded).all()):
+        if not bool(torch.isfinite(rows).all()):
+            raise NumericsError(f"{weight} has NaN or inf; the checkpoint is damaged, copy or convert it again")
         raise NumericsError(f"{weight} has numbers beyond 65504, which fp16 cannot hold; use --dtype bf16")
     return rounded
 

@@ -47,6 +47,8 @@ def read_partials(path: Path, *, tensor: str | None, weight: str | None) -> Inpu
     """
     entries = {entry.name: entry for entry in parse_file(path).entries}
     if tensor is None:
+        if not entries:
+            raise UsageError(f"{path} holds no tensors; give a file with partials")
         if len(entries) != 1:
             raise UsageError(f"{path} holds {len(entries)} tensors; name one with --tensor")
         tensor = next(iter(entries))
@@ -54,7 +56,8 @@ def read_partials(path: Path, *, tensor: str | None, weight: str | None) -> Inpu
     if weight is None:
         if values.ndim < 2 or values.shape[0] < 2 or not values.numel():
             raise UsageError(
-                f"{tensor} is {list(values.shape)}, expected [ranks, ...]; give inputs together with --weight"
+                f"{tensor} is {list(values.shape)}, expected [ranks, ...] of 2 ranks or more; give inputs "
+                "together with --weight"
             )
         return given(tensor, values.reshape(values.shape[0], -1))
     matrix = _read(path, entries, weight)

@@ -127,7 +127,9 @@ class _Finder:
         """A 2-D weight, or its rows [start, stop)."""
         shape = self.tensors[name][1]
         if len(shape) != 2:
-            raise CheckpointError(f"'{name}' has the shape {list(shape)}, expected a matrix")
+            raise CheckpointError(
+                f"'{name}' has the shape {list(shape)}, expected a matrix; convert this model without a transform"
+            )
         n, k = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
         start, stop = rows or (0, n)
         module = name.removesuffix(".weight")
@@ -184,7 +186,9 @@ class _Finder:
         needed = () if fused else parts if self.norms.values else parts[:1]
         missing = next((leaf for leaf in (*needed, output) if leaf not in leaves), None)
         if missing is not None:
-            raise CheckpointError(f"a {self.model_type} has '{layer}.{missing}', but the checkpoint does not")
+            raise CheckpointError(
+                f"a {self.model_type} has '{layer}.{missing}', but the checkpoint does not; check the files"
+            )
         o = self.matrix(leaves[output])
         self.writers.append(o)
         if not self.norms.values:

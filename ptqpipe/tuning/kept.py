@@ -73,9 +73,12 @@ def find_kept(prepared: Conversion, skeleton: Skeleton, train: Sequence[str]) ->
             reason = None if tensor is None else reasons.get(tensor)
             own = tensor is not None and reason is not None and tensor not in source.stored
             if tensor is None or not own or source.tensors[tensor][0] not in FLOAT_DTYPES:
+                why, remedy = "it is a part of one, or is stored in codes", ""
+                if tensor is not None and reason is None and tensor not in source.stored:
+                    why, remedy = "the recipe quantizes it", ", or keep it with --ignore"
                 raise UsageError(
-                    f"--train {kind}: '{name}' is no float tensor of its own in the output (the recipe quantizes it, "
-                    f"or it is a part of one); leave {kind} out, or keep it with --ignore"
+                    f"--train {kind}: '{name}' is no float tensor of its own in the output ({why}); leave {kind} out"
+                    f"{remedy}"
                 )
             if reason == BIAS_REASON:
                 raise UsageError(

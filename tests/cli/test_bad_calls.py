@@ -71,7 +71,7 @@ def test_a_bad_call_of_convert_is_one_line_and_leaves_everything_as_it_was(
     ("env", "words"),
     [
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE in the environment is 'many'"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE in the environment is '0', expected a number of 1 or more"),
         ({"WORLD_SIZE": "2"}, "RANK in the environment is not set"),
         ({"WORLD_SIZE": "2", "RANK": "x"}, "RANK in the environment is 'x'"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2 of WORLD_SIZE 2"),

@@ -151,7 +151,6 @@ MEMORY = (
     MemoryError("the system has no 5 bytes"),
     RuntimeError("std::bad_alloc"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
     ImportError("libtorch_cpu.so: failed to map segment from shared object"),
     OSError(errno.ENOMEM, "Cannot allocate memory"),
 )
@@ -181,6 +180,28 @@ def test_what_memory_does_not_suffice_for_is_one_line_with_what_this_command_can
     (line,) = result.stderr.strip().splitlines()
     assert line.startswith("Error: out of memory")
     assert remedy in line
+
+
+@pytest.mark.parametrize(
+    ("command", "stage", "remedy"),
+    [
+        (("convert", "model", "-o", "out"), "convert.run.convert", "lower --workers, lower --max-memory, use --device"),
+        (("inspect", "model"), "inspect.inspect", "; end other programs on it"),
+    ],
+)
+def test_a_full_gpu_is_no_limit_of_the_process(
+    here: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], stage: str, remedy: str
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(f"ptqpipe.stages.{stage}", fails)
+    result = run(*command)
+    assert result.exit_code == 1
+    line = result.stderr.strip().splitlines()[-1]
+    assert line.startswith("Error: out of memory on the GPU (CUDA out of memory. Tried to allocate 2 GiB); end other")
+    assert remedy in line
+    assert "ulimit" not in line
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,13 @@ def test_an_eval_file_of_something_else_is_refused(
         gather(pair[1], evaluation=file)
 
 
+def test_a_file_that_is_no_eval_file_is_not_of_another_version(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    file = tmp_path / "eval.json"
+    file.write_text(json.dumps({"results": {}}))
+    with pytest.raises(CheckpointError, match=r"eval\.json is no result of ptqpipe eval; give what"):
+        gather(pair[1], evaluation=file)
+
+
 def test_texts_of_both_models_part_at_a_word(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """ "father" and "friends" begin alike, but they are not the same word."""
     rows = [("the father went", "the friends left"), ("same all along", "same all along, and on"), ("now", "new")]

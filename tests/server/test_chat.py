@@ -104,7 +104,7 @@ class Other(BaseHTTPRequestHandler):
     ("models", "message"),
     [
         (b"<html>a page</html>", "is no service of OpenAI's API; check --url"),
-        (b'{"data": []}', "is no service of OpenAI's API"),
+        (b'{"data": []}', "has no model to talk with; load one there"),
         (b"[1]", "is no service of OpenAI's API"),
         (b'{"data": [{"id": "m", "chat": false}]}', "the answer broke off: the service has closed the connection"),
     ],

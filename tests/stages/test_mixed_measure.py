@@ -76,9 +76,13 @@ def test_an_interrupted_measurement_continues(model: Path, text: Path, tmp_path:
 
 def test_measurements_of_another_run_are_refused(model: Path, text: Path, tmp_path: Path) -> None:
     record = tmp_path / "m.jsonl"
-    for content in ('{"version": 1, "model": "other"}\n', "no json\n", '{"version": 1}\n{"group": 3}\n'):
+    for content, says in (
+        ('{"version": 1, "model": "other"}\n', "another model, text or window"),
+        ("no json\n", "is no record of measurements, or damaged; move it away"),
+        ('{"version": 1}\n{"group": 3}\n', "is no record of measurements, or damaged"),
+    ):
         record.write_text(content)
-        with pytest.raises(UsageError, match="another model, text or window"):
+        with pytest.raises(UsageError, match=says):
             measured(model, text, record)
         assert record.read_text() == content
 

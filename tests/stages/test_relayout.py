@@ -20,7 +20,7 @@ from ptqpipe.errors import CheckpointError, FormatError, NumericsError, PtqError
 from ptqpipe.machine import Machine
 from ptqpipe.qtensor import QTensor
 from ptqpipe.rewriting import Done
-from ptqpipe.stages.dequantize import dequantize
+from ptqpipe.stages.dequantize import _rounded, dequantize
 from ptqpipe.stages.relayout.run import relayout
 from tests import tiny
 
@@ -401,6 +401,8 @@ def test_fp16_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(NumericsError, match=r"down_proj\.weight has numbers beyond 65504"):
         dequantize(packed, tmp_path / "half", dtype="fp16")
     assert dequantize(packed, tmp_path / "full", dtype="fp32") is not None
+    with pytest.raises(NumericsError, match="w has NaN or inf; the checkpoint is damaged"):
+        _rounded(torch.tensor([[1.0, float("nan")]]), torch.float16, "w")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])

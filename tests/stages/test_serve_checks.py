@@ -136,6 +136,25 @@ def test_a_folder_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_a_tokenizer_that_needs_a_package_or_code_is_not_answered_by_copying_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_bytes((DEMO / "config.json").read_bytes())
+    (tmp_path / "tokenizer.model").write_bytes(b"words")
+    for error, says in (
+        (ImportError("tokenizers of this kind need sentencepiece"), "need sentencepiece; install that package"),
+        (ValueError("The repository contains custom code which must be executed"), "as code, which is never run; copy"),
+        (ValueError("a bad merge"), "a bad merge; copy the model's tokenizer files there"),
+    ):
+
+        def fails(*_: object, error: Exception = error, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fails)
+        with pytest.raises(CheckpointError, match=says):
+            load_tokenizer(tmp_path)
+
+
 @pytest.mark.slow
 def test_what_the_engines_thread_refuses_has_the_exit_code_of_its_kind() -> None:
     done = CliRunner().invoke(main, ["serve", str(DEMO), "--port", "0", "--kv-cache-size", "100"])

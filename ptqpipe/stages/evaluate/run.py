@@ -253,7 +253,8 @@ def _check_tokens(text: Text, vocabulary: int) -> None:
     if low < 0 or high >= vocabulary:
         bad = low if low < 0 else high
         raise UsageError(
-            f"{text.name} has token {bad}, outside the model's vocabulary of {vocabulary}; use the model's tokenizer"
+            f"{text.name} has token {bad}, outside the model's vocabulary of {vocabulary}; use text and "
+            "tokenizer of this model"
         )
 
 

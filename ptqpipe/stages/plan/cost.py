@@ -268,7 +268,7 @@ def _scheme_errors(
             if not total.is_finite():
                 raise CheckpointError(
                     f"what the statistics say of '{module_of(member)}' is too large or too small for a cost; calibrate "
-                    "again"
+                    "again, check the model's weights, or plan without --stats"
                 )
         found.append((member.weight, total))
     return found

@@ -138,7 +138,9 @@ def _read_record(path: Path, header: Mapping[str, Any]) -> dict[tuple[str, str],
         same = not lines or lines[0] == header
         known = {(str(e["group"]), str(e["scheme"])): max(float(e["kl"]), 0.0) for e in lines[1:]}
     except (ValueError, KeyError, TypeError):
-        same, known = False, {}
+        raise UsageError(
+            f"{path} is no record of measurements, or damaged; move it away, or name another file"
+        ) from None
     if not same:
         raise UsageError(f"{path} holds measurements of another model, text or window; remove it, or name another file")
     if whole != raw:

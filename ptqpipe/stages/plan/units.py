@@ -193,7 +193,7 @@ def recipe_content(
         sizes[chosen[group.id]] += group.elements
     quantized = [name for name in sizes if name != KEEP]
     if not quantized:
-        raise UsageError("everything would be kept at this budget; there is nothing to convert")
+        raise UsageError("everything would be kept at this budget; there is nothing to convert; give a smaller budget")
     common = max(quantized, key=lambda name: sizes[name])
     rules = []
     for name in sorted(sizes, key=lambda name: (sizes[name], name)):
@@ -217,6 +217,7 @@ def forecast(source: Source, content: Mapping[str, Any], groups: Sequence[Group]
             if given.get(member.weight, KEEP) != chosen[group.id]:
                 raise RecipeError(
                     f"the recipe would make {member.weight} {given.get(member.weight, KEEP)}, the plan says "
-                    f"{chosen[group.id]}; no pattern tells its name from others"
+                    f"{chosen[group.id]}; no pattern tells its name from others; plan it with "
+                    "fewer formats"
                 )
     return outputs

@@ -215,5 +215,8 @@ def make_jobs(
 
 def _spec(name: str, entry: tuple[str, tuple[int, ...]], dtype: str | None) -> TensorSpec:
     if dtype is not None and entry[0] not in FLOAT_DTYPES:
-        raise UsageError(f"'{name}' is {entry[0]}, expected BF16, F16 or F32; factors cannot be folded into it")
+        raise UsageError(
+            f"'{name}' is {entry[0]}, expected BF16, F16 or F32; factors cannot be folded into it; "
+            "convert the model without a transform"
+        )
     return TensorSpec(name, entry[0] if dtype is None else FLOATS[dtype][0], entry[1])

@@ -314,6 +314,16 @@ def _solve_options(options: TransformOptions, name: str) -> SolveOptions:
     )
 
 
+def _beyond(spec: TensorSpec, rows: torch.Tensor) -> NumericsError:
+    """The error for rows that are not finite in the dtype of a tensor."""
+    if not bool(torch.isfinite(rows).all()):
+        return NumericsError(f"'{spec.name}' has NaN or inf; the source checkpoint is damaged")
+    remedy = (
+        "use --dtype fp32" if spec.dtype == "F16" else "check its weights, or convert the model without a transform"
+    )
+    return NumericsError(f"'{spec.name}' has numbers that {spec.dtype} cannot hold; {remedy}")
+
+
 def _write(spec: TensorSpec, weights: Weights, writer: CheckpointWriter, *, exact: bool) -> dict[str, Any]:
     """Writes one tensor of a component; its hash and what rounding cost."""
     dtype, written = FLOAT_DTYPES[spec.dtype], writer.tensor(spec.name)
@@ -324,12 +334,13 @@ def _write(spec: TensorSpec, weights: Weights, writer: CheckpointWriter, *, exac
             rounded = rows.to(dtype)
             error = float(((rounded.double() - rows) ** 2).sum())
             if not math.isfinite(error):
-                raise NumericsError(f"'{spec.name}' has numbers that {spec.dtype} cannot hold; use --dtype fp32")
+                raise _beyond(spec, rows)
             squared, energy = squared + error, energy + float((rows**2).sum())
             written.put(rounded)
     ops: list[Op] = weights.ops.get(spec.name, [])
     if squared and exact and is_exact(ops):
-        raise NumericsError(f"'{spec.name}' leaves the range of {spec.dtype} by powers of two; use --dtype fp32")
+        remedy = "use --dtype fp32" if spec.dtype != "F32" else "transform it without --power-of-two"
+        raise NumericsError(f"'{spec.name}' leaves the range of {spec.dtype} by powers of two; {remedy}")
     return {"shape": list(spec.shape), "squared_error": squared, "energy": energy, "sha256": written.sha256}
 
 
