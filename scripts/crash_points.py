@@ -71,7 +71,7 @@ class Events:
 
         for name in ("write", "pwrite", "fsync", "fdatasync", "posix_fallocate"):
             setattr(os, name, self._counted(getattr(os, name), halves=name.endswith("write")))
-        journal.fdatasync = writer.fdatasync = os.fdatasync
+        journal.fdatasync = vars(writer)["fdatasync"] = os.fdatasync
         io.open = builtins.open = self._open
         sys.addaudithook(self._audit)
 

@@ -154,6 +154,7 @@ def is_plain_decoder(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, 
         return False
     hidden, inner, heads, count, vocabulary, groups = known
     head = config.get("head_dim") or hidden // heads
+    wanted: dict[str, tuple[int, ...]]
     wanted = {"self_attn.q_proj": (heads * head, hidden), "self_attn.o_proj": (hidden, heads * head)}
     wanted |= dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (groups * head, hidden))
     wanted |= {"mlp.down_proj": (hidden, inner), **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden))}

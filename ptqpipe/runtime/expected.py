@@ -13,8 +13,8 @@ import torch
 
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.families import in_mtp_layers, is_plain_decoder, layer_count, misfits, uncounted_layers
+from ptqpipe.runtime.creating import quiet
 from ptqpipe.runtime.fill import completed, instead_of_files
-from ptqpipe.runtime.loading import quiet
 from ptqpipe.runtime.state import parameter_names
 from ptqpipe.source import Source
 
@@ -95,8 +95,11 @@ def _class_of(described: Mapping[str, Any]) -> tuple[Any, Any]:
         names = described.get("architectures")
         model_class = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
         config = transformers.CONFIG_MAPPING[str(described["model_type"])].from_dict(_without_code(described))
-        known = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-        fits = known and isinstance(config, model_class.config_class)
+        fits = (
+            isinstance(model_class, type)
+            and issubclass(model_class, transformers.PreTrainedModel)
+            and isinstance(config, getattr(model_class, "config_class", ()))
+        )
     except Exception:  # not installed, a type or numbers that it does not know
         return None, None
     return (model_class, config) if fits else (None, None)

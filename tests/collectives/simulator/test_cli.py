@@ -183,3 +183,9 @@ def test_partials_that_do_not_fit_are_one_line(partials: Path, args: tuple[str, 
     assert result.exit_code in (1, 2), result.output
     (line,) = result.stderr.splitlines()
     assert says in line
+
+
+def test_a_file_without_tensors_is_not_asked_for_a_name(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "none.safetensors")
+    result = run("--only", "error", "--ranks", "2", "--partials", tmp_path / "none.safetensors")
+    assert "holds no tensors; give a file with partials" in result.stderr
