@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import save_file
 
 from ptqpipe.checkpoint.header import header_bytes
 from ptqpipe.cli import main
