@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
-from ptqpipe.checkpoint import OF_WEIGHTS
+from ptqpipe.checkpoint import OF_WEIGHTS, TensorSpec
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.cli import main
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, PtqError, UsageError
@@ -22,7 +22,7 @@ from ptqpipe.rewriting import Done
 from ptqpipe.source import Source
 from ptqpipe.stages.transform.factors import find_factors
 from ptqpipe.stages.transform.plan import TransformOptions
-from ptqpipe.stages.transform.run import transform
+from ptqpipe.stages.transform.run import _beyond, transform
 from tests import tiny
 from tests.transforms.models import logits, make_model, make_statistics, token_ids
 
@@ -490,3 +490,17 @@ def test_a_real_gpt2_keeps_its_logits(tmp_path: Path, shared_dir: Path) -> None:
     stats = make_statistics(model, tmp_path / "stats", ids)
     run(model, tmp_path / "out", TransformOptions("smoothquant", edges=("norm", "value")), stats)
     check_same_logits(model, tmp_path / "out", ids)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "says"),
+    [
+        ("F16", 1e6, "has numbers that F16 cannot hold; use --dtype fp32"),
+        ("BF16", 1e300, "has numbers that BF16 cannot hold; check its weights"),
+        ("F32", 1e300, "has numbers that F32 cannot hold; check its weights"),
+        ("F32", float("nan"), "has NaN or inf; the source checkpoint is damaged"),
+    ],
+)
+def test_what_a_dtype_cannot_hold_gets_a_remedy_that_helps(dtype: str, value: float, says: str) -> None:
+    error = _beyond(TensorSpec("w", dtype, (1, 1)), torch.tensor([[value]], dtype=torch.float64))
+    assert says in str(error)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import save_file
 
 from ptqpipe.checkpoint.header import header_bytes
 from ptqpipe.cli import main
@@ -183,3 +184,9 @@ def test_partials_that_do_not_fit_are_one_line(partials: Path, args: tuple[str, 
     assert result.exit_code in (1, 2), result.output
     (line,) = result.stderr.splitlines()
     assert says in line
+
+
+def test_a_file_without_tensors_is_not_asked_for_a_name(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "none.safetensors")
+    result = run("--only", "error", "--ranks", "2", "--partials", tmp_path / "none.safetensors")
+    assert "holds no tensors; give a file with partials" in result.stderr
