@@ -94,7 +94,9 @@ RIGHT: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any]]] = {
 
 def made(folder: Path, change: Callable[[Tensors], Tensors], config: dict[str, Any]) -> Path:
     described = {key: x for key, x in {**tiny.LLAMA_CONFIG, **config}.items() if x is not None}
-    return tiny.save(folder, change(tiny.llama()), config=described)
+    tiny.save(folder, change(tiny.llama()))
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
 
 
 def lines_of(folder: Path) -> list[str]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from ptqpipe.families import is_plain_decoder
+
 LLAMA_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -93,19 +95,14 @@ def fused_moe(
     return t.made
 
 
-def config_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The config of a dense Llama of these tensors' layers and sizes, without its class where they are of another
-    model."""
+def config_of(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config of a dense Llama with as many layers as there are, and without its class where the tensors are not those
+    of such a model."""
     layers = {name.split(".")[2] for name in tensors if name.startswith("model.layers.")}
-    config = {**LLAMA_CONFIG, "num_hidden_layers": len(layers) or LLAMA_CONFIG["num_hidden_layers"]}
-    if not layers or tensors.keys() != llama(layers=len(layers), hidden=4, inner=1).keys():
-        del config["architectures"]
-        return config
-    vocabulary, hidden = tensors["model.embed_tokens.weight"].shape
-    inner = len(tensors["model.layers.0.mlp.gate_proj.weight"])
-    return config | {
-        "hidden_size": hidden, "intermediate_size": inner, "head_dim": hidden // 4, "vocab_size": vocabulary,
-    }  # fmt: skip
+    found = {**config, "num_hidden_layers": len(layers) or config["num_hidden_layers"]}
+    if not is_plain_decoder(found, {name: ("BF16", tuple(x.shape)) for name, x in tensors.items()}):
+        found.pop("architectures", None)
+    return found
 
 
 def save(
@@ -113,10 +110,13 @@ def save(
 ) -> Path:
     """Writes a checkpoint folder, with tokenizer-like extra files, in one file or in ``shards`` with an index.
 
-    config  None: that of the dense Llama, with as many layers as there are; of other tensors it names no class
+    config  with ``LLAMA_CONFIG``'s numbers it becomes that of these tensors (`config_of`)
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dict(config or config_of(tensors))))
+    described = dict(config or LLAMA_CONFIG)
+    if described.get("architectures") == LLAMA_CONFIG["architectures"]:
+        described = config_of(tensors, described)
+    (folder / "config.json").write_text(json.dumps(described))
     (folder / "tokenizer_config.json").write_text('{"a": 1}')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     names = list(tensors)

@@ -149,8 +149,10 @@ def is_plain_decoder(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, 
     numbers = [config.get(key) for key in keys]
     numbers += [config.get("num_key_value_heads") or numbers[2]]
     known = [n for n in numbers if isinstance(n, int) and 0 < n < 10**7]
-    named = config.get("architectures") in (None, [_PLAIN.get(str(config.get("model_type")))])
-    if not named or config.get("model_type") not in _PLAIN or len(known) < len(numbers):
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in _PLAIN or len(known) < len(numbers):
+        return False
+    if config.get("architectures") not in (None, [_PLAIN[kind]]):
         return False
     hidden, inner, heads, count, vocabulary, groups = known
     head = config.get("head_dim") or hidden // heads
@@ -161,9 +163,9 @@ def is_plain_decoder(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, 
     wanted |= dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (groups * head, hidden))
     wanted |= {"mlp.down_proj": (hidden, inner), **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden))}
     wanted |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (hidden,))
-    if config["model_type"] == "qwen3":
+    if kind == "qwen3":
         wanted |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (head,))
-    if config["model_type"] == "qwen2":
+    if kind == "qwen2":
         wanted |= {f"self_attn.{x}_proj.bias": wanted[f"self_attn.{x}_proj"][:1] for x in "qkv"}
     layer = {name if name.endswith("bias") else f"{name}.weight": shape for name, shape in wanted.items()}
     if count * len(layer) > len(shapes):

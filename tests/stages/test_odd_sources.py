@@ -72,6 +72,8 @@ def test_every_dtype_and_shape_that_is_not_quantized_keeps_its_bytes(tmp_path: P
         "double.weight": torch.randn(32, 32, dtype=torch.float64),
         "flags": torch.tensor([True, False, True]),
         "ids.weight": torch.arange(64).reshape(8, 8),
+        "e5.weight": torch.randn(32, 32).to(torch.float8_e5m2),
+        "e4.buffer": torch.randn(32, 32).to(torch.float8_e4m3fn),
         "scalar": torch.tensor(1.5),
         "scalar.weight": torch.tensor(-0.0, dtype=torch.bfloat16),
         "empty.weight": torch.zeros(0, 32, dtype=torch.bfloat16),
@@ -91,10 +93,11 @@ def test_every_dtype_and_shape_that_is_not_quantized_keeps_its_bytes(tmp_path: P
         assert bits(found[name]) == bits(tensor)
 
 
-def test_a_kept_matrix_of_another_float_dtype_is_listed_as_not_quantized(tmp_path: Path) -> None:
+def test_a_kept_matrix_of_any_float_dtype_is_listed_as_not_quantized(tmp_path: Path) -> None:
     """Readers would look for packed weights in a linear layer that the config does not list."""
-    out, _ = converted(tmp_path, small(**{"a.weight": torch.randn(32, 32, dtype=torch.float64)}))
-    assert "a" in json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    odd = {"a.weight": torch.randn(32, 32, dtype=torch.float64), "b.weight": torch.randn(32, 32).to(torch.float8_e5m2)}
+    out, _ = converted(tmp_path, small(**odd))
+    assert {"a", "b"} <= set(json.loads((out / "config.json").read_text())["quantization_config"]["ignore"])
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,7 @@ def test_a_kept_matrix_of_another_float_dtype_is_listed_as_not_quantized(tmp_pat
     [
         "x.y z.weight",
         "größe.层.weight",
-        f"layers.0.{'a' * 5000}.weight",
+        "layers.0." + "a" * 5000 + ".weight",
         "tab\tline\n.weight",
         ".weight",
         "(.*)[.weight",
@@ -114,7 +117,7 @@ def test_any_name_is_a_name(tmp_path: Path, name: str) -> None:
     assert name in record["weights"]
     with prepare(tmp_path / "model", out=tmp_path / "other").source:
         pass
-    prepared = prepare(tmp_path / "model", options=RecipeOptions(ignore=("model*",)), out=tmp_path / "other")
+    prepared = prepare(tmp_path / "model", options=RecipeOptions(ignore=("*model*",)), out=tmp_path / "other")
     with prepared:
         assert all(line.isprintable() for line in tables.header_text(prepared, Machine()).splitlines())
         assert max(map(len, tables.header_text(prepared, Machine()).splitlines())) < 1000
@@ -144,7 +147,7 @@ def test_a_tensor_that_reads_as_a_part_of_a_quantized_weight_is_refused(
 def test_tied_embeddings_without_a_head_are_kept_and_named(tmp_path: Path) -> None:
     tensors = small()
     del tensors["lm_head.weight"]
-    out, record = converted(tmp_path, tensors, config={**tiny.config_of(small()), "tie_word_embeddings": True})
+    out, record = converted(tmp_path, tensors, config={**tiny.LLAMA_CONFIG, "tie_word_embeddings": True})
     assert "model.embed_tokens.weight" in record["kept"]
     assert "lm_head" in json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
 
@@ -230,7 +233,7 @@ def test_a_loud_sibling_costs_precision_and_verify_accepts_it(tmp_path: Path) ->
 
 
 def test_config_text_that_is_not_unicode_survives(tmp_path: Path) -> None:
-    model = tiny.save(tmp_path / "model", small(), config={**tiny.config_of(small()), "note": "half \ud800 pair"})
+    model = tiny.save(tmp_path / "model", small(), config={**tiny.LLAMA_CONFIG, "note": "half \ud800 pair"})
     out = ptqpipe.convert(model, out=tmp_path / "out", workers=1).out
     assert json.loads((out / "config.json").read_text())["note"] == "half \ud800 pair"
     assert verify(out, source=model, workers=1).ok
