@@ -150,6 +150,9 @@ def _open(run: Pipeline, paths: Paths, held: ExitStack) -> RankLock:
             check_file(run.beside(name), own=own, what=f"{what} of ptqpipe")
     journal = begun / journal_name(0)
     former = read_journal(journal).identity if journal.exists() and run.mode != "overwrite" else None
+    if former is None and run.mode != "overwrite":
+        with output_errors(begun):
+            empty(begun, keep=lock.name)  # of a call that was killed before it had begun, or while it was cleared
     if run.mode == "new" and former is not None:
         raise OutputExists(f"{begun} is left from an unfinished run; --resume continues it, --overwrite discards it")
     if run.mode != "resume":

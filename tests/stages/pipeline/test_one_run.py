@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import ptqpipe
 from ptqpipe.checkpoint import Paths
 from ptqpipe.cli import main
 from ptqpipe.errors import AlreadyComplete, OutputError, WrongOutput
@@ -148,6 +149,21 @@ def test_an_output_of_another_call_is_refused_before_any_work(
     with pytest.raises(WrongOutput, match="is no output of this run; --overwrite replaces it"):
         made(model, tmp_path / "out", BUDGET, mode="resume")
     assert not (tmp_path / ".out.stages" / "recipe.yaml").exists()
+
+
+def test_a_call_that_was_killed_before_it_had_begun_is_not_spoken_of(model: Path, tmp_path: Path) -> None:
+    """Half a line of its journal is all that there is; the output is another one's."""
+    ptqpipe.convert(model, format="fp8", out=tmp_path / "out", workers=1)
+    files = files_of(tmp_path / "out")
+    (tmp_path / ".out.stages").mkdir()
+    (tmp_path / ".out.stages" / "journal-0.jsonl").write_text('{"crc32":"0')
+    done = CliRunner().invoke(
+        main, ["convert", str(model), "--budget", "6.5bits", "-o", str(tmp_path / "out"), "--resume"]
+    )
+    assert done.exit_code == 2
+    assert done.output.strip().endswith("is no output of this run; --overwrite replaces it, or choose another -o")
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    assert files_of(tmp_path / "out") == files
 
 
 def test_a_run_whose_folder_is_taken_away_says_so(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
