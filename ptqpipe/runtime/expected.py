@@ -22,6 +22,7 @@ from ptqpipe.runtime.state import parameter_names
 from ptqpipe.source import Source
 
 _MOST_LAYERS = 1000  # that a model is built of
+_MOST_TENSORS = 5000  # that transformers takes in in a second; experts one by one are many more
 _MOST_REAL = 1 << 20  # elements: tables of whole numbers are made with memory, since transformers computes with them
 # Buffers that transformers used to save, of rotations, positions and masks.
 _BUFFERS = ("inv_freq", "position_ids", "masked_bias", "attn.bias", "attention.bias", "num_batches_tracked")
@@ -42,8 +43,10 @@ def unlike_model(source: Source) -> list[str]:
 def _by_transformers(source: Source, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str] | None:
     """`unlike_model` by transformers; None where it is not there or does not know the model."""
     described = source.reader.config
+    if len(tensors) > _MOST_TENSORS or (layer_count(described) or 0) > _MOST_LAYERS:
+        return None
     model_class, config = _class_of(source.reader.path)
-    if model_class is None or (layer_count(described) or 0) > _MOST_LAYERS:
+    if model_class is None:
         return None
     state = {name: _without_numbers(*kind) for name, kind in tensors.items()}
 
