@@ -121,7 +121,8 @@ def test_the_same_of_encoders_and_other_heads(kind: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "name",
     [
-        "score", "score.0", "score.2", "classifier", "classifier.0", "classification_head.dense", "cls.predictions.decoder",
+        "score", "score.0", "score.2", "classifier", "classifier.0", "classification_head.dense",
+        "cls.predictions.decoder",
         "cls.seq_relationship", "bert.pooler.dense", "qa_outputs", "v_head.summary", "reward_head", "text_projection",
         "shared", "model.shared", "position_table", "model.layers.0.self_attn.rel_pos_bias", "enc_to_dec_proj",
         "block.0.layer.0.SelfAttention.relative_attention_bias", "heads.0.out", "model.layers.1.router_mlp.0",

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from ptqpipe.families import is_plain_decoder
+
 LLAMA_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -93,12 +95,29 @@ def fused_moe(
     return t.made
 
 
+def config_of(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config of a dense Llama with as many layers as there are, and without its class where the tensors are not those
+    of such a model."""
+    layers = {name.split(".")[2] for name in tensors if name.startswith("model.layers.")}
+    further = int(config.get("num_nextn_predict_layers", 0))
+    found = {**config, "num_hidden_layers": len(layers) - further if layers else config["num_hidden_layers"]}
+    if not is_plain_decoder(found, {name: ("BF16", tuple(x.shape)) for name, x in tensors.items()}):
+        found.pop("architectures", None)
+    return found
+
+
 def save(
     folder: Path, tensors: Mapping[str, torch.Tensor], *, config: Mapping[str, Any] | None = None, shards: int = 1
 ) -> Path:
-    """Writes a checkpoint folder, with tokenizer-like extra files, in one file or in ``shards`` with an index."""
+    """Writes a checkpoint folder, with tokenizer-like extra files, in one file or in ``shards`` with an index.
+
+    config  with ``LLAMA_CONFIG``'s numbers it becomes that of these tensors (`config_of`)
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dict(config or LLAMA_CONFIG)))
+    described = dict(config or LLAMA_CONFIG)
+    if described.get("architectures") == LLAMA_CONFIG["architectures"]:
+        described = config_of(tensors, described)
+    (folder / "config.json").write_text(json.dumps(described))
     (folder / "tokenizer_config.json").write_text('{"a": 1}')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     names = list(tensors)

@@ -14,8 +14,17 @@ from typing import Any
 
 from ptqpipe.errors import CheckpointError
 from ptqpipe.families.common import COMMON, DEFAULT_FUSE, OUTSIDE, UNLIKE_EXPERTS
-from ptqpipe.families.contradictions import another_width, check_experts, check_tower, too_few_layers
-from ptqpipe.families.table import FAMILIES
+from ptqpipe.families.contradictions import (
+    another_layout,
+    another_width,
+    check_experts,
+    check_tower,
+    check_unmerged,
+    is_plain_decoder,
+    too_few_layers,
+    too_many_layers,
+)
+from ptqpipe.families.table import FAMILIES, MERGED_BY_READERS
 from ptqpipe.families.types import Fact, Family, Keep, Mtp, Norms
 
 # What a recipe keeps whatever the model is.
@@ -23,6 +32,7 @@ DEFAULT_KEEP: tuple[Keep, ...] = tuple(fact.keep for fact in COMMON if fact.by_d
 
 # Where a config.json keeps the language model's part, if not at its top.
 _TEXT = ("text_config", "language_config", "llm_config", "thinker_config")
+_MTP_PART = re.compile(r"((?:.*\.)?layers\.(\d+)\.)(eh_proj|enorm|hnorm)\.weight$")
 _BY_TYPE = {name: family for family in FAMILIES for name in family.types}
 
 
@@ -71,6 +81,14 @@ def in_mtp_layers(config: Mapping[str, Any]) -> Callable[[str], bool]:
     return lambda name: any(pattern.match(name) for pattern in patterns)
 
 
+def uncounted_layers(config: Mapping[str, Any], names: Iterable[str]) -> frozenset[str]:
+    """What the names of multi-token prediction layers begin with that the files hold behind the last decoder layer, and
+    that the config.json does not count."""
+    first, counted = layer_count(config), _extra_layers(config, "num_nextn_predict_layers")
+    matched = (match for match in map(_MTP_PART.match, names) if match)
+    return frozenset(x[1] for x in matched if first is not None and int(x[2]) >= first and int(x[2]) not in counted)
+
+
 def outside_language_model(config: Mapping[str, Any], names: Iterable[str]) -> frozenset[str]:
     """The tensors that only images or sound pass: of towers and projectors."""
     reasons = ("tower", "projector")
@@ -102,7 +120,8 @@ def fails_either_way(config: Mapping[str, Any], fact: Fact) -> bool:
 
 def check_config(config: Mapping[str, Any], names: Iterable[str]) -> None:
     """CheckpointError, in one line, where a config.json contradicts the tensors beside it: too few or too many experts,
-    a tower without a config, a multi-token prediction layer of which a part is missing.
+    a tower without a config, an adapter beside the weights that it is of, a multi-token prediction layer of which a
+    part is missing.
 
     config  of the model, as it stands in its files
     names   of all tensors
@@ -110,6 +129,8 @@ def check_config(config: Mapping[str, Any], names: Iterable[str]) -> None:
     known = dict.fromkeys(names)
     check_experts(config, known)
     check_tower(config, known)
+    if not any(fact.keep == MERGED_BY_READERS.keep for fact in family_of(config).facts):
+        check_unmerged(known)
     row, layers = family_of(config).mtp, layer_count(config)
     if row is None or layers is None:
         return
@@ -127,8 +148,37 @@ def doubts(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[int,
 
     shapes  name -> (dtype, shape) of all tensors
     """
-    found = (absent_layers(config, shapes), too_few_layers(config, shapes), another_width(config, shapes))
+    found = (absent_layers(config, shapes), _uncounted(config, shapes))
     return [line for line in found if line]
+
+
+def misfits(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
+    """Where the tensors are not those of the model that a config.json names, one line each, as far as structure says
+    it: names of another layout, layers too few or too many, another width. Readers stop there.
+
+    shapes  name -> (dtype, shape) of all tensors
+    """
+    layout = another_layout(shapes)
+    if layout:
+        return [layout]
+    further = {int(prefix.rpartition("layers.")[2][:-1]) for prefix in uncounted_layers(config, shapes)}
+    drafts = in_mtp_layers(config)
+    found = (
+        too_few_layers(config, shapes),
+        too_many_layers(config, [name for name in shapes if not drafts(name)], further),
+        another_width(config, shapes),
+    )
+    return [line for line in found if line]
+
+
+def _uncounted(config: Mapping[str, Any], names: Iterable[str]) -> str:
+    found = sorted(uncounted_layers(config, names))
+    if not found:
+        return ""
+    return (
+        f"{found[0][:-1]} is a multi-token prediction layer that config.json does not count: it stays as it is; for "
+        f"readers that predict several tokens set num_nextn_predict_layers to {len(found)}"
+    )
 
 
 def absent_layers(config: Mapping[str, Any], names: Iterable[str]) -> str:

@@ -87,11 +87,12 @@ COMMON: tuple[Fact, ...] = (
         ),
     ),
     Fact(
-        Keep(r"re:.*(embed|\bwte\b|\bwpe\b|shared_head|(\.|_)position|rel_pos|relative_)", "embedding"),
+        Keep(r"re:.*(embed|\bwte\b|\bwpe\b|shared_head)", "embedding"),
         fails="readers look up the rows of an embedding as plain numbers and do not find them among the codes",
         readers=("vllm", "sglang", "trtllm"),
     ),
     Fact(Keep(r"re:(.*\.)?shared$", "embedding")),  # of T5, BART and their kin
+    Fact(Keep(r"re:.*((\.|_)position|rel_pos|relative_)", "table of positions")),
     Fact(Keep(r"re:.*norm\d*(\.(scale|shift))?$", "norm")),
     Fact(Keep(r"re:.*(\.|_)(gate|router|shared_expert_gate|e_score_correction)$", "router")),
     Fact(Keep(r"re:.*router[a-z_]*(\.|$)", "router")),

@@ -5,7 +5,7 @@ be meant so (a part of a model) is said and not refused.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from ptqpipe.errors import CheckpointError
@@ -14,6 +14,19 @@ _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_expe
 _TOWERS = frozenset({"visual", "vision_tower", "vision_model"})
 _TOWER_KEYS = ("vis", "vit", "image", "img", "tower")
 _LAYER = re.compile(r".*?(^|\.)layers\.\d+(?=\.)")
+_ADAPTER = re.compile(r"\.(lora|hada|lokr|ia3|oft|boft|vera)_", re.IGNORECASE)
+# The layers of the language model, under what transformers calls it. Layouts of other programs, by names that only they
+# have.
+_DECODER = re.compile(r"((?:language_model\.|model\.|transformer\.|backbone\.|gpt_neox\.)*(?:layers|h))\.(\d+)\.")
+_LAYOUTS = (
+    (re.compile(r"(layers\.\d+\.attention\.(wq|wk|wv|wo|wkv_b|wq_a)|tok_embeddings)\."), "Meta's and Mistral's own"),
+    (re.compile(r"(blk\.\d+\.|token_embd\.)"), "GGUF's"),
+    (re.compile(r"(.*\.)?decoder\.layers\.\d+\.self_attention\.linear_(qkv|proj)\."), "Megatron's"),
+    (re.compile(r"transformer\.h\.\d+\.attn\.attn\."), "litgpt's"),
+)
+# Types of decoders that differ in norms and biases alone, and transformers' class of each.
+_PLAIN = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+_PLAIN |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _TOWER_NAMES = ("tower", "vision_model", "vision_encoder")  # keys of a text that names the tower's own model
 
 
@@ -43,6 +56,21 @@ def check_tower(config: Mapping[str, Any], names: Iterable[str]) -> None:
             f"config.json has a text_config and no vision_config, but the files hold a vision tower ({tower!r}); take "
             "the config.json that belongs to them, or remove the tower's tensors"
         )
+
+
+def check_unmerged(names: Iterable[str]) -> None:
+    """CheckpointError, in one line, where an adapter lies beside the weights that it is of, as peft keeps a model that
+    it trains."""
+    known = set(names)
+    for name in known:
+        parent, part, _ = name.rpartition(".base_layer.")
+        adapters = (other for other in known if part and other.startswith(f"{parent}.") and _ADAPTER.search(other))
+        adapter = next(adapters, None)
+        if adapter is not None:
+            raise CheckpointError(
+                f"{adapter!r} is of an adapter that is not merged into {name!r}; merge it where the model was trained "
+                "(peft: model.merge_and_unload().save_pretrained('merged')), and give the merged folder"
+            )
 
 
 def _check_experts(module: str, numbers: set[int], counts: Mapping[str, int]) -> None:
@@ -79,6 +107,74 @@ def too_few_layers(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tu
         f"config.json says num_hidden_layers {count}, but the files have {len(found)}; readers stop: download what is "
         "missing, or correct the number"
     )
+
+
+def too_many_layers(config: Mapping[str, Any], names: Iterable[str], further: Collection[int]) -> str:
+    """What is to be said of layers behind the last that the config counts, or nothing.
+
+    names    without those of multi-token prediction layers
+    further  numbers of such that the config does not count
+    """
+    counts = [part.get("num_hidden_layers") for part in _parts(config)]
+    known = [value for value in counts if type(value) is int]
+    keys = _keys(config)
+    if not known or any("nextn" in key or "mtp" in key for key in keys):
+        return ""
+    found = {(match[1], int(match[2])) for match in map(_DECODER.match, names) if match and len(match[2]) < 7}
+    late = sorted((number, layers) for layers, number in found if number >= max(known) and number not in further)
+    if not late:
+        return ""
+    return (
+        f"config.json says num_hidden_layers {max(known)}, but the files have {late[0][1]}.{late[0][0]}; readers stop, "
+        "or leave it out: take the config.json that belongs to them, or correct the number"
+    )
+
+
+def another_layout(names: Iterable[str]) -> str:
+    """What is to be said of names that another program gives a model, or nothing."""
+    for name in names:
+        for pattern, whose in _LAYOUTS:
+            if pattern.match(name):
+                return (
+                    f"{name!r} is a name of {whose} layout, and readers of its config.json look for others; take "
+                    "the model in transformers' layout, or convert it to that first"
+                )
+    return ""
+
+
+def is_plain_decoder(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> bool:
+    """Whether these are all tensors of the Llama-like decoder that a config describes, and nothing else: then no other
+    library need say so. False where it may be another model, too."""
+    keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    numbers = [config.get(key) for key in keys]
+    numbers += [config.get("num_key_value_heads") or numbers[2]]
+    known = [n for n in numbers if isinstance(n, int) and 0 < n < 10**7]
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in _PLAIN or len(known) < len(numbers):
+        return False
+    if config.get("architectures") not in (None, [_PLAIN[kind]]):
+        return False
+    hidden, inner, heads, count, vocabulary, groups = known
+    head = config.get("head_dim") or hidden // heads
+    wanted: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (heads * head, hidden),
+        "self_attn.o_proj": (hidden, heads * head),
+    }
+    wanted |= dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (groups * head, hidden))
+    wanted |= {"mlp.down_proj": (hidden, inner), **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden))}
+    wanted |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (hidden,))
+    if kind == "qwen3":
+        wanted |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (head,))
+    if kind == "qwen2":
+        wanted |= {f"self_attn.{x}_proj.bias": wanted[f"self_attn.{x}_proj"][:1] for x in "qkv"}
+    layer = {name if name.endswith("bias") else f"{name}.weight": shape for name, shape in wanted.items()}
+    if count * len(layer) > len(shapes):
+        return False
+    model = {f"model.layers.{n}.{name}": shape for n in range(count) for name, shape in layer.items()}
+    model |= {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+    if "lm_head.weight" in shapes or not config.get("tie_word_embeddings"):
+        model["lm_head.weight"] = (vocabulary, hidden)
+    return model == {name: shape for name, (_, shape) in shapes.items()}
 
 
 def another_width(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:

@@ -9,6 +9,9 @@ from dataclasses import replace
 from ptqpipe.families import common, shared
 from ptqpipe.families.types import GATE_UP_DOWN, Fact, Family, Keep, ModuleOutputs, Norms
 
+# Adapters that are a part of the model, as it is published.
+MERGED_BY_READERS = Fact(Keep(r"re:(.*\.)?lora_(A|B)(\.|$)", "adapter"))
+
 FAMILIES: tuple[Family, ...] = (
     Family(
         ("deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
@@ -377,7 +380,7 @@ FAMILIES: tuple[Family, ...] = (
                 fails="vLLM builds it as plain linear layers and finds no place for codes",
                 readers=("vllm",),
             ),
-            Fact(Keep(r"re:(.*\.)?lora_(A|B)(\.|$)", "adapter")),
+            MERGED_BY_READERS,
         ),
     ),
 )

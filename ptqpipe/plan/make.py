@@ -13,7 +13,7 @@ from typing import Any
 
 from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError, did_you_mean
-from ptqpipe.families import OUTSIDE, check_config, family_of, head_counts
+from ptqpipe.families import OUTSIDE, check_config, family_of, head_counts, uncounted_layers
 from ptqpipe.formats import Format
 from ptqpipe.plan.groups import (
     fused_groups,
@@ -168,7 +168,11 @@ def make_plan(
     named = recipe.named(member.module for member in candidates.values())
     kind, by_kind = recipe.kind_of(), dict[tuple[str, tuple[int, int]], Rule | str]()
     heads, fused = head_counts(config), {leaf for leaves in recipe.fuse for leaf in leaves}
+    drafts = tuple(uncounted_layers(config, tensors))
     for key, member in candidates.items():
+        if member.module.startswith(drafts):
+            reasons[key] = "multi-token prediction layer that config.json does not count"
+            continue
         like = kind(member.module), member.shape
         if like not in by_kind:
             rule, reason = recipe.rule_for(like[0], named)

@@ -51,6 +51,7 @@ class Conversion(Rewrite[OutputJob]):
     rounding      learned codes that are written as they are; None for none
     consumed      removes them as they are written; None keeps them
     more          further entries of the record
+    doubts        what is not known of the source, or contradicts its config.json
     """
 
     outputs: Outputs
@@ -59,6 +60,7 @@ class Conversion(Rewrite[OutputJob]):
     rounding: Rounding | None = None
     consumed: Consumed | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
+    doubts: tuple[str, ...] = ()
 
     @property
     def run_parts(self) -> Mapping[str, str]:
@@ -74,13 +76,13 @@ class Conversion(Rewrite[OutputJob]):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """As `Rewrite`: of the container, and of parts that only a rule which names them quantizes."""
+        """As `Rewrite`: of the source, of the container, and of parts that only a rule which names them quantizes."""
         outputs, config = self.outputs, self.source.reader.config
         found = outputs.container.warnings(outputs.targets, config)
         facts = (
             f"{modules[0]} ({len(modules)} of this kind): {fact.fails}" for fact, modules in outputs.failing(config)
         )
-        return (*found, *facts)
+        return (*self.doubts, *found, *facts)
 
     def cache_bytes(self, job: OutputJob) -> int:
         """As `Rewrite`: a unit's weights as they are in memory, which most searches read more than once."""
@@ -198,6 +200,7 @@ class Conversion(Rewrite[OutputJob]):
             "weights": weights,
             "kept": merged(done, "kept"),
             "consumed": sorted(self.source.consumed),
+            **({"doubts": list(self.doubts)} if self.doubts else {}),
             **self.more,
         }
 

@@ -20,6 +20,7 @@ from ptqpipe.formats import Codec
 from ptqpipe.options import AUTO
 from ptqpipe.qtensor import scale_faults, used_blocks
 from ptqpipe.quantities import disk_size, number, scientific, table
+from ptqpipe.runtime.expected import unlike_model
 from ptqpipe.source import Source
 from ptqpipe.tensor_names import name_pattern, role_of
 
@@ -269,7 +270,7 @@ def _rule(rule: Mapping[str, Any]) -> str:
 
 def _contradictions(opened: Source) -> list[str]:
     """What config.json says of the model and its tensors do not hold."""
-    config, found = opened.reader.config, doubts(opened.reader.config, opened.tensors)
+    config, found = opened.reader.config, [*unlike_model(opened), *doubts(opened.reader.config, opened.tensors)]
     try:
         check_config(config, opened.tensors)
     except CheckpointError as error:

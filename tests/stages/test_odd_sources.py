@@ -105,7 +105,7 @@ def test_a_kept_matrix_of_any_float_dtype_is_listed_as_not_quantized(tmp_path: P
     [
         "x.y z.weight",
         "größe.层.weight",
-        "a" * 5000 + ".weight",
+        "layers.0." + "a" * 5000 + ".weight",
         "tab\tline\n.weight",
         ".weight",
         "(.*)[.weight",

@@ -14,7 +14,7 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import check_disjoint, name_of, resolve_source
 from ptqpipe.containers import get_container
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError
-from ptqpipe.families import facts_of
+from ptqpipe.families import doubts, facts_of, is_known
 from ptqpipe.machine import without_collections
 from ptqpipe.options import ALGORITHMS, AUTO, CodeOptions
 from ptqpipe.plan import Plan, check_ignored, make_plan
@@ -32,6 +32,7 @@ from ptqpipe.rewriting import (
 )
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import ROUNDING_FILE, TRAINED_REASON, Rounding
+from ptqpipe.runtime.expected import unlike_model
 from ptqpipe.schemes import get_scheme
 from ptqpipe.search import get_search
 from ptqpipe.source import Source
@@ -136,6 +137,7 @@ def prepare(
             source.check_requantizable(outputs.plan)
         check_ignored(outputs.plan, options.ignore)
         _check_mtp(outputs, source)
+        said = _doubts_of(source, reader)
         if reader is not None:
             outputs.check_reader(reader, source.reader.config)
         files, name = outputs.configs(source, version=__version__), outputs.container_name
@@ -157,7 +159,27 @@ def prepare(
             source.reader.fingerprint()  # now, so that a source that changes before it is converted is found
         scales = InputScales(outputs.recipe, statistics)
         opened.pop_all()  # from here on `Conversion.close` closes them
-    return Conversion(target, source, outputs.layout, outputs.jobs, outputs, scales, statistics, learned)
+    decided = Conversion(target, source, outputs.layout, outputs.jobs, outputs, scales, statistics, learned)
+    return replace(decided, doubts=said)
+
+
+def _doubts_of(source: Source, reader: str | None) -> tuple[str, ...]:
+    """What is to be said of a source: that its family has no row, and where its config.json and its tensors are not of
+    one model. CheckpointError for the latter where a program is named that shall load the result."""
+    config = source.reader.config
+    if not source.reader.has_config:
+        return ()
+    unlike = unlike_model(source)
+    if unlike and reader is not None:
+        raise CheckpointError(f"--for {reader}: {unlike[0]}; {reader} would not load what is made of it")
+    unknown = []
+    if not is_known(config):
+        whose = "" if reader is None else f"; --for {reader} cannot tell whether {reader} takes them quantized"
+        unknown.append(
+            f"the table of families has no row for model_type {config.get('model_type')!r}: names and shapes alone "
+            f"decide what stays unquantized{whose}; look at the list of what is kept, and add to it with --ignore"
+        )
+    return (*unknown, *unlike, *doubts(config, source.tensors))
 
 
 def _recipe(options: RecipeOptions, path: Path | None, codes: Rounding | None, *, statistics: bool) -> Recipe:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptqpipe.errors import one_line
-from ptqpipe.families import doubts, is_known
 from ptqpipe.kernels import cpu
 from ptqpipe.machine import WORKER_BYTES, Machine
 from ptqpipe.plan import pattern_hint, unmatched_patterns
@@ -100,18 +99,7 @@ def warnings_of(work: Conversion) -> list[str]:
     ]
     if work.outputs.recipe.bias_correction and not any(kept.reason == BIAS_REASON for kept in plan.kept):
         unused.append("bias_correction changes nothing: no quantized weight has a bias of its own")
-    return [*unused, *_unknown_family(work), *doubts(work.source.reader.config, work.source.tensors), *work.warnings]
-
-
-def _unknown_family(work: Conversion) -> list[str]:
-    """What it means that the table of families has no row for this model."""
-    reader = work.source.reader
-    if not reader.has_config or is_known(reader.config):
-        return []
-    return [
-        f"the table of families has no row for model_type {reader.config.get('model_type')!r}: names and shapes alone "
-        "decide what stays unquantized; look at the list of what is kept, and add to it with --ignore"
-    ]
+    return [*unused, *work.warnings]
 
 
 def missing_config(work: Conversion) -> str | None:
@@ -236,6 +224,7 @@ def converted_json(done: Done) -> dict[str, Any]:
         certificate=done.record.get("certificate"),
         rechecked_blocks=_rechecked(done.record["weights"]),
         source_bytes=done.source_bytes,
+        warnings=list(done.warnings),
     )
 
 

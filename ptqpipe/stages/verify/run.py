@@ -24,6 +24,7 @@ from ptqpipe.record import Record, claims_ownership, read_record
 from ptqpipe.report import tuned_judgement
 from ptqpipe.rewriting import BIAS_REASON as CORRECTED, Outputs, as_quantized, describe_statistics
 from ptqpipe.rounding import TRAINED_REASON
+from ptqpipe.runtime.expected import unlike_model
 from ptqpipe.search.proof import Optimality
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.verify.text import VerifyReport, header
@@ -204,6 +205,7 @@ def _check_headers(run: _Run) -> None:
         ("index", "the index", lambda: structure.check_sizes(ckpt, findings)),
         ("config", "config.json", lambda: config.check_config(ckpt, findings)),
         ("config", "config.json", lambda: config.check_model(ckpt, findings)),
+        ("config", "config.json", lambda: _check_names(ckpt, findings)),
         ("scales", "global scales", lambda: groups.check_scalars(ckpt, findings)),
         ("groups", "fused groups", lambda: _check_groups(run)),
         ("scales", "kv cache", lambda: groups.check_kv_scales(ckpt, findings)),
@@ -225,6 +227,12 @@ def _check_headers(run: _Run) -> None:
         findings.guard(name, where, check)
     config.check_readers(ckpt, source, findings)
     groups.note_rounded_globals(ckpt, findings)
+
+
+def _check_names(ckpt: Source, findings: Findings) -> None:
+    """The tensors are those of the model that config.json names."""
+    for line in unlike_model(ckpt):
+        findings.fault("config", "config.json", line)
 
 
 def _source_checks(run: _Run, source: Source, record: Record | None) -> list[tuple[str, str, Callable[[], None]]]:

@@ -10,7 +10,7 @@ from ptqpipe.stages.verify.text import VerifyReport
 from tests import tiny
 from tests.stages import damage
 
-MOE_CONFIG = {**tiny.LLAMA_CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+MOE_CONFIG = {**tiny.LLAMA_CONFIG, "architectures": [], "model_type": "qwen3_moe", "num_hidden_layers": 1}
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
 GATE, UP, DOWN = (f"model.layers.1.mlp.{leaf}_proj" for leaf in ("gate", "up", "down"))
 NORM = "model.layers.0.input_layernorm.weight"

@@ -16,7 +16,7 @@ CHANGED_FILES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     "no number of heads": (
         lambda f: damage.edit_json(f / "config.json", lambda c: c.pop("num_attention_heads")),
         "config.json",
-        False,
+        True,
     ),
     "another rotation": (
         lambda f: damage.edit_json(f / "config.json", lambda c: c.update(rope_theta=5e5)),

@@ -1,0 +1,144 @@
+"""Whether the tensors of a checkpoint are those of the model that its config.json names, by names and shapes alone.
+
+transformers builds the model without memory and takes tensors without numbers into it, with its own renamings: what it
+then lacks, and has no place for, readers stop at. Where it is not installed or does not know the model, the families'
+own rules say what structure shows.
+"""
+
+from collections.abc import Iterable, Mapping
+from copy import copy
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ptqpipe.dtypes import DTYPES
+from ptqpipe.families import in_mtp_layers, is_plain_decoder, layer_count, misfits, uncounted_layers
+from ptqpipe.runtime.fill import completed, instead_of_files
+from ptqpipe.runtime.loading import quiet
+from ptqpipe.runtime.state import parameter_names
+from ptqpipe.source import Source
+
+_MOST_LAYERS = 1000  # that a model is built of
+_MOST_REAL = 1 << 20  # elements: tables of whole numbers are made with memory, since transformers computes with them
+# Buffers that transformers used to save, of rotations, positions and masks.
+_BUFFERS = ("inv_freq", "position_ids", "masked_bias", "attn.bias", "attention.bias", "num_batches_tracked")
+# Keys that choose code, which an empty model needs none of.
+_CODE = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config")
+
+
+def unlike_model(source: Source) -> list[str]:
+    """What is missing, has no place or another shape, one line each; empty where all fits, or nothing is known."""
+    config = source.reader.config
+    tensors = {name: source.tensors[name] for name in parameter_names(source)}
+    if "model_type" not in config or is_plain_decoder(config, tensors):
+        return []
+    found = _by_transformers(source, tensors)
+    if found is None:
+        return misfits(config, tensors)
+    return found and (misfits(config, tensors) or found)
+
+
+def _by_transformers(source: Source, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str] | None:
+    """`unlike_model` by transformers; None where it is not there or does not know the model."""
+    described = source.reader.config
+    model_class, config = _class_of(described)
+    if model_class is None or (layer_count(described) or 0) > _MOST_LAYERS:
+        return None
+    state = {name: _without_numbers(*kind) for name, kind in tensors.items()}
+
+    def filling(model: Any, conversions: Any) -> Any:
+        return SimpleNamespace(
+            state=state, conversions=[_nowhere(entry) for entry in completed(model, source, conversions)]
+        )
+
+    try:
+        with quiet(), instead_of_files(model_class, filling):
+            _, info = model_class.from_pretrained(
+                None, config=config, state_dict={}, output_loading_info=True, ignore_mismatched_sizes=True,
+                device_map={"": "meta"}, attn_implementation="eager",
+            )  # fmt: skip
+    except RuntimeError as error:
+        if "conversion" not in str(error):
+            return None
+        return [
+            "what config.json makes one tensor (experts of a layer) has parts of other shapes; one is of another model"
+        ]
+    except Exception:  # of what kind depends on the family's code: it cannot be told
+        return None
+    name = model_class.__name__
+    drafts, further = in_mtp_layers(described), tuple(uncounted_layers(described, tensors))
+    extra = [x for x in _strings(info["unexpected_keys"]) if not (drafts(x) or x.startswith(further) or _is_buffer(x))]
+    missing = [x for x in _strings(info["missing_keys"]) if not _is_buffer(x)]
+    lines = [
+        f"the files have no {found[0]!r} ({len(found)} in all), which config.json's {name} needs; "
+        "take all files of the model, with the names of its own checkpoint"
+        for found in (missing,)
+        if found
+    ]
+    lines += [
+        f"config.json's {name} has no place for {found[0]!r} ({len(found)} in all); take the config.json that belongs "
+        "to the files, or leave out what is of another model"
+        for found in (extra,)
+        if found
+    ]
+    for tensor, stored, expected in sorted(info["mismatched_keys"], key=str)[:1]:
+        lines.append(
+            f"{tensor!r} is {_shown(stored)}, and config.json makes it {_shown(expected)}; one of the two is of "
+            "another model"
+        )
+    return lines
+
+
+def _nowhere(conversion: Any) -> Any:
+    """One of transformers' conversions that does without the memory of the CPU."""
+    if not getattr(conversion, "force_cpu", False):
+        return conversion
+    found = copy(conversion)
+    found.force_cpu = False
+    return found
+
+
+def _class_of(described: Mapping[str, Any]) -> tuple[Any, Any]:
+    """transformers' class that a config.json names, and its config; (None, None) where there is none."""
+    try:
+        import transformers
+
+        names = described.get("architectures")
+        model_class: Any = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
+        config = transformers.CONFIG_MAPPING[str(described["model_type"])].from_dict(_without_code(described))
+        known = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+        fits = known and isinstance(config, model_class.config_class)
+    except Exception:  # not installed, a type or numbers that it does not know
+        return None, None
+    return (model_class, config) if fits else (None, None)
+
+
+def _without_code(described: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: value for key, value in described.items() if not key.startswith("_") and key not in _CODE}
+    return {key: _plain(value) for key, value in found.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A value with infinities as numbers, which transformers writes as objects."""
+    if isinstance(value, Mapping):
+        return float(value["__float__"]) if value.keys() == {"__float__"} else _without_code(value)
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _without_numbers(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    kind = DTYPES[dtype][0] if dtype in DTYPES else torch.bfloat16
+    empty = torch.empty(shape, dtype=kind, device="meta")
+    return empty if kind.is_floating_point or empty.numel() > _MOST_REAL else torch.zeros(shape, dtype=kind)
+
+
+def _strings(names: Iterable[Any]) -> list[str]:
+    return sorted(map(str, names))
+
+
+def _is_buffer(name: str) -> bool:
+    return name.endswith(_BUFFERS)
+
+
+def _shown(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "a single number"
