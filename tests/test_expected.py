@@ -213,3 +213,5 @@ def test_layouts_and_counts_are_told_by_names_alone() -> None:
     assert misfits(tiny.LLAMA_CONFIG, names) == doubts(tiny.LLAMA_CONFIG, names) == []
     megatron = {"decoder.layers.0.self_attention.linear_qkv.weight": ("BF16", (64, 64))}
     assert "Megatron's layout" in misfits(tiny.LLAMA_CONFIG, megatron)[0]
+    mistral = {"layers.0.attention.wkv_b.weight": ("BF16", (64, 64))}
+    assert misfits({"text_config": {"model_type": "mistral_large4_text"}}, mistral) == []

@@ -99,7 +99,8 @@ def config_of(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) ->
     """A config of a dense Llama with as many layers as there are, and without its class where the tensors are not those
     of such a model."""
     layers = {name.split(".")[2] for name in tensors if name.startswith("model.layers.")}
-    found = {**config, "num_hidden_layers": len(layers) or config["num_hidden_layers"]}
+    further = int(config.get("num_nextn_predict_layers", 0))
+    found = {**config, "num_hidden_layers": len(layers) - further if layers else config["num_hidden_layers"]}
     if not is_plain_decoder(found, {name: ("BF16", tuple(x.shape)) for name, x in tensors.items()}):
         found.pop("architectures", None)
     return found

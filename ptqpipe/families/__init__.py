@@ -158,7 +158,7 @@ def misfits(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[int
 
     shapes  name -> (dtype, shape) of all tensors
     """
-    layout = another_layout(shapes)
+    layout = another_layout(config, shapes)
     if layout:
         return [layout]
     further = {int(prefix.rpartition("layers.")[2][:-1]) for prefix in uncounted_layers(config, shapes)}

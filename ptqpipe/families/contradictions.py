@@ -27,6 +27,7 @@ _LAYOUTS = (
 # Types of decoders that differ in norms and biases alone, and transformers' class of each.
 _PLAIN = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 _PLAIN |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_OF_MISTRAL = {"mistral_large3", "mistral_large4", "mistral_large4_text"}  # transformers' names of these are Mistral's
 _TOWER_NAMES = ("tower", "vision_model", "vision_encoder")  # keys of a text that names the tower's own model
 
 
@@ -130,9 +131,10 @@ def too_many_layers(config: Mapping[str, Any], names: Iterable[str], further: Co
     )
 
 
-def another_layout(names: Iterable[str]) -> str:
+def another_layout(config: Mapping[str, Any], names: Iterable[str]) -> str:
     """What is to be said of names that another program gives a model, or nothing."""
-    for name in names:
+    own = {str(part.get("model_type")) for part in _parts(config)} & _OF_MISTRAL
+    for name in () if own else names:
         for pattern, whose in _LAYOUTS:
             if pattern.match(name):
                 return (
