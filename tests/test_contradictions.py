@@ -203,17 +203,17 @@ def test_what_may_be_a_part_of_a_model_is_said_and_not_refused(tmp_path: Path) -
     dropped_layer = families.make_model(tmp_path / "a", "deepseek_v3")  # as transformers saves it
     fewer = edit(families.make_model(tmp_path / "b", "glm4_moe"), num_hidden_layers=5, num_nextn_predict_layers=0)
     wider = edit(tiny.save(tmp_path / "c", tiny.llama()), hidden_size=192, intermediate_size=320)
-    for folder, said in (
-        (dropped_layer, "says num_nextn_predict_layers 1, but the files have no layers.2; set it to 0"),
-        (fewer, "says num_hidden_layers 5, but the files have 2"),
-        (wider, "'model.embed_tokens.weight' is 96x128, and no number of config.json is 128"),
+    for folder, faults, said in (
+        (dropped_layer, 0, "says num_nextn_predict_layers 1, but the files have no layers.2; set it to 0"),
+        (fewer, 1, "says num_hidden_layers 5, but the files have 2"),
+        (wider, 1, "'model.embed_tokens.weight' is 96x128, and no number of config.json is 128"),
     ):
         for call in (("convert", "--search", "absmax", "-o", str(tmp_path / "out"), "--overwrite"), ("inspect",)):
             done = CliRunner().invoke(main, [call[0], str(folder), *call[1:]])
             assert done.exit_code == 0, done.output
             assert said in done.output
         checked = CliRunner().invoke(main, ["verify", str(tmp_path / "out")])
-        assert checked.exit_code == 0
+        assert checked.exit_code == faults
         assert said in checked.output
 
 
