@@ -80,6 +80,17 @@ WRONG: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any], str]] = {
     "another model's": (renamed({"self_attn": "attention"}), {}, "have no 'model.layers.0.self_attn.k_proj.weight'"),
     "another width of the MLP": (same, {"intermediate_size": 192}, "config.json makes it"),
     "more heads": (same, {"num_key_value_heads": 4}, "'model.layers.0.self_attn.k_proj.weight' is 64x128"),
+    "a class of another model": (same, {"architectures": ["Qwen2ForCausalLM"]}, "name Qwen2ForCausalLM, of 'qwen2'"),
+    "an adapter in the weights": (
+        with_more("model.layers.0.self_attn.q_proj.lora_A.weight", 8, 128), {}, "that is not merged into 'model.layers",
+    ),
+    "an adapter in those of an unknown class": (
+        with_more("model.layers.0.self_attn.q_proj.lora_A.default.weight", 8, 128),
+        {"architectures": ["NewestForCausalLM"]}, "that is not merged into 'model.layers.0.self_attn.q_proj.weight'",
+    ),
+    "a trained head beside its original": (
+        with_more("lm_head.modules_to_save.default.weight", 96, 128), {}, "not merged into 'lm_head.weight'",
+    ),
     "another vocabulary": (same, {"vocab_size": 100}, "is 96x128, and config.json makes it 100x128"),
 }  # fmt: skip
 RIGHT: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any]]] = {

@@ -23,6 +23,7 @@ from ptqpipe.families.contradictions import (
     is_plain_decoder,
     too_few_layers,
     too_many_layers,
+    unmerged,
 )
 from ptqpipe.families.table import FAMILIES, MERGED_BY_READERS
 from ptqpipe.families.types import Fact, Family, Keep, Mtp, Norms
@@ -167,6 +168,7 @@ def misfits(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[int
         too_few_layers(config, shapes),
         too_many_layers(config, [name for name in shapes if not drafts(name)], further),
         another_width(config, shapes),
+        unmerged(shapes),
     )
     return [line for line in found if line]
 

@@ -14,7 +14,11 @@ _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_expe
 _TOWERS = frozenset({"visual", "vision_tower", "vision_model"})
 _TOWER_KEYS = ("vis", "vit", "image", "img", "tower")
 _LAYER = re.compile(r".*?(^|\.)layers\.\d+(?=\.)")
-_ADAPTER = re.compile(r"\.(lora|hada|lokr|ia3|oft|boft|vera)_", re.IGNORECASE)
+_ADAPTER = re.compile(r"\.((lora|hada|lokr|ia3|oft|boft|vera)_|modules_to_save\.|original_module\.)", re.IGNORECASE)
+_MERGE = (
+    "merge it where the model was trained (peft: model.merge_and_unload().save_pretrained('merged')), and give the "
+    "merged folder"
+)
 # The layers of the language model, under what transformers calls it. Layouts of other programs, by names that only they
 # have.
 _DECODER = re.compile(r"((?:language_model\.|model\.|transformer\.|backbone\.|gpt_neox\.)*(?:layers|h))\.(\d+)\.")
@@ -68,10 +72,7 @@ def check_unmerged(names: Iterable[str]) -> None:
         adapters = (other for other in known if part and other.startswith(f"{parent}.") and _ADAPTER.search(other))
         adapter = next(adapters, None)
         if adapter is not None:
-            raise CheckpointError(
-                f"{adapter!r} is of an adapter that is not merged into {name!r}; merge it where the model was trained "
-                "(peft: model.merge_and_unload().save_pretrained('merged')), and give the merged folder"
-            )
+            raise CheckpointError(f"{adapter!r} is of an adapter that is not merged into {name!r}; {_MERGE}")
 
 
 def _check_experts(module: str, numbers: set[int], counts: Mapping[str, int]) -> None:
@@ -129,6 +130,15 @@ def too_many_layers(config: Mapping[str, Any], names: Iterable[str], further: Co
         f"config.json says num_hidden_layers {max(known)}, but the files have {late[0][1]}.{late[0][0]}; readers stop, "
         "or leave it out: take the config.json that belongs to them, or correct the number"
     )
+
+
+def unmerged(names: Collection[str]) -> str:
+    """What is to be said of an adapter's tensors beside the weights that it is of, or nothing."""
+    for name in names:
+        match = _ADAPTER.search(name)
+        if match is not None and (weight := f"{name[: match.start()]}.weight") in names:
+            return f"{name!r} is of an adapter that is not merged into {weight!r}, and readers leave it out; {_MERGE}"
+    return ""
 
 
 def another_layout(config: Mapping[str, Any], names: Iterable[str]) -> str:

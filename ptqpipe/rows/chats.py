@@ -11,7 +11,7 @@ _ROLES, _CONTENTS = ("role", "from"), ("content", "value")
 _ROLE_OF = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
     "function_call": "assistant", "observation": "tool", "function": "tool", "function_response": "tool",
-    "developer": "system",
+    "developer": "system", **{role: role for role in ("user", "assistant", "system", "tool")},
 }  # fmt: skip
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -31,6 +31,12 @@ class Messages(list[dict[str, Any]]):
 def is_turn(value: Any) -> bool:
     """Whether a value is one turn of a conversation."""
     return isinstance(value, Mapping) and any({r, c} <= value.keys() for r in _ROLES for c in _CONTENTS)
+
+
+def spoken(value: Any) -> Any:
+    """The turns that a text holds as JSON; any other value as it is."""
+    turns = turns_of(value) if isinstance(value, str) else value
+    return turns if isinstance(turns, list) and turns and all(map(is_turn, turns)) else value
 
 
 def turns_of(value: Any) -> Any:
@@ -53,17 +59,19 @@ def messages_of(turns: Sequence[Any], where: str) -> tuple[str, Messages]:
         if not isinstance(turn, Mapping):
             raise UsageError(f"{place} is {type(turn).__name__}, expected an object with role and content")
         role = next((key for key in _ROLES if isinstance(turn.get(key), str)), None)
-        content = next((key for key in _CONTENTS if key in turn), None)
-        if role is None or (content is None and not turn.get("tool_calls")):
+        content = min((key for key in _CONTENTS if key in turn), key=lambda key: turn[key] is None, default=None)
+        calls = turns_of(turn.get("tool_calls")) or _calls_of(turn.get("function_call"))
+        if role is None or (content is None and not calls):
             named = ", ".join(map(str, list(turn)[:6])) or "no keys"
             raise UsageError(f"{place} has {named}, expected role and content, or from and value; rename its keys")
         keys = (role, content or keys[1])
         name = _ROLE_OF.get(turn[role].lower(), turn[role])
         if name != turn[role]:
             roles.add(f"{turn[role]} as {name}")
-        others = {str(k): v for k, v in turn.items() if k not in (role, content) and v is not None}
-        if others.get("tool_calls"):
-            others["tool_calls"] = [_tool_call(call) for call in others["tool_calls"]]
+        known = (role, content, "tool_calls", "function_call")
+        others = {str(k): v for k, v in turn.items() if k not in known and v is not None}
+        if calls:
+            others["tool_calls"] = [_tool_call(call) for call in _objects(calls, f"{place}, 'tool_calls'")]
         made.append({"role": name, "content": _content(turn.get(content or ""), place), **others})
     called = {("role", "content"): "messages", ("from", "value"): "ShareGPT conversations (from/value)"}
     form = called.get(keys, f"conversations ({'/'.join(keys)})")
@@ -96,10 +104,21 @@ def _part(part: Any, where: str) -> str:
     raise UsageError(f"{where} has a part {kind}, expected text or images; leave such rows out")
 
 
-def _tool_call(call: Any) -> Any:
+def _calls_of(call: Any) -> list[Any]:
+    """Calls as messages have them now, of the one in ``function_call``, where OpenAI's older ones have it."""
+    return [{"type": "function", "function": call}] if isinstance(call, Mapping) else []
+
+
+def _objects(value: Any, what: str) -> list[Any]:
+    """A list of objects, of one as well. UsageError for anything else."""
+    found = [value] if isinstance(value, Mapping) else value
+    if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
+        raise UsageError(f"{what} is no list of objects; write calls as in OpenAI's messages, or leave such rows out")
+    return found
+
+
+def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """A call as chat templates take it: arguments are an object, where data have its JSON."""
-    if not isinstance(call, Mapping):
-        return call
     call = {key: value for key, value in call.items() if value is not None}
     inner = call.get("function")
     if isinstance(inner, Mapping):

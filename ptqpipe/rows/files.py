@@ -24,7 +24,7 @@ from ptqpipe.errors import UsageError, first_line, missing_package
 from ptqpipe.regular_file import MAX_JSON_BYTES, MAX_TEXT_BYTES, open_regular
 from ptqpipe.rows.json_array import elements
 
-_LINES = (".jsonl", ".ndjson")
+_LINES = (".jsonl", ".ndjson", ".jsonlines", ".jl", ".ldjson")
 TABLES = (".csv", ".tsv")
 _ARROW = (".parquet", ".arrow", ".feather")
 DATA_SUFFIXES = (".txt", *_LINES, ".json", *TABLES, *_ARROW)  # of the files of a folder that are data

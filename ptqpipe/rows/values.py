@@ -1,12 +1,13 @@
 """The value of a row whose fields are known: of one field, of a conversation, of a question with its answer."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ptqpipe.errors import UsageError
 from ptqpipe.images import has_image
-from ptqpipe.rows.chats import Messages, is_turn, messages_of, turns_of
+from ptqpipe.rows.chats import Messages, is_turn, messages_of, spoken, turns_of
 
 CHATS = ("messages", "conversations", "conversation")
 TEXTS = ("text", "content")
@@ -17,6 +18,7 @@ _SYSTEMS = ("system", "system_prompt")
 _SHOWN = ("images", "image", "videos", "audios")
 _STARTS = ("user", "human", "system")  # roles that a whole conversation begins with
 TOKENS = "input_ids"
+_OBJECTS = re.compile(r"\s*(\[\s*)?\{")  # how a text begins that is objects, of JSON, of Python or of NumPy
 FIELDS = (*CHATS, *TEXTS, *ASKS, "chosen", TOKENS)
 
 Value = tuple[str, "str | Messages | list[int] | None"]
@@ -37,8 +39,12 @@ def one_field(row: Mapping[Any, Any], key: str, where: str) -> Value:
     value = row[key]
     if nothing(value):
         return "text", None
-    if key in CHATS or not isinstance(value, str):
-        value = turns_of(value)
+    value = turns_of(value) if key in CHATS or not isinstance(value, str) else spoken(value)
+    if key in CHATS and isinstance(value, str) and _OBJECTS.match(value):
+        raise UsageError(
+            f"{where}, {key!r} is a text of objects that is no JSON list, expected messages; write the list itself, or "
+            "its json.dumps(...)"
+        )
     if key == TOKENS and isinstance(value, str):
         value = _token_list(value, where)
     if isinstance(value, str):
@@ -47,7 +53,7 @@ def one_field(row: Mapping[Any, Any], key: str, where: str) -> Value:
     if isinstance(value, list) and all(type(token) is int for token in value):
         return _masked(value, row.get("attention_mask") if key == TOKENS else None)
     if isinstance(value, list) and all(isinstance(turn, Mapping) for turn in value):
-        return conversation(value, row if key in CHATS else {}, where)
+        return conversation(value, row if key in (*CHATS, *ASKS) else {}, where)
     kinds = sorted({type(part).__name__ for part in value}) if isinstance(value, list) else []
     what = f"a list of {' and '.join(kinds)}" if kinds else type(value).__name__
     raise UsageError(
@@ -84,35 +90,46 @@ def conversation(turns: Sequence[Any], row: Mapping[Any, Any], where: str) -> Va
         made.insert(0, {"role": "system", "content": row[system]})
         others.append(system)
     tools = turns_of(row.get("tools"))
+    if nothing(tools) and isinstance(functions := turns_of(row.get("functions")), list):  # of OpenAI's older messages
+        tools = [{"type": "function", "function": function} for function in functions]
     if not nothing(tools):
         if not isinstance(tools, list):
             raise UsageError(f"{where}, 'tools' is {type(tools).__name__}, expected a list of objects; leave it out")
         made.tools = tools
         others.append("tools")
-    shown = next((key for key in _SHOWN if not nothing(row.get(key))), None)
-    if shown is not None and not any(has_image(message["content"]) for message in made):
-        raise UsageError(
-            f"{where} has {shown!r} beside its messages; put them into content as parts "
-            '{"type": "image", "image": "a.png"}, or leave such rows out'
-        )
+    if not any(has_image(message["content"]) for message in made):
+        _check_no_images(row, "messages", where)
     if not any(not nothing(message["content"]) or message.get("tool_calls") for message in made):
         return form, None
     return f"{form} with {' and '.join(others)}" if others else form, made
 
 
+def _check_no_images(row: Mapping[Any, Any], beside: str, where: str) -> None:
+    """UsageError for a row that has images elsewhere than in messages, where nothing shows them."""
+    shown = next((key for key in _SHOWN if not nothing(row.get(key))), None)
+    if shown is not None:
+        raise UsageError(
+            f"{where} has {shown!r} beside its {beside}; put them into content as parts "
+            '{"type": "image", "image": "a.png"}, or leave such rows out'
+        )
+
+
 def asked(row: Mapping[Any, Any], ask: str, where: str) -> Value:
     """Of a row with an instruction, a prompt or a question in its field ``ask``: with the answer where it has one."""
-    first, answer = row[ask], next((key for key in _ANSWERS if _reply(row.get(key)) is not None), None)
+    first, answer = spoken(row[ask]), next((key for key in _ANSWERS if _reply(row.get(key)) is not None), None)
     reply = None if answer is None else _reply(row[answer])
     if not isinstance(first, str):
-        if not isinstance(reply, list) or not isinstance(first, list):
-            return one_field(row, ask, where)
-        form, made = conversation([*first, *reply], row, where)
+        if reply is None or not isinstance(first, list):
+            form, made = one_field(row, ask, where)
+            return f"{form}{_left_out(row, [ask])}", made
+        turns = reply if isinstance(reply, list) else [{"role": "assistant", "content": reply}]
+        form, made = conversation([*first, *turns], row, where)
         return f"{form} in {ask!r} and {answer!r}{_left_out(row, [ask, str(answer)])}", made
     if isinstance(reply, list):  # the chosen one of two conversations: mostly the prompt is its beginning
         whole = reply[0].get("role", reply[0].get("from")) in _STARTS
         form, made = conversation(reply if whole else [{"role": "user", "content": first}, *reply], row, where)
         return f"{form} in {answer!r}{_left_out(row, [ask, str(answer)])}", made
+    _check_no_images(row, "text", where)
     context = next(
         (key for key in _CONTEXTS if key != ask and isinstance(row.get(key), str) and not _blank(row[key])), None
     )
@@ -124,7 +141,7 @@ def asked(row: Mapping[Any, Any], ask: str, where: str) -> Value:
         return ("text" if plain else form), question
     if answer == "completion":  # it goes on where the prompt ends
         return form, question + ("" if question[-1].isspace() or reply[0].isspace() else "\n") + reply
-    turns = [*_history(row), {"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+    turns = [*_history(row, where), {"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     _, made = conversation(turns, {key: row.get(key) for key in _SYSTEMS}, where)
     if isinstance(made, Messages):
         made.plain = True
@@ -137,24 +154,36 @@ def _reply(value: Any) -> Any:
         value = value.get("text")
     if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
         value = value[0]
+    value = spoken(value)
     if isinstance(value, list) and value and all(is_turn(turn) for turn in value):
         return value
     return None if not isinstance(value, str) or _blank(value) else value
 
 
-def _history(row: Mapping[Any, Any]) -> list[dict[str, Any]]:
-    """Earlier turns of a row, [[question, answer], ...]."""
-    pairs = row.get("history") or ()
-    good = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+def _history(row: Mapping[Any, Any], where: str) -> list[Any]:
+    """Earlier turns of a row, [[question, answer], ...] or messages. UsageError for what is neither."""
+    pairs = turns_of(row.get("history"))
+    if nothing(pairs):
+        return []
+    if isinstance(pairs, list) and all(map(is_turn, pairs)):
+        return pairs
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise UsageError(
+            f"{where} has a 'history' that is no list of [question, answer]; write it so, or leave it out of the rows"
+        )
     roles = ("user", "assistant")
-    return [{"role": roles[at], "content": pair[at]} for pair in pairs for at in (0, 1)] if good else []
+    return [{"role": roles[at], "content": pair[at]} for pair in pairs for at in (0, 1)]
 
 
 def _left_out(row: Mapping[Any, Any], used: Sequence[str]) -> str:
-    """Which other fields of a row have sentences or lists, in words; empty for none. Names, places and labels have no
-    space in them."""
+    """Which other fields of a row have sentences or lists, or are answers, in words; empty for none. Names, places and
+    labels have no space in them."""
     known = {*used, *_SYSTEMS, "history", "tools"}
-    left = [key for key, value in row.items() if key not in known and not nothing(value) and _says(value)]
+    left = [
+        key
+        for key, value in row.items()
+        if key not in known and not nothing(value) and (_says(value) or key in _ANSWERS)
+    ]
     return f" ({_names(left)} left out)" if left else ""
 
 

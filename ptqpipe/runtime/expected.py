@@ -48,6 +48,14 @@ def _by_transformers(source: Source, tensors: Mapping[str, tuple[str, tuple[int,
     model_class, config = _class_of(source.reader.path)
     if model_class is None:
         return None
+    if not isinstance(config, model_class.config_class):
+        if isinstance(config.get_text_config(), model_class.config_class):
+            return None
+        return [
+            f"config.json's architectures name {model_class.__name__}, of {model_class.config_class.model_type!r} "
+            f"models, and its model_type is {described['model_type']!r}; readers go by the one or the other: correct "
+            "what is wrong"
+        ]
     state = {name: _without_numbers(*kind) for name, kind in tensors.items()}
 
     def filling(model: Any, conversions: Any) -> Any:
@@ -113,7 +121,7 @@ def _class_of(path: Path) -> tuple[Any, Any]:
     names = getattr(config, "architectures", None)
     model_class: Any = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
     known = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-    return (model_class, config) if known and isinstance(config, model_class.config_class) else (None, None)
+    return (model_class, config) if known and isinstance(model_class.config_class, type) else (None, None)
 
 
 def _without_numbers(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -98,7 +98,38 @@ ROWS: dict[str, tuple[Any, str, Any]] = {
         "'question' and 'context' and 'answers'", [{"role": "user", "content": "It is.\n\nWhy?"}, TWO[1]],
     ),
     "a choice": (
-        {"question": "Why?", "choices": ["So.", "No."], "answer": 1}, "'question' (choices left out)", "Why?",
+        {"question": "Why?", "choices": ["So.", "No."], "answer": 1}, "'question' (choices, answer left out)", "Why?",
+    ),
+    "a number as answer": ({"question": "Why?", "answer": 42}, "'question' (answer left out)", "Why?"),
+    "a history of messages": (
+        {"query": "Why?", "response": "So.", "history": [{"role": "user", "content": "Ah."}]},
+        "'query' and 'response'", [{"role": "user", "content": "Ah."}, *TWO],
+    ),
+    "roles in capitals": (
+        {"messages": [{"role": "User", "content": "Why?"}, TWO[1]]}, "messages (User as user)", TWO,
+    ),
+    "keys of two forms in columns": (
+        {"messages": [{"role": None, "content": None, "from": "human", "value": "Why?"}]}, SHAREGPT, TWO[:1],
+    ),
+    "messages as JSON in text": ({"text": json.dumps(TWO)}, "", TWO),
+    "a prompt of messages and an answer of text": (
+        {"prompt": TWO[:1], "completion": "So."}, "messages in 'prompt' and 'completion'", TWO,
+    ),
+    "a prompt and an answer as JSON": (
+        {"prompt": json.dumps(TWO[:1]), "completion": json.dumps(TWO[1:])},
+        "messages in 'prompt' and 'completion'", TWO,
+    ),
+    "a prompt of messages and an unknown answer": (
+        {"prompt": TWO[:1], "target": "So it is."}, "messages (target left out)", TWO[:1],
+    ),
+    "OpenAI's older calls": (
+        {"messages": [TWO[0], {"role": "assistant", "function_call": {"name": "f", "arguments": '{"x": 1}'}}],
+         "functions": [{"name": "f"}]}, "messages with tools",
+        [TWO[0], {"role": "assistant", "content": "", "tool_calls": [{"type": "function", **CALL}]}],
+    ),
+    "calls as JSON in a text": (
+        {"messages": [TWO[0], {"role": "assistant", "content": "", "tool_calls": json.dumps([CALL])}]}, "",
+        [TWO[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}],
     ),
     "OpenOrca": ({"system_prompt": "Be.", "question": "Why?", "response": "So."}, "'question' and 'response'", THREE),
     "prompt and completion": (
@@ -177,6 +208,13 @@ REFUSED_ROWS: dict[str, tuple[Any, str]] = {
     ),
     "a part without type": ({"messages": [{"role": "user", "content": {"parts": []}}]}, "has a part with parts"),
     "images beside messages": ({"messages": TWO, "images": ["a.png"]}, "has 'images' beside its messages; put"),
+    "images beside a prompt": ({"prompt": "Why?", "image": "a.png", "answer": "So."}, "has 'image' beside its text"),
+    "messages as Python prints them": ({"messages": str(TWO)}, "'messages' is a text of objects that is no JSON list"),
+    "an object of messages as JSON": ({"messages": json.dumps({"messages": TWO})}, "a text of objects that is no JSON"),
+    "calls that are none": (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]}, "'tool_calls' is no list of objects",
+    ),
+    "a history in words": ({"prompt": "Why?", "output": "So.", "history": "Ah."}, "a 'history' that is no list of"),
     "a message a row": (TWO[0], r"is a single message \(role, content\); put all messages"),
     "tokens in words": ({"input_ids": "a b"}, "'input_ids' is a text, expected a list of token ids"),
     "tools in words": ({"messages": TWO, "tools": "f and g"}, "'tools' is str, expected a list"),
@@ -212,6 +250,7 @@ FILES: dict[str, tuple[str, bytes | Callable[[], bytes], list[Any], list[str]]] 
     "U+2028": ("a.jsonl", lines({"text": "a\u2028b"}).encode(), ["a\u2028b"], []),
     "JSON texts": ("a.jsonl", b'"one"\n"two"\n', ["one", "two"], []),
     "ndjson": ("a.ndjson", ROW, ["Grüße"], []),
+    "jsonlines": ("a.jsonlines", ROW, ["Grüße"], []),
     "mixed forms": (
         "a.jsonl", lines({"text": "a"}, {"messages": TWO}, {"conversations": SHARED}).encode(), ["a", TWO, TWO],
         ["a.jsonl: text, 1 of 3 rows", "a.jsonl: messages, 1 of 3 rows", f"a.jsonl: {SHAREGPT}, 1 of 3 rows"],
