@@ -80,6 +80,8 @@ WRONG: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any], str]] = {
     "another model's": (renamed({"self_attn": "attention"}), {}, "have no 'model.layers.0.self_attn.k_proj.weight'"),
     "another width of the MLP": (same, {"intermediate_size": 192}, "config.json makes it"),
     "more heads": (same, {"num_key_value_heads": 4}, "'model.layers.0.self_attn.k_proj.weight' is 64x128"),
+    "another type": (same, {"model_type": "gpt2"}, "config.json's GPT2LMHeadModel needs"),
+    "a class of another type": (same, {"architectures": ["GPT2LMHeadModel"]}, "config.json's GPT2LMHeadModel needs"),
     "another vocabulary": (same, {"vocab_size": 100}, "is 96x128, and config.json makes it 100x128"),
 }  # fmt: skip
 RIGHT: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any]]] = {
@@ -88,6 +90,8 @@ RIGHT: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any]]] = {
     "tied, with the head": (same, {"tie_word_embeddings": True}),
     "with rotations": (with_more("model.layers.0.self_attn.rotary_emb.inv_freq", 16), {}),
     "without a class": (same, {"architectures": None}),
+    "of a class of another type with the same tensors": (same, {"architectures": ["MistralForCausalLM"]}),
+    "of another type with the same tensors": (same, {"model_type": "mistral"}),
     "of an unknown class": (same, {"architectures": ["NewestForCausalLM"]}),
 }
 
@@ -129,7 +133,7 @@ def test_tensors_of_the_model_are_not_doubted(right: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("wrong", ["a layer too few", "a layer too many", "Meta's layout", "GGUF's names"])
 def test_structure_tells_without_transformers(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expected, "_class_of", lambda described: (None, None))
+    monkeypatch.setattr(expected, "_classes_of", lambda path: [])
     change, config, said = WRONG[wrong]
     (line,) = lines_of(made(tmp_path / "model", change, {**config, "model_type": "newest"}))
     assert said in line
@@ -139,7 +143,7 @@ def test_plain_decoders_need_no_transformers(tmp_path: Path, monkeypatch: pytest
     def never(described: Any) -> Any:
         raise AssertionError("asked transformers")
 
-    monkeypatch.setattr(expected, "_class_of", never)
+    monkeypatch.setattr(expected, "_classes_of", never)
     assert lines_of(made(tmp_path / "model", same, {})) == []
 
 
