@@ -92,6 +92,7 @@ RIGHT: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any]]] = {
     "without a class": (same, {"architectures": None}),
     "of a class of another type with the same tensors": (same, {"architectures": ["MistralForCausalLM"]}),
     "of another type with the same tensors": (same, {"model_type": "mistral"}),
+    "of a class without a type": (same, {"architectures": ["PreTrainedModel"]}),
     "of an unknown class": (same, {"architectures": ["NewestForCausalLM"]}),
 }
 

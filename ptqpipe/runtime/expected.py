@@ -121,11 +121,13 @@ def _classes_of(path: Path) -> list[tuple[Any, Any]]:
         model_class: Any = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
         if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
             return []
-        kind: Any = model_class.config_class
+        kind: Any = getattr(model_class, "config_class", None)
+        if kind is None:  # what families are derived from
+            return []
         if isinstance(config, kind):
             return [(model_class, config)]
         by_type = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        if by_type is None or kind is None or config.sub_configs or kind.sub_configs:
+        if by_type is None or config.sub_configs or kind.sub_configs:
             return []
         return [(by_type, config), (model_class, create_config(path, kind.model_type))]
     except (PtqError, ImportError):  # a type or numbers that it does not know, or not installed
