@@ -96,8 +96,8 @@ def read_image(place: str, folder: Path | None, *, remedy: str, within: bool = T
         return read_regular(path, limit=_MOST_BYTES)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        known = {errno.EFBIG: "make it smaller", errno.EACCES: "make it readable for you"}
-        fits = known.get(getattr(error, "errno", None) or 0, "check the path")
+        remedies = {errno.EFBIG: "make it smaller", errno.EACCES: "make it readable for you"}
+        fits = remedies.get(getattr(error, "errno", None) or 0, "check the path")
         raise UsageError(f"image {shown!r} cannot be read: {reason}; {fits}") from None
 
 

@@ -99,6 +99,9 @@ RIGHT: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any]]] = {
     "tied, with the head": (same, {"tie_word_embeddings": True}),
     "with rotations": (with_more("model.layers.0.self_attn.rotary_emb.inv_freq", 16), {}),
     "without a class": (same, {"architectures": None}),
+    "of a class of another type with the same tensors": (same, {"architectures": ["MistralForCausalLM"]}),
+    "of another type with the same tensors": (same, {"model_type": "mistral"}),
+    "of a class without a type": (same, {"architectures": ["PreTrainedModel"]}),
     "of an unknown class": (same, {"architectures": ["NewestForCausalLM"]}),
 }
 
@@ -142,7 +145,7 @@ def test_tensors_of_the_model_are_not_doubted(right: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("wrong", ["a layer too few", "a layer too many", "Meta's layout", "GGUF's names"])
 def test_structure_tells_without_transformers(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expected, "_class_of", lambda described: (None, None))
+    monkeypatch.setattr(expected, "_classes_of", lambda path: [])
     change, config, said = WRONG[wrong]
     (line,) = lines_of(made(tmp_path / "model", change, {**config, "model_type": "newest"}))
     assert said in line
@@ -152,7 +155,7 @@ def test_plain_decoders_need_no_transformers(tmp_path: Path, monkeypatch: pytest
     def never(described: Any) -> Any:
         raise AssertionError("asked transformers")
 
-    monkeypatch.setattr(expected, "_class_of", never)
+    monkeypatch.setattr(expected, "_classes_of", never)
     assert lines_of(made(tmp_path / "model", same, {})) == []
 
 

@@ -1,4 +1,4 @@
-"""Texts as tokens: what --data names (`rows.py`) and a model's tokenizer, and the sample text of the package.
+"""Texts as tokens: what --data names (`rows`) and a model's tokenizer, and the sample text of the package.
 
 Rows follow each other in one stream, texts parted by a blank line.
 """

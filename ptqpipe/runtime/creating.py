@@ -39,8 +39,10 @@ _CHOOSES = re.compile(
 WITHOUT_RUN = "convert it without --data and --stats, which does not run the model"
 
 
-def create_config(path: Path) -> Any:
+def create_config(path: Path, model_type: str | None = None) -> Any:
     """transformers' config of the checkpoint at ``path``, without what chooses code and what describes quantization.
+
+    model_type  in the place of the file's own
 
     UsageError without transformers, CheckpointError for a config.json that it makes no config of.
     """
@@ -53,6 +55,8 @@ def create_config(path: Path) -> Any:
     if not file.is_file():
         raise CheckpointError(f"{path} has no config.json, without which transformers cannot run it")
     raw = read_json_object(file, strict=False)
+    if model_type is not None:
+        raw["model_type"] = model_type
     _check_type(file, raw)
     try:
         # transformers has rules of its own by which a file becomes a config, so it is given one.
