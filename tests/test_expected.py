@@ -80,7 +80,9 @@ WRONG: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any], str]] = {
     "another model's": (renamed({"self_attn": "attention"}), {}, "have no 'model.layers.0.self_attn.k_proj.weight'"),
     "another width of the MLP": (same, {"intermediate_size": 192}, "config.json makes it"),
     "more heads": (same, {"num_key_value_heads": 4}, "'model.layers.0.self_attn.k_proj.weight' is 64x128"),
-    "a class of another model": (same, {"architectures": ["Qwen2ForCausalLM"]}, "name Qwen2ForCausalLM, of 'qwen2'"),
+    "a class of another model": (same, {"architectures": ["Qwen2ForCausalLM"]}, "config.json's Qwen2ForCausalLM needs"),
+    "another type": (same, {"model_type": "gpt2"}, "config.json's GPT2LMHeadModel needs"),
+    "a class of another type": (same, {"architectures": ["GPT2LMHeadModel"]}, "config.json's GPT2LMHeadModel needs"),
     "an adapter in the weights": (
         with_more("model.layers.0.self_attn.q_proj.lora_A.weight", 8, 128), {}, "that is not merged into 'model.layers",
     ),

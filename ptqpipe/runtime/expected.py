@@ -42,20 +42,18 @@ def unlike_model(source: Source) -> list[str]:
 
 def _by_transformers(source: Source, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str] | None:
     """`unlike_model` by transformers; None where it is not there or does not know the model."""
+    if len(tensors) > _MOST_TENSORS or (layer_count(source.reader.config) or 0) > _MOST_LAYERS:
+        return None
+    answers = (_unlike_class(source, tensors, *each) for each in _classes_of(source.reader.path))
+    known = [lines for lines in answers if lines is not None]
+    return next(filter(None, known), known[0] if known else None)
+
+
+def _unlike_class(
+    source: Source, tensors: Mapping[str, tuple[str, tuple[int, ...]]], model_class: Any, config: Any
+) -> list[str] | None:
+    """`unlike_model` of one class of transformers and its config; None where it cannot be told."""
     described = source.reader.config
-    if len(tensors) > _MOST_TENSORS or (layer_count(described) or 0) > _MOST_LAYERS:
-        return None
-    model_class, config = _class_of(source.reader.path)
-    if model_class is None:
-        return None
-    if not isinstance(config, model_class.config_class):
-        if isinstance(config.get_text_config(), model_class.config_class):
-            return None
-        return [
-            f"config.json's architectures name {model_class.__name__}, of {model_class.config_class.model_type!r} "
-            f"models, and its model_type is {described['model_type']!r}; readers go by the one or the other: correct "
-            "what is wrong"
-        ]
     state = {name: _without_numbers(*kind) for name, kind in tensors.items()}
 
     def filling(model: Any, conversions: Any) -> Any:
@@ -110,18 +108,31 @@ def _nowhere(conversion: Any) -> Any:
     return found
 
 
-def _class_of(path: Path) -> tuple[Any, Any]:
-    """transformers' class that the config.json at ``path`` names, and its config; (None, None) where there is none."""
+def _classes_of(path: Path) -> list[tuple[Any, Any]]:
+    """transformers' classes that the config.json at ``path`` names, each with its config; empty where there is none.
+
+    Where ``architectures`` names a class of another type than ``model_type``, both: some readers follow the one, some
+    the other. A part of a model that has several (a text's class of a model of images and text) is no contradiction.
+    """
     try:
         import transformers
 
         config = create_config(path)
+        names = getattr(config, "architectures", None)
+        model_class: Any = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
+        if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+            return []
+        kind: Any = getattr(model_class, "config_class", None)
+        if kind is None:  # what families are derived from
+            return []
+        if isinstance(config, kind):
+            return [(model_class, config)]
+        by_type = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        if by_type is None or config.sub_configs or kind.sub_configs:
+            return []
+        return [(by_type, config), (model_class, create_config(path, kind.model_type))]
     except (PtqError, ImportError):  # a type or numbers that it does not know, or not installed
-        return None, None
-    names = getattr(config, "architectures", None)
-    model_class: Any = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
-    known = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-    return (model_class, config) if known and isinstance(model_class.config_class, type) else (None, None)
+        return []
 
 
 def _without_numbers(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
