@@ -48,7 +48,8 @@ class Process:
 
     def ranks(self) -> list[int]:
         """Process ids of the other ranks."""
-        return [child.pid for child in psutil.Process(self.process.pid).children()]
+        children = psutil.Process(self.process.pid).children()  # one renders chat templates
+        return [child.pid for child in children if "--rank-of" in child.cmdline()]
 
     def ended(self, seconds: float = 120) -> int:
         """The exit code."""

@@ -35,7 +35,12 @@ from tests.transforms.models import token_ids
 def test_best_is_tune_and_convert_in_one_call_and_leaves_nothing_else(model: Path, text: Path, tmp_path: Path) -> None:
     printed = ran("convert", model, *few(text), "-o", tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
-    for words in ("1 tune: GPTQ layer after layer", "[1/3] tune", "[3/3] verify", "Next: ptqpipe eval"):
+    for words in (
+        "1 tune: GPTQ layer after layer",
+        "[1/3] tune",
+        "[3/3] verify",
+        "Next: ptqpipe verify",
+    ):  # it has no tokenizer
         assert words in printed
     again = ran("convert", model, "--eval", text, "-o", tmp_path / "measured", "--workers", 1)
     assert f"Next: ptqpipe report {tmp_path / 'measured'} --source {model}" in again
