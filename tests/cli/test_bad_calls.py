@@ -53,7 +53,7 @@ BAD_CONVERTS: list[tuple[tuple[str, ...], str]] = [
     (("model", "--container", "__init__"), "unknown container"),
     (("model", "--container", "deepseek_fp8"), "deepseek_fp8 stores fp8_block only"),
     (("model", "--format", "e2m1/8/ue5m3", "--container", "modelopt"), "ModelOpt"),
-    (("model", "--input-amax", "nan"), "positive number"),
+    (("model", "--input-amax", "nan"), "a number above 0 and below 1e30"),
 ]
 
 
