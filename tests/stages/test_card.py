@@ -14,7 +14,7 @@ import ptqpipe
 from ptqpipe.card import LARGEST_ORIGINAL, card_sha256, front_matter, write_quality
 from ptqpipe.cli import main
 from ptqpipe.stages.verify.run import verify
-from tests.tiny import bytes_of, llama, save
+from tests.tiny import LLAMA_CONFIG, bytes_of, llama, save
 
 THEIRS = """---
 license: other
@@ -39,8 +39,9 @@ RESULT: dict[str, Any] = {
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A snapshot in a hub's cache, with a card of its own."""
     folder = tmp_path_factory.mktemp("hub") / "models--owner--tiny" / "snapshots" / "0123"
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2}
+    config = LLAMA_CONFIG
     save(folder, llama(), config=config)
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "README.md").write_text(THEIRS)
     return folder
 

