@@ -58,6 +58,10 @@ def test_tokens_times_and_reasons_are_counted(fresh: Server) -> None:
     prompt = len(encoded()[2])
     body = {"prompt": PROMPTS[2], "max_tokens": 9, "n": 2, "temperature": 0, "ignore_eos": True}
     with fresh.client() as http:
+        # One that waits for whatever the service still has under way, so that its counts do not fall between these.
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        while samples(http, model_name="demo")["num_requests_running"]:
+            time.sleep(0.05)
         before, began = samples(http, model_name="demo"), time.monotonic()
         assert http.post("/v1/completions", json=body).status_code == 200
         took = time.monotonic() - began
