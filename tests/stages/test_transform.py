@@ -396,7 +396,7 @@ def test_any_number_of_workers_and_runs_that_were_interrupted_write_the_same_byt
     machine = ptqpipe.machine.Machine(workers=3)
     transform(model, tmp_path / "three", stats=stats, options=options, machine=machine)
     assert tiny.bytes_of(tmp_path / "three") == want
-    real, written = CheckpointWriter.write, 0
+    real, written = CheckpointWriter._write, 0
 
     def interrupted(self: CheckpointWriter, *args: Any, **kwargs: Any) -> None:
         nonlocal written
@@ -405,7 +405,7 @@ def test_any_number_of_workers_and_runs_that_were_interrupted_write_the_same_byt
             raise KeyboardInterrupt
         real(self, *args, **kwargs)
 
-    monkeypatch.setattr(CheckpointWriter, "write", interrupted)
+    monkeypatch.setattr(CheckpointWriter, "_write", interrupted)
     single = ptqpipe.machine.Machine(workers=1)
     with pytest.raises(KeyboardInterrupt):
         transform(model, tmp_path / "out", stats=stats, options=options, machine=single)
