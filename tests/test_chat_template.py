@@ -15,7 +15,7 @@ from ptqpipe.chat_template import TemplateError, compile_template, render
 from ptqpipe.errors import UsageError
 from ptqpipe.rows import Messages, row_tokens
 from ptqpipe.stages.serve.checks import read_template, try_template
-from tests.engine.models import tokenizer
+from tests.engine.models import own_tokenizer, tokenizer
 
 CHAT = [
     {"role": "system", "content": "Be brief.", "name": None},
@@ -72,7 +72,7 @@ def test_a_text_is_that_of_transformers(template: str, options: dict[str, Any]) 
 
 
 def test_of_several_templates_the_tokenizers_rule_chooses() -> None:
-    words = tokenizer()
+    words = own_tokenizer()
     words.chat_template = several = {"default": "plain", "tool_use": "tools"}
     assert render(words, CHAT, several, {}) == "plain"
     assert render(words, CHAT, several, {"tools": [{"a": 1}]}) == "tools"
@@ -161,7 +161,7 @@ def test_threads_take_turns() -> None:
 
 @pytest.mark.usefixtures("short")
 def test_rows_and_the_start_of_a_service_have_the_same_limit(tmp_path: Path) -> None:
-    words = tokenizer()
+    words = own_tokenizer()
     words.chat_template = LOOPS["loops in loops"]
     with pytest.raises(UsageError, match=r"^data, line 3: the model's chat template .* does not end within 0.5 s"):
         list(row_tokens(lambda: words, Messages(CHAT), "data, line 3"))
@@ -186,7 +186,7 @@ def test_a_template_that_refuses_the_chat_of_the_start_is_no_fault() -> None:
     ],
 )
 def test_a_row_that_does_not_fit_has_the_remedy_of_its_reason(template: str, remedy: str) -> None:
-    words = tokenizer()
+    words = own_tokenizer()
     words.chat_template = template
     with pytest.raises(UsageError, match=f"^data, line 3.*{remedy}"):
         list(row_tokens(lambda: words, Messages(CHAT), "data, line 3"))

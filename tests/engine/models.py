@@ -61,12 +61,17 @@ def reference(path: Path = DEMO) -> Any:
     return load_model(path)
 
 
-@cache
-def tokenizer(path: Path = DEMO) -> Any:
-    """The model's."""
+def own_tokenizer(path: Path = DEMO) -> Any:
+    """The model's, for a test that changes it."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path)
+
+
+@cache
+def tokenizer(path: Path = DEMO) -> Any:
+    """The model's, one for all tests."""
+    return own_tokenizer(path)
 
 
 @cache

@@ -232,7 +232,7 @@ def test_a_tokenizer_that_gives_up_is_an_error_of_the_request() -> None:
     """As Oniguruma does after ten million steps: a panic in Rust, which is no Exception."""
     from tokenizers import Regex, pre_tokenizers
 
-    words = models.tokenizer()
+    words = models.own_tokenizer()
     words.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
     long = "a" * 60
     chat = [{"role": "user", "content": long}]
