@@ -231,3 +231,23 @@ def test_layouts_and_counts_are_told_by_names_alone() -> None:
     assert "Megatron's layout" in misfits(tiny.LLAMA_CONFIG, megatron)[0]
     mistral = {"layers.0.attention.wkv_b.weight": ("BF16", (64, 64))}
     assert misfits({"text_config": {"model_type": "mistral_large4_text"}}, mistral) == []
+
+
+def test_a_config_without_a_model_type_is_said_and_refused_with_for(tmp_path: Path) -> None:
+    folder = made(tmp_path / "model", same, {})
+    config = json.loads((folder / "config.json").read_text())
+    del config["model_type"]
+    (folder / "config.json").write_text(json.dumps(config))
+    call = ["convert", str(folder), "--search", "absmax", "--dry-run"]
+    assert "config.json has no 'model_type'" in CliRunner().invoke(main, call).output
+    refused = CliRunner().invoke(main, [*call, "--for", "vllm"])
+    assert refused.exit_code != 0
+    assert "config.json has no 'model_type'" in refused.output
+
+
+def test_an_adapter_beside_the_model_is_said(tmp_path: Path) -> None:
+    folder = made(tmp_path / "model", same, {})
+    call = ["convert", str(folder), "--search", "absmax", "--dry-run"]
+    assert "lies beside the model" not in CliRunner().invoke(main, call).output
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert "adapter_config.json lies beside the model" in CliRunner().invoke(main, call).output

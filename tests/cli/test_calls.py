@@ -204,7 +204,7 @@ def test_a_long_error_is_one_line_that_a_terminal_shows_in_several(
     here: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
 ) -> None:
     said = refused(*args)
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((60, 24)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((60, 24)))
     monkeypatch.setattr("ptqpipe.cli.lines._is_terminal", lambda stream: True)
     lines = run(*args).stderr.splitlines()
     error = lines[next(i for i, line in enumerate(lines) if line.startswith("Error")) :]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import check_disjoint, name_of, resolve_source
+from ptqpipe.checkpoint.adapter import ADAPTER_CONFIG
 from ptqpipe.containers import get_container
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError
 from ptqpipe.families import doubts, facts_of, is_known
@@ -170,6 +171,11 @@ def _doubts_of(source: Source, reader: str | None) -> tuple[str, ...]:
     if not source.reader.has_config:
         return ()
     unlike = unlike_model(source)
+    if "model_type" not in config:
+        unlike = [
+            "config.json has no 'model_type', which says what class the weights are of; take the config.json that "
+            "was published with them"
+        ]
     if unlike and reader is not None:
         raise CheckpointError(f"--for {reader}: {unlike[0]}; {reader} would not load what is made of it")
     unknown = []
@@ -178,6 +184,11 @@ def _doubts_of(source: Source, reader: str | None) -> tuple[str, ...]:
         unknown.append(
             f"the table of families has no row for model_type {config.get('model_type')!r}: names and shapes alone "
             f"decide what stays unquantized{whose}; look at the list of what is kept, and add to it with --ignore"
+        )
+    if (source.reader.path / ADAPTER_CONFIG).is_file():
+        unknown.append(
+            f"{ADAPTER_CONFIG} lies beside the model: what its adapter adds to the weights is left out; merge it first "
+            "if it shall count"
         )
     return (*unknown, *unlike, *doubts(config, source.tensors))
 
