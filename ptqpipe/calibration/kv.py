@@ -118,4 +118,8 @@ def _observed_cache(observer: KeyValueObserver) -> Any:
                 observer.see(key_states, value_states)
             return key_states, value_states
 
+        def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+            """The keys of a sparse attention's indexer (DeepSeek V3.2), which are not of the KV cache's format."""
+            return indexer_key_states
+
     return ObservedCache()
