@@ -31,9 +31,9 @@ from ptqpipe.containers import (
 from ptqpipe.errors import CheckpointError, NumericsError, UsageError, one_line
 from ptqpipe.folded import folded, open_folded
 from ptqpipe.formats import Format
-from ptqpipe.plan import Plan, Slice
 from ptqpipe.qtensor import QTensor
 from ptqpipe.rotation import rotated_weight
+from ptqpipe.slices import Slice
 
 RUN_ELEMENTS = 1 << 20
 _ALIGN = 128  # rows: a multiple of every block that a source or a format has, whole columns aside
@@ -111,12 +111,11 @@ class Source:
         stored = self.stored.get(tensor)
         return stored.scheme.fmt if stored is not None and stored.scheme.fmt.element.bits < 8 else None
 
-    def check_requantizable(self, plan: Plan | None = None) -> None:
+    def check_requantizable(self, formats: Mapping[str, Format] | None = None) -> None:
         """UsageError where a weight that is stored below 8 bits would be quantized again to a format that cannot hold
-        all of its numbers, which can only add error. Without a plan: to any format."""
-        fates = {} if plan is None else {m.source.tensor: unit.scheme.fmt for unit in plan.units for m in unit.members}
-        for tensor in self.stored if plan is None else fates:
-            low, fmt = self.below_8_bits(tensor), fates.get(tensor)
+        all of its numbers, which can only add error. ``formats``: what each tensor becomes; without it any format."""
+        for tensor in self.stored if formats is None else formats:
+            low, fmt = self.below_8_bits(tensor), (formats or {}).get(tensor)
             if low is not None and (fmt is None or not fmt.holds(low)):
                 to, remedy = (" again", "") if fmt is None else (f" to {fmt.name}", "; convert --requantize does it")
                 raise UsageError(

@@ -18,4 +18,5 @@ from ptqpipe.plan.make import (
     pattern_hint,
     unmatched_patterns,
 )
-from ptqpipe.plan.types import Kept, Member, Plan, Slice, Unit
+from ptqpipe.plan.types import Kept, Plan, Unit
+from ptqpipe.slices import Member, Slice

@@ -13,8 +13,8 @@ from typing import Any
 
 from ptqpipe.errors import RecipeError
 from ptqpipe.families import output_rows
-from ptqpipe.plan.types import Member, Shapes
 from ptqpipe.recipe import Rule
+from ptqpipe.slices import Member, Shapes
 
 
 def fused_groups(candidates: Mapping[str, Member], fuse: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -22,9 +22,10 @@ from ptqpipe.plan.groups import (
     reject_split_stacks,
     siblings_outside,
 )
-from ptqpipe.plan.types import Kept, Member, Plan, Shapes, Slice, Unit
+from ptqpipe.plan.types import Kept, Plan, Unit
 from ptqpipe.recipe import BY_RECIPE, IGNORED, Recipe, Rule, matches
 from ptqpipe.schemes import Abilities, Scheme
+from ptqpipe.slices import Member, Shapes, Slice
 
 # Stacks of Granite and JetMoE: a gate's and an up part's rows, and what follows them.
 _LINEARS = ("input_linear", "output_linear")

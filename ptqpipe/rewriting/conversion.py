@@ -21,7 +21,7 @@ from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import NumericsError
 from ptqpipe.machine import Share
 from ptqpipe.measured import Changes, certificate, changes_of, counting
-from ptqpipe.plan import Member, Unit
+from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.rewriting.consume import Consumed
 from ptqpipe.rewriting.kv_cache import write_scales
@@ -30,6 +30,7 @@ from ptqpipe.rewriting.outputs import MeanErrors, OutputJob, Outputs, QuantizeUn
 from ptqpipe.rewriting.run import CopyTensor, Rewrite, merged, named_source, write_whole
 from ptqpipe.rewriting.units import learned_codes, low_rank_bytes, quantize_unit
 from ptqpipe.rounding import TRAINED_REASON, Rounding
+from ptqpipe.slices import Member
 from ptqpipe.source import Scratch, Source, SourceRows
 from ptqpipe.statistics import Statistics
 

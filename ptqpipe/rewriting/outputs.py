@@ -33,13 +33,14 @@ from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import CheckpointError, NumericsError, UnfitFormat, UsageError
 from ptqpipe.families import UNLIKE_EXPERTS, Fact, fails_either_way, family_of
 from ptqpipe.machine import Job
-from ptqpipe.plan import Kept, Member, Plan, Unit, make_plan
+from ptqpipe.plan import Kept, Plan, Unit, make_plan
 from ptqpipe.qtensor import QTensor
 from ptqpipe.readers import check_experts, check_rotation
 from ptqpipe.recipe import Recipe, failing_facts
 from ptqpipe.rewriting.kv_cache import WriteCacheScales, cache_specs, config_with_cache
 from ptqpipe.rewriting.run import CopyTensor, write_whole
 from ptqpipe.rounding import TRAINED_REASON
+from ptqpipe.slices import Member
 from ptqpipe.source import Source
 from ptqpipe.tensor_names import experts_of
 

@@ -20,8 +20,8 @@ from ptqpipe.containers import HF_QUANT_CONFIG, Role, decode_input_global
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.json_values import finite, json_differences
 from ptqpipe.origins import Origins
-from ptqpipe.plan import Member, Slice
 from ptqpipe.quantities import number, table
+from ptqpipe.slices import Member, Slice
 from ptqpipe.source import Source, SourceRows, row_runs
 from ptqpipe.stages.common import sqnr_db
 from ptqpipe.tensor_names import name_pattern, role_of

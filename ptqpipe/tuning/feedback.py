@@ -17,8 +17,9 @@ from ptqpipe.calibration.gradients import Gradients, rows_of
 from ptqpipe.calibration.paired import Known, Paired
 from ptqpipe.inputs import Moments
 from ptqpipe.kernels.decoding import decoded
-from ptqpipe.plan import Member, Unit
+from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
+from ptqpipe.slices import Member
 from ptqpipe.tuning.block import BlockWork, by_data
 
 TRIED_ROWS, TRIED_SHARE = 64, 16  # of a weight so many of its rows are tried first, but at most one of so many

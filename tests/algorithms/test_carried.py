@@ -19,9 +19,9 @@ from ptqpipe.errors import NumericsError
 from ptqpipe.formats import FORMATS, pack
 from ptqpipe.kernels import cpu
 from ptqpipe.kernels.cpu_carry import NO_PLACE, fp4_places, fp4_to_nvfp4, value_of
-from ptqpipe.plan import Slice
 from ptqpipe.qtensor import QTensor, encode
 from ptqpipe.search import brute_force
+from ptqpipe.slices import Slice
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.verify.run import verify
 from tests import families, tiny

@@ -8,8 +8,8 @@ from ptqpipe.calibration.assembly import assemble
 from ptqpipe.calibration.rounding import Choice, Settings, learn
 from ptqpipe.formats import get_format
 from ptqpipe.global_scale import absmax_global
-from ptqpipe.plan import Member, Slice
 from ptqpipe.qtensor import QTensor, code_values
+from ptqpipe.slices import Member, Slice
 
 
 def quantized(w: torch.Tensor, name: str = "nvfp4") -> QTensor:

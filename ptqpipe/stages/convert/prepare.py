@@ -135,7 +135,8 @@ def prepare(
         trained = () if learned is None else learned.trained.keys()
         outputs = outputs_of(source, recipe.for_model(source.reader.config), trained=trained)
         if not requantize:
-            source.check_requantizable(outputs.plan)
+            units = outputs.plan.units
+            source.check_requantizable({m.source.tensor: u.scheme.fmt for u in units for m in u.members})
         check_ignored(outputs.plan, options.ignore)
         _check_mtp(outputs, source)
         said = _doubts_of(source, reader)

@@ -23,10 +23,10 @@ from ptqpipe.evaluation.scores import scoring_bytes
 from ptqpipe.inputs import EXPERT_ROWS, OUT_ROWS
 from ptqpipe.options import PipelineOptions
 from ptqpipe.origins import Origins
-from ptqpipe.plan import Member
 from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.rows import files_of
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
+from ptqpipe.slices import Member
 from ptqpipe.source import Source
 from ptqpipe.stages.pipeline.call import own_weight
 from ptqpipe.stages.pipeline.table import Way

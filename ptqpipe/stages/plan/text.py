@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from ptqpipe.plan import Member
 from ptqpipe.quantities import disk_size, number, scientific, table
+from ptqpipe.slices import Member
 from ptqpipe.stages.plan.run import MixedPlan
 from ptqpipe.stages.plan.units import KEEP
 from ptqpipe.tensor_names import layer_of, role_of
