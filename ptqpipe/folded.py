@@ -28,7 +28,7 @@ from ptqpipe.checkpoint import (
 )
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import CheckpointError
-from ptqpipe.transforms import (
+from ptqpipe.folding import (
     ROTATIONS,
     RUN,
     STREAM,

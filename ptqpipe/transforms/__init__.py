@@ -1,34 +1,22 @@
 """Transforms: a float checkpoint in, an equivalent float checkpoint out that loses less when it is quantized.
 
-One file for each transform, found by its name. Two kinds:
-
-* a *scaling* moves a factor per channel from one weight into another, over an edge of the model (``structure.py``); its
-  file offers ``solve(problem, options) -> Solution``, ``EDGES`` and whether it needs a quantizer;
-* a *rotation* multiplies by orthogonal matrices that cancel each other; its file offers ``fold(...) -> foldings``.
+A *scaling* moves a factor per channel from one weight into another, over an edge of the model. One file for each, found
+by its name: ``solve(problem, options) -> Solution``, ``EDGES`` and whether it needs a quantizer. Rotations stand in
+``folding``; ``learn_rotations.py`` finds their matrices.
 
 Tensors and structure in, factors out: nothing here knows files, statistics folders or searches. Quantizers are
 passed in as callables.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Protocol, cast
 
-import torch
-
 from ptqpipe.errors import UsageError, did_you_mean
-from ptqpipe.schemes import ROTATION_BLOCKS
-from ptqpipe.transforms.find_structure import find_structure
-from ptqpipe.transforms.folding import RUN, Folding, Op, Rotate, apply, is_exact, move_factors
+from ptqpipe.folding import ROTATIONS
 from ptqpipe.transforms.learn_rotations import BATCH, Learned, Reader, Rounding, learn
 from ptqpipe.transforms.problem import Consumer, Problem, Quantize, Solution, SolveOptions
-from ptqpipe.transforms.rotate_residual import STREAM
-from ptqpipe.transforms.rotate_values import turns
-from ptqpipe.transforms.structure import Edge, Matrix, Norm, Structure, grouped, rotated_tensors
 
 SCALINGS = ("smoothquant", "awq", "aqas", "smooth_swiglu")
-BLOCKS = (*ROTATION_BLOCKS, 256)  # channels that a folded rotation may take together; 256 is `folding.RUN`
-ROTATIONS = ("rotate_residual", "rotate_values")
 # Rotations that a reader applies while it runs: `convert --rotate` writes those of linear layers' inputs.
 ONLINE = ("rotate_online", "rotate_down", "rotate_keys", "r3", "r4")
 _SHORT = {"rotate": ROTATIONS, "r1": ("rotate_residual",), "r2": ("rotate_values",), "swiglu": ("smooth_swiglu",)}
@@ -43,24 +31,6 @@ class Scaling(Protocol):
     ALWAYS_POWERS_OF_TWO: bool
 
     def solve(self, problem: Problem, options: SolveOptions) -> Solution: ...
-
-
-class Rotation(Protocol):
-    """The shape of a rotation's file."""
-
-    def check(self, structure: Structure, block: int, *, untie: bool) -> None: ...
-
-    def fold(
-        self,
-        structure: Structure,
-        edges: Sequence[Edge],
-        *,
-        writers: Sequence[Matrix],
-        embeddings: Sequence[str],
-        block: int,
-        read: Callable[[str], torch.Tensor],
-        matrices: Mapping[str, torch.Tensor],
-    ) -> list[Folding]: ...
 
 
 def transform_names(asked: str) -> tuple[str, ...]:
@@ -88,8 +58,3 @@ def transform_names(asked: str) -> tuple[str, ...]:
 def get_scaling(name: str) -> Scaling:
     """The module of one of ``SCALINGS``."""
     return cast(Scaling, import_module(f"{__name__}.{name}"))
-
-
-def get_rotation(name: str) -> Rotation:
-    """The module of one of ``ROTATIONS``."""
-    return cast(Rotation, import_module(f"{__name__}.{name}"))

@@ -8,11 +8,12 @@ from click.testing import CliRunner
 
 from ptqpipe.cli import main
 from ptqpipe.containers import container_names, get_container
+from ptqpipe.folding import ROTATIONS
 from ptqpipe.readers import READERS
 from ptqpipe.schemes import SCHEMES
 from ptqpipe.search import search_names
 from ptqpipe.stages import formats
-from ptqpipe.transforms import ROTATIONS, SCALINGS
+from ptqpipe.transforms import SCALINGS
 
 
 def test_everything_that_can_be_named_is_listed_with_a_purpose() -> None:

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from ptqpipe.errors import UsageError
 from ptqpipe.families import Norms
 from ptqpipe.families.table import FAMILIES
+from ptqpipe.folding import Structure, find_structure, move_factors, rotate_residual, rotate_values
+from ptqpipe.folding.structure import Norm
+from ptqpipe.folding.tensors import Op, apply
 from ptqpipe.machine import Machine
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import transform
-from ptqpipe.transforms import Structure, find_structure, move_factors, rotate_residual, rotate_values
-from ptqpipe.transforms.folding import Op, apply
-from ptqpipe.transforms.structure import Norm
 from tests import families
 
 # norm, latent, value and up edges, where they are not those of two layers like Llama's; experts have more of the last.

@@ -3,20 +3,9 @@
 import pytest
 import torch
 
-from ptqpipe.transforms import BLOCKS
-from ptqpipe.transforms.folding import (
-    RUN,
-    Op,
-    Reset,
-    Rotate,
-    Scale,
-    apply,
-    hadamard,
-    is_exact,
-    move_factors,
-    power_of_two,
-)
-from ptqpipe.transforms.structure import Edge, Matrix, Norm
+from ptqpipe.folding import BLOCKS
+from ptqpipe.folding.structure import Edge, Matrix, Norm
+from ptqpipe.folding.tensors import RUN, Op, Reset, Rotate, Scale, apply, hadamard, is_exact, move_factors, power_of_two
 
 
 def dense(size: int, start: int, length: int, block: int) -> torch.Tensor:

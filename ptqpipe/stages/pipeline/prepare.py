@@ -12,6 +12,7 @@ from ptqpipe.calibration.kv import check_seen
 from ptqpipe.checkpoint import Mode, check_disjoint, name_of, resolve_source
 from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.evaluation.text import check_text
+from ptqpipe.folding import find_structure
 from ptqpipe.machine import Machine
 from ptqpipe.options import PipelineOptions, RecipeOptions, check_options
 from ptqpipe.quantities import disk_size
@@ -29,7 +30,6 @@ from ptqpipe.stages.pipeline.stages import Pipeline
 from ptqpipe.stages.pipeline.table import TABLE, WEIGHTS, Way, kind_of
 from ptqpipe.stages.plan.run import Budget, check_budget
 from ptqpipe.stages.transform.plan import TransformOptions, foldable_rotations, matrix_bytes
-from ptqpipe.transforms import find_structure
 
 MATRICES = 128_000_000  # bytes of a record that the matrices of rotations may take: half of what is read
 

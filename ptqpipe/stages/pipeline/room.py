@@ -20,6 +20,7 @@ from ptqpipe.calibration.reverse import enough, least_step, streams
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT
 from ptqpipe.evaluation.log_probabilities import MOST
 from ptqpipe.evaluation.scores import scoring_bytes
+from ptqpipe.folding import find_structure
 from ptqpipe.inputs import EXPERT_ROWS, OUT_ROWS
 from ptqpipe.options import PipelineOptions
 from ptqpipe.origins import Origins
@@ -34,7 +35,7 @@ from ptqpipe.stages.transform.learn import ELEMENTS, STATES, TEMPORARIES
 from ptqpipe.stages.transform.plan import TransformOptions, matrix_bytes
 from ptqpipe.statistics import of_all_experts
 from ptqpipe.tensor_names import layer_of
-from ptqpipe.transforms import BATCH, find_structure, transform_names
+from ptqpipe.transforms import BATCH, transform_names
 
 # Bytes for each channel of a matrix, in float32: maximum, mean, second moment and that of the held-out samples, and the
 # mean square of the gradient at an output; the moments of its block of 16 and those of the held-out samples; a factor

@@ -17,13 +17,13 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import FOLDING_FILE, BlockFolder, Finished, Mode, read_json_object, resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.folded import encoded
+from ptqpipe.folding import ROTATIONS
 from ptqpipe.machine import Machine, one_thread_each, peak_bytes, progress_bar, run_jobs
 from ptqpipe.rewriting import named_source, records_of
 from ptqpipe.source import Source
 from ptqpipe.stages.transform.plan import Component, TransformOptions
 from ptqpipe.stages.transform.run import Transformation, check_memory, prepare
 from ptqpipe.stages.transform.weights import Weights
-from ptqpipe.transforms import ROTATIONS
 
 
 def find_factors(

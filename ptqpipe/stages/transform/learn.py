@@ -15,6 +15,7 @@ import torch
 
 from ptqpipe.errors import NumericsError, OutputError, UsageError
 from ptqpipe.folded import encoded
+from ptqpipe.folding import STREAM, Edge, Matrix, Norm, Structure, turns
 from ptqpipe.formats import Format
 from ptqpipe.kernels import cpu_library
 from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
@@ -23,7 +24,7 @@ from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.transform.plan import TransformOptions, block_of
 from ptqpipe.stages.transform.weights import Weights, input_quantizer
 from ptqpipe.statistics import Statistics, of_all_experts
-from ptqpipe.transforms import BATCH, STREAM, Edge, Learned, Matrix, Norm, Reader, Rounding, Structure, learn, turns
+from ptqpipe.transforms import BATCH, Learned, Reader, Rounding, learn
 
 ELEMENTS = 1 << 29  # numbers of all pairs together: of more, tokens are left out
 LEAST = 256  # tokens that stay whatever they take

@@ -11,23 +11,12 @@ from dataclasses import dataclass
 from ptqpipe.checkpoint import TensorSpec
 from ptqpipe.dtypes import FLOAT_DTYPES, FLOATS
 from ptqpipe.errors import UsageError
+from ptqpipe.folding import BLOCKS, ROTATIONS, Edge, Matrix, Structure, get_rotation, grouped, rotated_tensors
 from ptqpipe.machine import Job
 from ptqpipe.rewriting import CopyTensor
 from ptqpipe.schemes import Activation, get_scheme
 from ptqpipe.source import Source
-from ptqpipe.transforms import (
-    BLOCKS,
-    ROTATIONS,
-    SCALINGS,
-    Edge,
-    Matrix,
-    Structure,
-    get_rotation,
-    get_scaling,
-    grouped,
-    rotated_tensors,
-    transform_names,
-)
+from ptqpipe.transforms import SCALINGS, get_scaling, transform_names
 
 EIGHT_BITS = (
     Activation.MXFP8,

@@ -21,6 +21,7 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec, check_disjoint, resolve_source
 from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.folding import ROTATIONS, Edge, Op, Structure, find_structure, get_rotation, is_exact, move_factors
 from ptqpipe.machine import BASE_BYTES, Machine, Share, counting_bar
 from ptqpipe.quantities import option_size, option_size_above, scientific
 from ptqpipe.rewriting import CopyTensor, Done, Rewrite, Run, check_model, merged, named_source, parts_of_stage, rewrite
@@ -38,21 +39,7 @@ from ptqpipe.stages.transform.learn import (
 from ptqpipe.stages.transform.plan import Component, TransformOptions
 from ptqpipe.stages.transform.weights import Weights, input_quantizer, make_problem, weight_quantizer
 from ptqpipe.statistics import Statistics
-from ptqpipe.transforms import (
-    ROTATIONS,
-    SCALINGS,
-    Edge,
-    Op,
-    Solution,
-    SolveOptions,
-    Structure,
-    find_structure,
-    get_rotation,
-    get_scaling,
-    is_exact,
-    move_factors,
-    transform_names,
-)
+from ptqpipe.transforms import SCALINGS, Solution, SolveOptions, get_scaling, transform_names
 
 FLOAT32_ROUNDING = 1e-12  # relative MSE below which an error is float32's own: not worth a number
 

@@ -13,6 +13,7 @@ import torch
 from ptqpipe.algorithms import quantize_rows
 from ptqpipe.checkpoint import CheckpointReader
 from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.folding import RUN, Edge, Folding, Matrix, Op, apply
 from ptqpipe.formats import Format
 from ptqpipe.global_scale import absmax_global
 from ptqpipe.inputs import InputStatistics
@@ -20,7 +21,7 @@ from ptqpipe.kernels.decoding import decoded
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
 from ptqpipe.statistics import Statistics
-from ptqpipe.transforms import RUN, Consumer, Edge, Folding, Matrix, Op, Problem, Quantize, apply
+from ptqpipe.transforms import Consumer, Problem, Quantize
 
 RUN_ELEMENTS = 1 << 20  # a run is computed in float64
 SAMPLE_ELEMENTS = 1 << 21  # of all weights of a problem, for searches; four times as many choose 0.02 % better

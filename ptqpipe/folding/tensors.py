@@ -12,8 +12,8 @@ from functools import cache
 
 import torch
 
+from ptqpipe.folding.structure import Edge, Matrix, Norm
 from ptqpipe.rotation import signs
-from ptqpipe.transforms.structure import Edge, Matrix, Norm
 
 RUN = 256  # rows of a run are multiples of this: no rotation block lies across two runs
 
