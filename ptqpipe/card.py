@@ -16,7 +16,6 @@ import yaml
 
 from ptqpipe.checkpoint import hub_name, name_of, write_file
 from ptqpipe.errors import one_line
-from ptqpipe.evaluation.verdict import verdict
 from ptqpipe.quantities import disk_size
 from ptqpipe.record import text_data
 from ptqpipe.regular_file import read_regular
@@ -54,7 +53,7 @@ def card(source: Source, record: Mapping[str, Any], *, nbytes: int, warnings: Se
     plain = "weights" not in record or "dequantized_from" in record or "transformed_from" in record
     formats = Counter(str(entry.get("format")) for entry in record.get("weights", {}).values())
     what = _kind(record, formats)
-    lines = [f"# {_code(_name(source, record))}, {what}", ""]
+    lines = [f"# {code(_name(source, record))}, {what}", ""]
     lines += [_BEGIN, _END, "", *_facts(source, record, nbytes, formats, plain=plain), "", *_made(record), ""]
     return f"---\n{head}---\n\n{chr(10).join(lines + _use(record, warnings, plain=plain))}\n".encode(
         "utf-8", errors="replace")  # fmt: skip
@@ -104,37 +103,18 @@ def card_sha256(path: Path) -> str:
         "utf-8", errors="surrogateescape")).hexdigest()  # fmt: skip
 
 
-def write_quality(ckpt: Path, result: Mapping[str, Any]) -> bool:
-    """Puts what an eval file's content says into a checkpoint's card; whether it did. The rest of the card stays as it
+def write_section(ckpt: Path, section: str) -> bool:
+    """Puts the section of what is measured into a checkpoint's card; whether it did. The rest of the card stays as it
     is; one without the section is somebody's own and stays whole. OutputError where it cannot be written."""
-    path, found = ckpt / CARD, verdict(result)
-    if found is None or not is_ours(path):
+    path = ckpt / CARD
+    if not is_ours(path):
         return False
     try:
         text = read_regular(path, limit=_LARGEST_CARD).decode("utf-8")
     except UnicodeDecodeError:  # to write it would change what a person put there
         return False
-    baseline = result.get("baseline") or {}
-    name = baseline.get("name") if isinstance(baseline, Mapping) else baseline
-    rows = "".join(
-        f"| {_cell(_code(row['data']))} | {row['tokens']:,} | {_number(row['mean'])} | {_span(row.get('interval'))} |\n"
-        for row in result["kl"]
-    )
-    section = (
-        f"## Quality\n\n**{found.level.capitalize()}**: {found.words}, against {_code(name or 'the original model')}.\n"
-        f"{found.like}.\n"
-        f"\n| text | tokens | KL divergence, nats per token | 95 % interval |\n|---|---:|---:|---:|\n{rows}\n"
-    )
     write_file(path, _SECTION.sub(lambda _: section, text))
     return True
-
-
-def _number(value: float) -> str:
-    return f"{value:.2e}".replace("e-0", "e-")
-
-
-def _span(interval: Any) -> str:
-    return f"{_number(interval[0])} to {_number(interval[1])}" if interval and None not in interval else "–"
 
 
 def _head(source: Source, record: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,12 +142,12 @@ def _is_causal(source: Source) -> bool:
     return isinstance(found, list) and any("CausalLM" in str(name) for name in found)
 
 
-def _code(text: object) -> str:
+def code(text: object) -> str:
     """Untrusted text in code style: nothing in it is markup, nor the end of a section."""
     return "`" + one_line(str(text), limit=200).replace("`", "'").replace("<!--", "<!- -") + "`"
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """Text for a cell of a table, whose columns bars part."""
     return text.replace("|", "/")
 
@@ -192,7 +172,7 @@ def _facts(
     """What was done, as a table."""
     before = source.reader.nbytes
     base = hub_name(source.reader.path)
-    made_from = f"[{base}](https://huggingface.co/{base})" if base else _code(name_of(source.reader.path))
+    made_from = f"[{base}](https://huggingface.co/{base})" if base else code(name_of(source.reader.path))
     rows = [("made from", made_from), ("size", f"{disk_size(nbytes)} of weights and index, from {disk_size(before)}")]
     weights, kept = record.get("weights", {}), record.get("kept", {})
     if not plain:
@@ -204,10 +184,10 @@ def _facts(
     reasons = Counter(str(entry.get("reason") or "no reason recorded") for entry in kept.values())
     words = "; ".join(f"{one_line(reason, limit=80)} ({n})" for reason, n in reasons.items())
     rows.append(("kept", f"{len(kept)} tensors: {words}" if kept else "no tensor"))
-    rows += [("layout", _code(record.get("container")))] if not plain else []
+    rows += [("layout", code(record.get("container")))] if not plain else []
     rows += [("calibrated on", text)] if (text := _data(record)) else []
     rows.append(("written by", f"ptqpipe {record.get('ptqpipe')}, run {str(record.get('run_id'))[:12]}"))
-    return ["| | |", "|---|---|", *(f"| {what} | {_cell(text)} |" for what, text in rows)]
+    return ["| | |", "|---|---|", *(f"| {what} | {cell(text)} |" for what, text in rows)]
 
 
 def _elements(entry: Mapping[str, Any]) -> int:
@@ -222,7 +202,7 @@ def _data(record: Mapping[str, Any]) -> str:
     for key in ("statistics", "rounding"):
         if (data := text_data(record, key)) is not None:
             files = [file for file in _list(data.get("files")) if isinstance(file, Mapping)]
-            names = ", ".join(_code(file.get("name")) for file in files)
+            names = ", ".join(code(file.get("name")) for file in files)
             return _words(f"{data.get('samples')} samples of {data.get('seqlen')} tokens") + f" of {names}"
     return ""
 
@@ -252,7 +232,7 @@ def _made(record: Mapping[str, Any]) -> list[str]:
     )  # fmt: skip
     lines = ["Made by", "", f"    ptqpipe convert MODEL {how} --container {record.get('container')}{given}", "", "with"]
     method = str(tuned.get("method")) if isinstance(tuned, Mapping) else ""
-    return [*lines, "", *(f"- {_code(rule.get('match'))}: {_rule(rule, method)}" for rule in rules)]
+    return [*lines, "", *(f"- {code(rule.get('match'))}: {_rule(rule, method)}" for rule in rules)]
 
 
 _FOLDERS = {"statistics": "stats", "rounding": "rounding"}
@@ -275,7 +255,7 @@ def _rule(rule: Mapping[str, Any], method: str = "") -> str:
         shown = {key: value for key, value in shown.items() if key not in _BY_TUNE} | {"codes by tune": method}
     if not shown.get("low_rank"):
         shown = {key: value for key, value in shown.items() if not key.startswith("low_rank")}
-    return ", ".join([_code(rule.get("scheme")), *(_words(f"{key} {value}") for key, value in shown.items())])
+    return ", ".join([code(rule.get("scheme")), *(_words(f"{key} {value}") for key, value in shown.items())])
 
 
 def _words(text: str) -> str:

@@ -1,5 +1,6 @@
 """Sizes, numbers and tables as text, the same everywhere: disk in GB, memory in GiB, 6.58e-3 for small numbers."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -97,3 +98,16 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
         lines.append("  ".join(cells).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+def decibels(relative_mse: float | None) -> float | None:
+    """-10 log10; None for None, zero and what is not finite."""
+    if relative_mse is None or not 0 < relative_mse < math.inf:
+        return None
+    return -10.0 * math.log10(relative_mse)
+
+
+def sqnr_db(relative_mse: float) -> float:
+    """Signal to quantization noise ratio; inf for an exact weight, -inf for one without any signal."""
+    found = decibels(relative_mse)
+    return found if found is not None else math.inf if relative_mse <= 0 else -math.inf

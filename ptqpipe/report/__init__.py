@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ptqpipe.errors import UsageError, missing_package
+from ptqpipe.quantities import decibels
 from ptqpipe.report.content import (
     Codes,
     Histogram,
@@ -16,15 +17,14 @@ from ptqpipe.report.content import (
     ReportedWeight,
     ScaleChoice,
     WorstBlock,
-    can_be_proven,
-    decibels,
-    mean_known,
     pooled_mse,
 )
-from ptqpipe.report.output_error import (
+from ptqpipe.rewriting.output_error import (
+    can_be_proven,
     chosen_by_data,
     judged_by,
     judgement,
+    mean_known,
     samples_text,
     tuned_blocks,
     tuned_by,

@@ -4,14 +4,15 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ptqpipe.quantities import disk_size
+from ptqpipe.quantities import decibels, disk_size
 from ptqpipe.report import HTML_MARK, MARKDOWN_MARK, charts, numbers, plots
-from ptqpipe.report.content import Report, ReportedWeight, decibels, mean_known, pooled_mse
+from ptqpipe.report.content import Report, ReportedWeight, pooled_mse
 from ptqpipe.report.errors import LEAST_DB, Drawn, both
 from ptqpipe.report.html import page
 from ptqpipe.report.markdown import escaped, table
 from ptqpipe.report.quality import worst_text
 from ptqpipe.report.roles import place, shown
+from ptqpipe.rewriting.output_error import mean_known
 
 
 class Row(NamedTuple):

@@ -4,10 +4,12 @@ Must not know checkpoints, tensors or HTML. Every number is one that was measure
 None, and the renderers say so instead of leaving a gap. Names come from files and are untrusted text.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ptqpipe.quantities import decibels
+from ptqpipe.rewriting.output_error import TunedBlock, can_be_proven, mean_known
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +102,6 @@ class ReportedWeight:
     def sqnr_db(self) -> float | None:
         """Signal to quantization noise ratio; None where it is unknown or the weight is exact."""
         return decibels(self.relative_mse)
-
-
-@dataclass(frozen=True, slots=True)
-class TunedBlock:
-    """A decoder layer whose codes were learned: its output error relative to that of the codes that tune started from.
-
-    ratio     1 where what was learned was not better and the start was kept
-    held_out  whether the errors are those of samples that nothing was learned from
-    """
-
-    name: str
-    ratio: float
-    held_out: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,27 +253,6 @@ class Report:
     def bits_overall(self) -> float:
         """Stored bits of a number of the model, kept tensors included."""
         return 8 * self.after_bytes / max(1, self.params)
-
-
-def decibels(relative_mse: float | None) -> float | None:
-    """-10 log10; None for None, zero and what is not finite."""
-    if relative_mse is None or not 0 < relative_mse < math.inf:
-        return None
-    return -10.0 * math.log10(relative_mse)
-
-
-def can_be_proven(algorithm: str, weighting: str) -> bool:
-    """Whether optimal scales mean anything: where codes are the nearest ones, and a search chose the scales for them.
-
-    The names are those of a record; "" where it says nothing, since nothing but a search ran.
-    """
-    return algorithm in ("", "rtn") and weighting != "block"
-
-
-def mean_known(values: Iterable[float | None]) -> float | None:
-    """The mean of the numbers that are not None; None without any."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 def pooled_mse(weights: Sequence[ReportedWeight]) -> float | None:

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from ptqpipe.quantities import disk_size, three_digits
+from ptqpipe.quantities import decibels, disk_size, three_digits
 from ptqpipe.report import numbers, plots
-from ptqpipe.report.content import Report, decibels, mean_known, pooled_mse
+from ptqpipe.report.content import Report, pooled_mse
 from ptqpipe.report.errors import Drawn, both
+from ptqpipe.rewriting.output_error import mean_known
 
 
 class CardNumber(NamedTuple):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from markupsafe import Markup, escape
 
 from ptqpipe.errors import one_line
-from ptqpipe.report.content import Codes, Report, ReportedWeight, ScaleChoice, decibels, pooled_mse
+from ptqpipe.quantities import decibels
+from ptqpipe.report.content import Codes, Report, ReportedWeight, ScaleChoice, pooled_mse
 from ptqpipe.report.svg import ROLES
 
 _WALK = (

@@ -17,7 +17,7 @@ from ptqpipe.errors import CheckpointError, OutputExists
 from ptqpipe.evaluation import perplexity, score
 from ptqpipe.machine import Machine, one_thread_each
 from ptqpipe.qtensor import QTensor
-from ptqpipe.quantities import disk_size
+from ptqpipe.quantities import disk_size, sqnr_db
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.regular_file import read_json
 from ptqpipe.rewriting import Done
@@ -25,7 +25,6 @@ from ptqpipe.rows import begin_token
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common import sqnr_db
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.convert.text import by_role

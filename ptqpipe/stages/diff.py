@@ -20,10 +20,9 @@ from ptqpipe.containers import HF_QUANT_CONFIG, Role, decode_input_global
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.json_values import finite, json_differences
 from ptqpipe.origins import Origins
-from ptqpipe.quantities import number, table
+from ptqpipe.quantities import number, sqnr_db, table
 from ptqpipe.slices import Member, Slice
 from ptqpipe.source import Source, SourceRows, row_runs
-from ptqpipe.stages.common import sqnr_db
 from ptqpipe.tensor_names import name_pattern, role_of
 
 _ROUNDED = 1e-6  # a reciprocal's reciprocal may be the next float32

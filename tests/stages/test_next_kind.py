@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import ptqpipe
 from ptqpipe.cli import main
-from ptqpipe.stages.common import continues_text
+from ptqpipe.kinds import continues_text
 from ptqpipe.stages.report.find import find_source
 from tests import tiny
 

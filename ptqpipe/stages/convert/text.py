@@ -6,16 +6,16 @@ from typing import Any
 
 from ptqpipe.errors import one_line
 from ptqpipe.kernels import cpu
+from ptqpipe.kinds import has_tokenizer, may_continue_text
 from ptqpipe.machine import WORKER_BYTES, Machine
 from ptqpipe.plan import pattern_hint, unmatched_patterns
-from ptqpipe.quantities import disk_size, memory_size, number, option_size, option_size_above, table
+from ptqpipe.quantities import disk_size, memory_size, number, option_size, option_size_above, sqnr_db, table
 from ptqpipe.recipe import BY_RECIPE, IGNORED
-from ptqpipe.report import can_be_proven, chosen_by_data, judged_by, judgement, mean_known, tuned_blocks
 from ptqpipe.rewriting import BIAS_REASON, Done
 from ptqpipe.rewriting.conversion import Conversion
+from ptqpipe.rewriting.output_error import can_be_proven, chosen_by_data, judged_by, judgement, mean_known, tuned_blocks
 from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.schemes import Activation
-from ptqpipe.stages.common import has_tokenizer, may_continue_text, sqnr_db
 from ptqpipe.tensor_names import name_pattern, role_of
 
 

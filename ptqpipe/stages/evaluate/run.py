@@ -24,6 +24,7 @@ from ptqpipe.evaluation.text import SAMPLE, SAMPLE_NAME, Text, read_text
 from ptqpipe.evaluation.tokens import Decode, beginnings, continued, kl_by_position, kl_histogram, worst_tokens
 from ptqpipe.machine import counting_bar
 from ptqpipe.quantities import disk_size, option_size
+from ptqpipe.report.run_facts import run_facts
 from ptqpipe.rows import check_once
 from ptqpipe.runtime.language_model import with_note
 from ptqpipe.runtime.loading import (
@@ -36,7 +37,6 @@ from ptqpipe.runtime.loading import (
     read_config,
 )
 from ptqpipe.source import Source
-from ptqpipe.stages.common import run_facts
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.card import write_quality
 from ptqpipe.checkpoint import RECORD_FILE, check_file, name_of, write_file
 from ptqpipe.errors import OutputExists, PtqError
+from ptqpipe.evaluation.card_section import write_quality
 from ptqpipe.evaluation.result import is_result
 from ptqpipe.evaluation.verdict import verdict
 from ptqpipe.quantities import number, table

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ptqpipe.evaluation.verdict import verdict
 from ptqpipe.machine import peak_bytes
 from ptqpipe.quantities import disk_size, memory_size
-from ptqpipe.report import judgement
+from ptqpipe.rewriting.output_error import judgement
 from ptqpipe.stages.convert.text import kept_damaged, kept_not_finite
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from ptqpipe.machine import counting_bar, default_workers, one_thread_each
 from ptqpipe.origins import Origins
 from ptqpipe.plan import Unit
 from ptqpipe.record import Record, claims_ownership, read_record
-from ptqpipe.report import tuned_judgement
 from ptqpipe.rewriting import BIAS_REASON as CORRECTED, Outputs, as_quantized, describe_statistics
+from ptqpipe.rewriting.output_error import tuned_judgement
 from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.runtime.expected import unlike_model
 from ptqpipe.search.proof import Optimality

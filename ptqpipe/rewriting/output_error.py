@@ -6,13 +6,39 @@ little of either: both let it grow where inputs are small.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-from ptqpipe.report.content import TunedBlock, mean_known
 
 HELD_OUT = "held-out samples"
 SEEN = "the calibration samples"
+
+
+@dataclass(frozen=True, slots=True)
+class TunedBlock:
+    """A decoder layer whose codes were learned: its output error relative to that of the codes that tune started from.
+
+    ratio     1 where what was learned was not better and the start was kept
+    held_out  whether the errors are those of samples that nothing was learned from
+    """
+
+    name: str
+    ratio: float
+    held_out: bool
+
+
+def can_be_proven(algorithm: str, weighting: str) -> bool:
+    """Whether optimal scales mean anything: where codes are the nearest ones, and a search chose the scales for them.
+
+    The names are those of a record; "" where it says nothing, since nothing but a search ran.
+    """
+    return algorithm in ("", "rtn") and weighting != "block"
+
+
+def mean_known(values: Iterable[float | None]) -> float | None:
+    """The mean of the numbers that are not None; None without any."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def judged_by(weights: Mapping[str, Mapping[str, Any]]) -> str:
