@@ -1,8 +1,8 @@
-"""The CPU kernels, which pyproject.toml cannot describe: all .cpp files of csrc, compiled side by side if they changed.
+"""What pyproject.toml cannot describe: the copy of recipes/ in the package, and the CPU kernels.
 
-They export a plain C interface for ctypes and link to neither Python nor torch, so one build serves every version of
-both: the library has no version in its name, and ``python -m build`` makes one wheel, py3-none-linux_x86_64 or
-py3-none-linux_aarch64.
+The kernels are all .cpp files of csrc, compiled side by side if they changed. They export a plain C interface for
+ctypes and link to neither Python nor torch, so one build serves every version of both: the library has no version in
+its name, and ``python -m build`` makes one wheel, py3-none-linux_x86_64 or py3-none-linux_aarch64.
 Without a compiler the install goes on without them (``optional``), and ptqpipe uses its pure-torch path.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 CSRC = Path("ptqpipe/kernels/csrc")
 LIBRARY = Path("ptqpipe/kernels/_cpu.so")
@@ -88,6 +89,18 @@ class BuildKernels(build_ext):
         return digest.hexdigest()[:16]
 
 
+class BuildPackage(build_py):
+    """The package, with a copy of the recipes at the top of the repository; an editable install reads those."""
+
+    def run(self):
+        """As setuptools."""
+        super().run()
+        if not self.editable_mode:
+            copies = Path(self.build_lib, "ptqpipe/recipes")
+            shutil.rmtree(copies, ignore_errors=True)  # those of an earlier build
+            shutil.copytree("recipes", copies)
+
+
 class Wheel(bdist_wheel):
     """A wheel that every Python 3 installs: for this platform where it has the kernels, for any where it has not."""
 
@@ -116,4 +129,6 @@ def cpu_extensions() -> list[Extension]:
     ]
 
 
-setup(ext_modules=cpu_extensions(), cmdclass={"build_ext": BuildKernels, "bdist_wheel": Wheel})
+setup(
+    ext_modules=cpu_extensions(), cmdclass={"build_py": BuildPackage, "build_ext": BuildKernels, "bdist_wheel": Wheel}
+)

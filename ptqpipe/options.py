@@ -8,6 +8,7 @@ here imports torch: ``ptqpipe --help`` reads this file.
 
 from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from ptqpipe.errors import RecipeError, UsageError, did_you_mean
@@ -345,6 +346,15 @@ class RecipeOptions:
     def but(self, **given: Any) -> "RecipeOptions":
         """These options with others of the table on top."""
         return RecipeOptions(self.scheme, self.ignore, **{**self.given, **given})
+
+
+def recipe_path(given: str | Path | None) -> Path | None:
+    """The recipe that a call names, a path even where it is a name. ``./NAME`` becomes absolute: `Path` drops the
+    ``./``, which says that a file is meant and no recipe that comes with ptqpipe."""
+    if given is None:
+        return None
+    path = Path(given)
+    return path.absolute() if str(given).startswith("./") else path
 
 
 def check_names(given: Collection[str], known: Collection[str], *, what: str = "convert") -> None:

@@ -45,7 +45,7 @@ from tests.checkpoint.test_fuzz import HOSTILE, VALUES, mutate_bytes, mutate_jso
 
 LONGEST = 600  # characters of a message
 SECONDS = 20  # for one mutant
-RECIPE = Path(__file__).resolve().parent.parent / "ptqpipe/recipe/recipes/mixed_nvfp4_fp8.yaml"
+RECIPE = Path(__file__).resolve().parent.parent / "recipes/methods/mixed_nvfp4_fp8.yaml"
 
 
 @dataclass(frozen=True, slots=True)

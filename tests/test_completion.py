@@ -63,6 +63,11 @@ def test_a_recipe_may_be_a_file() -> None:
     assert offered("convert", "m", "--recipe", "mine.y") == [("file", "mine.y")]
 
 
+def test_an_installation_without_recipes_offers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ptqpipe.stages.recipes.named_recipes", lambda: named_recipes(tmp_path / "ptqpipe"))
+    assert offered("convert", "m", "--recipe", "") == [("file", "")]
+
+
 def test_what_is_completed_is_converted_as_before(tmp_path: Path) -> None:
     parsed = main.commands["convert"].make_context("convert", ["m", "--recipe", "r.yaml", "--format", "fp8"]).params
     assert (parsed["recipe_path"], parsed["scheme"], parsed["model"]) == (Path("r.yaml"), "fp8", "m")

@@ -14,12 +14,13 @@ import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import FormatError, RecipeError, UsageError
 from ptqpipe.families import DEFAULT_FUSE, Keep
-from ptqpipe.options import CheckpointOptions, CodeOptions, described, recipe_fields
+from ptqpipe.options import CheckpointOptions, CodeOptions, described, recipe_fields, recipe_path
 from ptqpipe.recipe import (
     Recipe,
     RecipeOptions,
     Rule,
     build_recipe,
+    file,
     load_recipe,
     matches,
     named_recipes,
@@ -40,12 +41,17 @@ def plain(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", named_recipes())
-def test_every_named_recipe_says_more_than_a_format(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name, path in named_recipes().items() if path.parent.name == "methods"])
+def test_every_recipe_for_any_model_says_more_than_a_format(name: str) -> None:
     recipe = load_recipe(Path(name))
     assert recipe.description
     assert len(recipe.schemes()) > 1 or any(rule.calibrated for rule in recipe.rules)
-    assert name not in SCHEMES
+
+
+def test_a_recipe_has_one_name_which_is_no_format_s() -> None:
+    files = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
+    assert sorted(named_recipes().values()) == files
+    assert named_recipes().keys().isdisjoint(SCHEMES)
 
 
 def test_a_recipe_goes_by_its_name_in_any_spelling_from_anywhere(
@@ -53,8 +59,49 @@ def test_a_recipe_goes_by_its_name_in_any_spelling_from_anywhere(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_recipe(Path("NVFP4-GPTQ")) == load_recipe(named_recipes()["nvfp4_gptq"])
-    (tmp_path / "nvfp4_gptq").write_text("version: 1\nrules: [{match: '*', format: fp8}]\n")
-    assert load_recipe(Path("nvfp4_gptq")).schemes() == (get_scheme("fp8"),)  # a file of that name comes first
+    assert load_recipe(Path("Qwen2.5")) == load_recipe(named_recipes()["qwen2_5"])
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_name_that_is_both_a_recipe_and_something_here_is_not_guessed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if kind == "file":
+        Path("qwen3").write_text("version: 1\nrules: [{match: '*', format: fp8}]\n")
+    else:
+        Path("qwen3").mkdir()
+    own = named_recipes()["qwen3"]
+    said = f"qwen3 is a recipe of ptqpipe and a {kind} in the working directory; give ./qwen3 for the {kind}, {own} for"
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        load_recipe(Path("qwen3"))
+    assert load_recipe(own).schemes() == (get_scheme("nvfp4"),)
+    if kind == "file":
+        parsed = main.commands["convert"].make_context("convert", ["m", "--recipe", "./qwen3"]).params
+        for path in (parsed["recipe_path"], recipe_path("./qwen3")):
+            assert load_recipe(path).schemes() == (get_scheme("fp8"),)
+
+
+def test_a_file_of_another_name_or_with_its_ending_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "qwen3.yaml"):
+        Path(name).write_text("version: 1\nrules: [{match: '*', format: fp8}]\n")
+        assert load_recipe(Path(name)).schemes() == (get_scheme("fp8"),)
+
+
+def test_an_installation_without_recipes_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "site-packages/ptqpipe"
+    (package.parent / "recipes/models").mkdir(parents=True)  # of another package
+    (package.parent / "recipes/models/other.yaml").touch()
+    said = f"{package}/recipes has no recipes; install ptqpipe again, or name a YAML file"
+    with pytest.raises(RecipeError, match=f"^{re.escape(said)}$"):
+        named_recipes(package)
+    monkeypatch.setattr(file, "named_recipes", lambda: named_recipes(package))
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        load_recipe(Path("qwen3"))
+    (tmp_path / "mine").write_text("version: 1\nrules: [{match: '*', format: fp8}]\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(Path("mine")).schemes() == (get_scheme("fp8"),)
 
 
 def test_recipes_lists_and_prints_those_with_a_name(tmp_path: Path) -> None:
@@ -63,11 +110,12 @@ def test_recipes_lists_and_prints_those_with_a_name(tmp_path: Path) -> None:
 
     listed = shown().splitlines()
     assert max(map(len, listed)) <= 80
-    assert [line.split()[0] for line in listed if not line.startswith(" ")] == list(named_recipes())
+    assert [line for line in listed if line.endswith(":")] == ["For a series of models:", "For any model:"]
+    assert [line.split()[0] for line in listed if re.match("  [a-z]", line)] == list(named_recipes())
     assert [one["name"] for one in json.loads(shown("--json"))] == list(named_recipes())
     (tmp_path / "copy.yaml").write_text(shown("mixed-nvfp4-fp8"))
     assert load_recipe(tmp_path / "copy.yaml") == load_recipe(Path("mixed_nvfp4_fp8"))
-    assert "unknown recipe 'nvfp5'; known are fp8_gptq" in shown("nvfp5")
+    assert shown("NVFP4-GPTQ").startswith("# NVFP4 weights by error feedback")
 
 
 @pytest.mark.parametrize(
@@ -244,9 +292,9 @@ def test_what_is_wrong_with_a_recipe_file_is_said(tmp_path: Path, raw: bytes, sa
 
 
 def test_a_missing_recipe_file_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"does not exist; give a YAML file, or one of fp8_gptq, "):
+    with pytest.raises(RecipeError, match=r"does not exist; name a YAML file, or a recipe that "):
         load_recipe(tmp_path / "absent.yaml")
-    with pytest.raises(RecipeError, match=r"does not exist; did you mean nvfp4_gptq\?"):
+    with pytest.raises(RecipeError, match=r"does not exist; did you mean nvfp4_gptq or "):
         load_recipe(Path("nvfp4_gtpq"))
 
 

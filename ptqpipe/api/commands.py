@@ -33,7 +33,7 @@ from ptqpipe.api.data import Data, data_names
 from ptqpipe.api.result import Result
 from ptqpipe.checkpoint import Finished
 from ptqpipe.errors import PtqWarning
-from ptqpipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.options import PipelineOptions, RecipeOptions, recipe_path
 from ptqpipe.quantities import disk_size, number
 from ptqpipe.rewriting import Done
 from ptqpipe.stages import generate as generate_stage
@@ -93,7 +93,7 @@ def convert(
     >>> ptqpipe.convert("MODEL", format="nvfp4", out="OUT")
     <convert OUT: format nvfp4, weights 21 at 4.50 bits, size 1.20 MB, time ... s>
     """
-    given, target, rules = recipe_of(options, format=format, ignore=ignore), path_or_none(out), path_or_none(recipe)
+    given, target, rules = recipe_of(options, format=format, ignore=ignore), path_or_none(out), recipe_path(recipe)
     repository = options.get("push")
     if repository is not None:
         check_push(repository)
@@ -313,7 +313,7 @@ def tune(
             names,
             Path(out),
             recipe=recipe_of(options, format=format, ignore=ignore),
-            recipe_path=path_or_none(recipe),
+            recipe_path=recipe_path(recipe),
             stats=path_or_none(stats),
             options=into(tune_options.TuneOptions, options, data_field=options.get("field"), settings=settings),
             mode=mode_of(options),

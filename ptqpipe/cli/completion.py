@@ -32,9 +32,13 @@ def _files_of(package: str) -> Callable[[], Iterable[str]]:
 
 
 def _recipes() -> Iterable[str]:
-    from ptqpipe.stages.recipes import to_json
+    from ptqpipe.errors import RecipeError
+    from ptqpipe.stages.recipes import names
 
-    return [one["name"] for one in to_json()]
+    try:
+        return names()
+    except RecipeError:  # an installation without any
+        return ()
 
 
 def _nothing() -> Iterable[str]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_origin
 import click
 
 from ptqpipe.errors import PtqError, one_line
-from ptqpipe.options import described, pipeline_fields, recipe_fields, spelled, type_of
+from ptqpipe.options import described, pipeline_fields, recipe_fields, recipe_path, spelled, type_of
 from ptqpipe.quantities import bytes_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,6 +26,14 @@ class NonEmptyPath(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Click's path; click's error for an empty one."""
         return self.fail(EMPTY, param, ctx) if value == "" else super().convert(value, param, ctx)
+
+
+class RecipePath(NonEmptyPath):
+    """A recipe: the name of one that comes with ptqpipe, or a file."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As `recipe_path`."""
+        return recipe_path(super().convert(value, param, ctx))
 
 
 PATH = NonEmptyPath(path_type=Path)
@@ -248,7 +256,7 @@ FIELD = click.option(
 RECIPE = click.option(
     "--recipe",
     "recipe_path",
-    type=PATH,
+    type=RecipePath(),
     metavar="NAME|FILE",
     help="A recipe, instead of --format: one that `ptqpipe recipes` lists, or a YAML file.",
 )

@@ -14,7 +14,7 @@ MERGED_BY_READERS = Fact(Keep(r"re:(.*\.)?lora_(A|B)(\.|$)", "adapter"))
 
 FAMILIES: tuple[Family, ...] = (
     Family(
-        ("deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
+        ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"),
         # deepseek_weight_loader.py of SGLang puts everything of the two side by side that is no number of shape [].
         facts=(
             Fact(

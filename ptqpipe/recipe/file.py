@@ -1,4 +1,7 @@
-"""Recipes from YAML files and from the options of a call. Unknown keys are errors; recipes/ has those that have a name.
+"""Recipes from YAML files and from the options of a call. Unknown keys are errors.
+
+The recipes that have a name are the files of ``recipes/`` at the top of the repository, which a wheel holds as
+``ptqpipe/recipes``: `named_recipes` is the one place that knows where they are.
 
 A file says a field of `Rule` or `Recipe` by its name, with the field's type: a new field is readable without a word
 here. Only what a file writes otherwise has its own lines: the version, ``format``, the keep list and the fuse table.
@@ -6,6 +9,8 @@ here. Only what a file writes otherwise has its own lines: the version, ``format
 Each option of a call that was given overrides the recipe (`build_recipe`).
 """
 
+import os.path
+import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -15,14 +20,16 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from ptqpipe.errors import PtqError, RecipeError, did_you_mean, one_line, read_failure
+from ptqpipe.errors import PtqError, RecipeError, UsageError, did_you_mean, one_line, read_failure
 from ptqpipe.families import DEFAULT_KEEP, Keep
 from ptqpipe.options import ALGORITHMS, RecipeOptions
 from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Recipe, Rule
 from ptqpipe.regular_file import MAX_RECIPE_BYTES, read_regular_text
 from ptqpipe.schemes import SCHEMES, get_scheme
 
-NAMED = Path(__file__).with_name("recipes")  # recipes that have a name
+_PACKAGE = Path(__file__).parents[1]
+GROUPS = {"models": "For a series of models", "methods": "For any model"}
+"""Folder in recipes/ -> its title in lists."""
 
 _MOST_MERGED, _MOST_KEYS = 16, 1000  # mappings that one merges, and keys that it then has
 
@@ -63,27 +70,74 @@ def _shown(value: object) -> str:
     return _SHORT.repr(value)
 
 
-def named_recipes() -> dict[str, Path]:
-    """The recipes that come with ptqpipe, by name."""
-    return {path.stem: path for path in sorted(NAMED.glob("*.yaml"))}
+def named_recipes(package: Path = _PACKAGE) -> dict[str, Path]:
+    """The recipes that come with ptqpipe, name -> file, group by group.
+
+    RecipeError for an installation without them. ``package``: the folder of ptqpipe's own modules.
+    """
+    places = [package / "recipes"]
+    if (package.parent / "pyproject.toml").is_file():  # a checkout; beside an installed package lie other packages
+        places.append(package.parent / "recipes")
+    found = {path.stem: path for place in places for group in GROUPS for path in sorted(place.glob(f"{group}/*.yaml"))}
+    if not found:
+        raise RecipeError(f"{places[-1]} has no recipes; install ptqpipe again, or name a YAML file")
+    return found
+
+
+def named_recipe(name: str) -> Path:
+    """The file of a recipe that comes with ptqpipe; ``-``, ``.`` and ``_`` are alike. UsageError with near names."""
+    known = named_recipes()
+    file = known.get(_key(name))
+    if file is None:
+        raise UsageError(f"unknown recipe {name!r}; {_near(name)}")
+    return file
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[-.]", "_", name.lower())
+
+
+def _near(name: str) -> str:
+    """The remedy for a name that no recipe has."""
+    near = get_close_matches(_key(Path(name).stem if name.endswith(".yaml") else name), named_recipes())
+    if not near:
+        return "name a YAML file, or a recipe that `ptqpipe recipes` lists"
+    return f"did you mean {' or '.join(near)}? `ptqpipe recipes` lists all"
+
+
+def _file_of(path: Path) -> Path:
+    """The file that ``path`` means: a bare name is that of a recipe that comes with ptqpipe, or of a file here.
+
+    RecipeError where it is both.
+    """
+    if len(path.parts) != 1 or path.suffix == ".yaml":
+        return path
+    here = os.path.exists(path)  # False for a name that no file can have
+    try:
+        named = named_recipes().get(_key(path.name))
+    except RecipeError:
+        if here:
+            return path
+        raise
+    if here and named is not None:
+        kind = "folder" if path.is_dir() else "file"
+        raise RecipeError(
+            f"{path} is a recipe of ptqpipe and a {kind} in the working directory; give ./{path} for the {kind}, "
+            f"{named} for the recipe"
+        )
+    return named or path
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Reads and validates a recipe: a file, or one that comes with ptqpipe by its name (``-`` and ``_`` alike).
+    """Reads and validates a recipe: a file, or one that comes with ptqpipe by its name.
 
-    RecipeError names the file and the key that is wrong, or the nearest name.
+    RecipeError names the file and the key that is wrong, or the nearest names.
     """
-    key = str(path).lower().replace("-", "_")
+    file = _file_of(path)
     try:
-        file = path if path.exists() else named_recipes().get(key, path)
         raw = yaml.load(read_regular_text(file, limit=MAX_RECIPE_BYTES), Loader=_Loader)
     except FileNotFoundError:
-        if key in SCHEMES:
-            remedy = f"{path} is a format: give --format {path}"
-        elif near := get_close_matches(key, named_recipes(), n=1):
-            remedy = f"did you mean {near[0]}?"
-        else:
-            remedy = f"give a YAML file, or one of {', '.join(named_recipes())}"
+        remedy = f"{path} is a format: give --format {path}" if _key(str(path)) in SCHEMES else _near(path.name)
         raise RecipeError(f"recipe {path} does not exist; {remedy}") from None
     except OSError as error:
         raise RecipeError(f"recipe {path} cannot be read: {read_failure(error)}") from None

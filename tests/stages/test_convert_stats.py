@@ -35,7 +35,7 @@ from tests import tiny
 from tests.algorithms.inputs import correlated, inputs_of_llama, write_statistics
 from tests.stages import damage
 
-RECIPES = Path(__file__).parents[2] / "ptqpipe/recipe/recipes"
+RECIPES = Path(__file__).parents[2] / "recipes/methods"
 WITH_DATA = ("nvfp4_weighted", "nvfp4_block", "nvfp4_gptq", "nvfp4_w4a4_gptq", "mxfp4_gptq", "fp8_gptq", "fp8_static")
 ATTENTION = {f"model.layers.{i}.self_attn": (torch.tensor([3.0, 7.0]), torch.tensor([0.5, 0.25])) for i in range(2)}
 

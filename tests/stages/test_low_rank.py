@@ -33,7 +33,7 @@ from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
 from tests.stages import damage
 
-RECIPE = Path(__file__).parents[2] / "ptqpipe/recipe/recipes/nvfp4_lorc.yaml"
+RECIPE = Path(__file__).parents[2] / "recipes/methods/nvfp4_lorc.yaml"
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 
