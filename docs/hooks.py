@@ -11,8 +11,8 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-ROOT = Path(__file__).resolve().parent.parent
-DOCS = ROOT / "docs"
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
 OUTSIDE = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/quality.md")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 PICTURE = re.compile(
