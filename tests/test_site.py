@@ -35,7 +35,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def build(tree: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]  # --quiet would count no warnings
     return subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=120, check=False)
 
 
