@@ -46,7 +46,7 @@ SEARCHES = {"mxfp4": "enlarged"}
 AUTO = "auto"
 
 # The largest activation that must not clip where neither statistics nor the call or recipe say it, by what happens to
-# activations (docs/quality.md, "Static input scales without text"). NVFP4 rounds the largest value of each block to
+# activations (labs/input_scale_grid/NOTES.md). NVFP4 rounds the largest value of each block to
 # E4M3, FP8 every value: what is far below the largest activation costs FP8 more, so NVFP4 has more room above.
 INPUT_AMAX = {"nvfp4": 2928.0, "fp8_static": 336.0}
 

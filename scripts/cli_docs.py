@@ -19,7 +19,7 @@ HEAD = """# Command line
 
 Every command with all its options, in the groups of `ptqpipe --help` and `ptqpipe COMMAND --help`.
 `python scripts/cli_docs.py` writes this page from the commands. How they work together, what Ctrl-C leaves and what
-exit codes mean stands on the page on [commands](commands.md).
+exit codes mean stands on the page on [using ptqpipe](using.md).
 """
 
 

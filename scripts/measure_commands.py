@@ -17,7 +17,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 README, CALIBRATION = ROOT / "README.md", ROOT / "docs" / "calibration.md"
 FORMATS, QUALITIES = ("nvfp4", "nvfp4_w4a4", "mxfp4a16", "mxfp4", "fp8"), ("fast", "good", "best")
 ROW = 16_000  # characters of a row of text.jsonl
-# Rows of README: what the reader has, a command, and perhaps another one, KL, cost. Rows of calibration.md: a format.
-README_ROW = re.compile(r"^(\| [^|]* \| `(ptqpipe convert [^`]*)`[^|]*)\|[^|]*\|[^|]*\|$", re.MULTILINE)
+# Rows of README: what the reader has, a command, and perhaps another one, KL. Rows of calibration.md: a format.
+README_ROW = re.compile(r"^(\| [^|]* \| `(ptqpipe convert [^`]*)`[^|]*)\|[^|]*\|$", re.MULTILINE)
 FORMAT_ROW = re.compile(r"^\| (\w+) \|(?: \d+\.\d+, [\d.]+, \d+ \|){3}$", re.MULTILINE)
 
 
@@ -89,18 +89,13 @@ def run(command: str, scratch: Path, source: Path, worker: ProcessPoolExecutor) 
     }
 
 
-def cost_of(line: Mapping[str, Any]) -> str:
-    """CPU time and peak memory: 54 CPU-s, 1.4 GiB."""
-    return f"{line['cpu_s']:.0f} CPU-s, {line['peak_rss_mib'] / 1024:.1f} GiB"
-
-
 def with_numbers(page: str, lines: list[dict[str, Any]]) -> str:
     """A page with the numbers of the lines in its tables."""
     by = {line["command"]: line for line in lines}
 
     def readme_row(match: re.Match[str]) -> str:
         line = by.get(match[2])
-        return match[0] if line is None else f"{match[1]}| {1000 * line['kl']:.2f} | {cost_of(line)} |"
+        return match[0] if line is None else f"{match[1]}| {1000 * line['kl']:.2f} |"
 
     def format_row(match: re.Match[str]) -> str:
         cells = [by.get(quality_command(match[1], quality)) for quality in QUALITIES]

@@ -1,4 +1,4 @@
-"""The pictures of README.md and docs/calibration.md. Writes SVG into docs/images/.
+"""The pictures of README.md and docs/results.md. Writes SVG into docs/images/.
 
     python scripts/readme_pictures.py [--results benchmarks/quality.jsonl] [--costs benchmarks/quality_cost.jsonl]
         [--out docs/images]

@@ -476,10 +476,8 @@ def test_a_short_file_that_describes_billions_is_refused_in_a_short_line(tmp_pat
 
 
 def documented(title: str) -> dict[str, str]:
-    """Key -> its row in the table below this heading of docs/recipes.md."""
-    text = (
-        (Path(__file__).parents[1] / "docs/recipes.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
-    )
+    """Key -> its row in the table below this heading of docs/using.md."""
+    text = (Path(__file__).parents[1] / "docs/using.md").read_text().partition(f"## {title}\n")[2].partition("\n##")[0]
     return {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `")}
 
 
@@ -506,7 +504,7 @@ def test_the_page_on_recipes_has_choices_bounds_and_defaults_of_the_table() -> N
 
 
 def test_the_examples_of_the_page_on_recipes_are_recipes(tmp_path: Path) -> None:
-    text = (Path(__file__).parents[1] / "docs/recipes.md").read_text()
+    text = (Path(__file__).parents[1] / "docs/using.md").read_text()
     blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 2
     for block in blocks:

@@ -16,7 +16,7 @@ from ptqpipe.calibration.reverse import HEAD_TOKENS
 from ptqpipe.calibration.runner import Runner
 
 WINDOWS = 8  # of each source: a head over a large vocabulary costs about as much as some layers
-UNLIKE = 0.7  # nats a token above the entropy; docs/calibration.md has what was measured
+UNLIKE = 0.7  # nats a token above the entropy; labs/likeness_table/NOTES.md has what was measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ def verify(given: Given) -> None:
     """Check a checkpoint's bytes and claims.
 
     The exit code is 1 if there is a fault. CKPT alone is enough to check hashes, sizes and config files. With --source
-    errors are recomputed, and the weights are quantized again to compare. docs/verify.md lists the few claims that
+    errors are recomputed, and the weights are quantized again to compare. docs/using.md lists the few claims that
     cannot be checked.
     """
     from ptqpipe.stages.verify import run as stage
@@ -157,7 +157,7 @@ ptqpipe recipes nvfp4_gptq > mine.yaml
 def recipes(given: Given) -> None:
     """List the built-in recipes, or print one.
 
-    `ptqpipe convert MODEL --recipe NAME` uses it; docs/recipes.md explains how to write your own.
+    `ptqpipe convert MODEL --recipe NAME` uses it; docs/using.md explains how to write your own.
     """
     from ptqpipe.stages import recipes as stage
 

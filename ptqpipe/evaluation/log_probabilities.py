@@ -3,7 +3,7 @@
 -log p is stored in steps of 1/2048 nat up to 32 nats: the high byte of every token of the vocabulary, and the low byte
 of those with less than 16 nats alone. The others, each below 1.2e-7, come back in steps of 1/8 nat. An error d of the
 log-probabilities moves a mean KL by about d^2 / 2, weighted with p: 1e-8 nats, and as much again for what the rare
-tokens add. docs/evaluation.md has the measured errors.
+tokens add. labs/evaluation/NOTES.md has the measured errors.
 """
 
 import torch

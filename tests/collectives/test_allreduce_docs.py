@@ -1,4 +1,4 @@
-"""What docs/allreduce.md shows of DTensor and transformers, run as it is written there: two ranks of torchrun."""
+"""What docs/serving.md shows of DTensor and transformers, run as it is written there: two ranks of torchrun."""
 
 import os
 import re
@@ -63,7 +63,7 @@ dist.destroy_process_group()
 
 def blocks() -> str:
     """The code of the section."""
-    text = (ROOT / "docs" / "allreduce.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     section = text.split(f"## {TITLE}\n")[1].split("\n## ")[0]
     return "\n".join(line[4:] for line in section.splitlines() if not line.strip() or line.startswith("    "))
 

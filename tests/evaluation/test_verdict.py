@@ -80,7 +80,7 @@ def test_each_word_asks_for_less_than_the_one_before() -> None:
 
 
 def test_the_thresholds_are_those_of_the_documentation_and_of_the_report() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "using.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\w -]+) \| at most ([\d.]+) \| at least ([\d.]+) % \| at most ([\d.]+) % \|", page, re.M)
     numbers = [(word, f"{kl:g}", f"{100 * same:g}", f"{100 * rise:g}") for word, kl, same, rise in LEVELS]
     assert rows == numbers

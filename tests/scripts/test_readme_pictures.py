@@ -45,6 +45,6 @@ def test_each_tool_stands_with_the_lowest_of_its_measured_methods(pictures: Path
 
 
 def best_model() -> str:
-    """The table of bench-4m in docs/quality.md, whose first column of numbers is NVFP4."""
-    page = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
+    """The table of bench-4m in benchmarks/quality.md, whose first column of numbers is NVFP4."""
+    page = (ROOT / "benchmarks" / "quality.md").read_text(encoding="utf-8")
     return page.split("| bench-4m, mean KL")[1].split("\n\n")[0]

@@ -1,4 +1,4 @@
-"""What each quality does for each kind of format: one table, by the measurements in docs/quality.md.
+"""What each quality does for each kind of format: one table, by the measurements in benchmarks/quality.md.
 
 ``best`` has the lowest divergence there; ``good`` costs no more than the usual GPTQ; ``fast`` runs the model once and
 chooses scales alone. docs/calibration.md shows the table (`markdown`).

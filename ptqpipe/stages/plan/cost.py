@@ -53,7 +53,7 @@ Costs = Mapping[tuple[str, str], float]
 CACHE_BYTES = 256 << 20  # of a unit; a larger one is read as often as its passes need it
 # KL for each unit of output error by inputs, over that by weights: 2.3 in NVFP4, 3.2 in MXFP4, 3 in FP8 (bench-4m).
 INPUTS = 3.0
-GPTQ_SHARE = 0.2  # of the KL of nearest codes: 0.18 to 0.21 with data, nvfp4 and mxfp4a16 in docs/quality.md
+GPTQ_SHARE = 0.2  # of the KL of nearest codes: 0.18 to 0.21 with data, nvfp4 and mxfp4a16 in benchmarks/quality.md
 MOMENTS = ("full_moment", "block_moment", "second_moment")
 
 

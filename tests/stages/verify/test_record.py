@@ -1,6 +1,6 @@
 """Claims about the record: each of its fields is changed, and verify says so; what it cannot know is listed here.
 
-``docs/verify.md`` has the same table in words.
+``docs/using.md`` says the same in words.
 """
 
 import copy
