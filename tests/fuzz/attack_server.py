@@ -1,6 +1,6 @@
 """Attacks a running service of the embedded demo model over HTTP; after each one a good request must be answered right.
 
-Usage: python scripts/attack_server.py [--rounds 2] [--ckpt FOLDER] [--tp N]
+Usage: python -m tests.fuzz.attack_server [--rounds 2] [--ckpt FOLDER] [--tp N]
 
 Long prompts, four at once (4 MB of text, of tokens, of chat, of lists of a wrong type), names of other hosts, bodies
 over the limit with and without their length, a million lists or texts in a body, headers that contradict each other,
@@ -38,7 +38,7 @@ TEMPLATE = """{% set what = messages[0].content %}{% set one = messages|length %
 {% elif what == 'text' %}{{ ('a' * (10 ** 11 + one))|length }}
 {% elif what == 'list' %}{{ (range(99999)|list * (99998 + one))|length }}
 {% else %}{{ what }}{% endif %}"""
-DEMO = Path(__file__).resolve().parents[1] / "ptqpipe" / "demo_model"
+DEMO = Path(__file__).resolve().parents[2] / "ptqpipe" / "demo_model"
 BYTES = 4_190_000  # just under the default limit of a body
 GROWTH_MB, ROUND_MB = 200, 60
 GOOD = {"prompt": "Return the current value of", "max_tokens": 8, "temperature": 0}

@@ -1,7 +1,7 @@
 """Tiny checkpoints of every layout with every vendor's form of list, consistent and not: does `verify` see which are?
 
-    python scripts/attack_lists.py                 # all
-    python scripts/attack_lists.py --only modelopt # those with this in their name
+    python -m tests.fuzz.attack_lists                 # all
+    python -m tests.fuzz.attack_lists --only modelopt # those with this in their name
 
 Prints a JSON line for each wrong verdict, then the counts; exits with 1 where there was one: a fault of a consistent
 checkpoint, or none that names the module of an inconsistent one. Needs a checkout and `pip install -e ".[dev]"`: the
@@ -14,8 +14,6 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ptqpipe.stages.verify.run import verify
 from tests.stages.verify.vendors import all_cases

@@ -3,9 +3,9 @@
 The torch path, the compiled kernels on every instruction set and a GPU's, over formats, dtypes, magnitudes and
 importances. The blocks are those of tests/search/hostile.py, and so is the bound-free search that they are held to.
 Prints one JSON line a format and search: blocks, seconds (of CPU time in that search), how many blocks have another
-scale, and Python that makes the first of them again. Exits 1 if any has. Several runs: benchmarks/attack_search.jsonl.
+scale, and Python that makes the first of them again. Exits 1 if any has. Several runs: attack_search.jsonl.
 
-    python scripts/attack_search.py [--blocks 1000000] [--seed 0] [--minutes 60] [--only mxfp4]
+    python -m tests.fuzz.attack_search [--blocks 1000000] [--seed 0] [--minutes 60] [--only mxfp4]
         [--searches triton ...]
 """
 
@@ -15,11 +15,8 @@ import random
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ptqpipe.formats import CODECS, Format, get_format
 from tests.search import hostile

@@ -1,8 +1,8 @@
 """Kills a command before every event of the file system, and looks whether --resume ends with the same bytes.
 
-    python scripts/crash_points.py MODEL TEXT --work /tmp/crash
-    python scripts/crash_points.py MODEL TEXT --work /tmp/crash --only best,tune --every 7
-    python scripts/crash_points.py MODEL TEXT --work /tmp/crash --only convert --points 100:140 --twice
+    python -m tests.fuzz.crash_points MODEL TEXT --work /tmp/crash
+    python -m tests.fuzz.crash_points MODEL TEXT --work /tmp/crash --only best,tune --every 7
+    python -m tests.fuzz.crash_points MODEL TEXT --work /tmp/crash --only convert --points 100:140 --twice
 
 MODEL should be tiny, TEXT a file of text or rows for --data. An event is a call that changes a file or a folder in the
 work folder: open for writing, write, truncate, sync, rename, remove, make a folder. Point i is a run that dies by

@@ -1,7 +1,7 @@
 """Lays every quantized checkpoint of a folder out in every container, there and back, and looks for a wrong verdict.
 
-    python scripts/attack_relayout.py path/to/checkpoints --work /tmp/attack
-    python scripts/attack_relayout.py path/to/checkpoints --work /tmp/attack --only mo-fp8   # those of this name
+    python -m tests.fuzz.attack_relayout path/to/checkpoints --work /tmp/attack
+    python -m tests.fuzz.attack_relayout path/to/checkpoints --work /tmp/attack --only mo-fp8   # those of this name
 
 Prints one JSON line for each checkpoint and container, then the counts; exits with 1 where there was a wrong verdict:
 

@@ -1,6 +1,6 @@
 """A service under mixed load for half an hour: good clients, bad ones, floods. Nothing may leak, hang or be wrong.
 
-Usage: python scripts/soak_serve.py [--minutes 30] [--tp N] [--clients N] [--packed CKPT]
+Usage: python -m tests.fuzz.soak_serve [--minutes 30] [--tp N] [--clients N] [--packed CKPT]
 
 Starts ``ptqpipe serve`` with few places and a short queue: of the embedded demo model in float32, whose right answers
 are those of transformers' generate; or of a packed checkpoint with ``--batch-invariant``, whose right answers are those
@@ -31,7 +31,7 @@ from typing import Any
 
 import httpx
 
-DEMO = Path(__file__).resolve().parents[1] / "ptqpipe" / "demo_model"
+DEMO = Path(__file__).resolve().parents[2] / "ptqpipe" / "demo_model"
 PROMPTS = ("Return the current value of", "def", "A list of " * 20, "Raises an error when the file", "The module " * 30)
 COUNT = 32  # tokens of an answer
 LONGEST_S = 120  # a request that takes longer is stuck

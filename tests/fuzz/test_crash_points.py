@@ -1,4 +1,4 @@
-"""scripts/crash_points.py: a sample of its points, and what it says where a leftover is wrong."""
+"""crash_points.py: a sample of its points, and what it says where a leftover is wrong."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import torch
 
 from tests.calibration.models import make_model, make_windows, write_windows
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "crash_points.py"
+SCRIPT = Path(__file__).with_name("crash_points.py")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux"),
@@ -26,7 +26,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def walked(script: Path, inputs: tuple[Path, Path], work: Path, *more: str) -> tuple[int, list[dict[str, object]]]:
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
     call = [sys.executable, str(script), *map(str, inputs), "--work", str(work), *more]
     done = subprocess.run(call, capture_output=True, text=True, timeout=600, env=environment)
     assert done.stdout, done.stderr

@@ -1,8 +1,8 @@
 """Mutates every JSON file that a command reads and reads it as the commands do: no traceback, no hang, no stray file.
 
-    python scripts/attack_json.py                              # 100,000 mutants
-    python scripts/attack_json.py --mutants 1000000 --seed 7 --only stats.json
-    python scripts/attack_json.py --cli 50                     # also so many through each command
+    python -m tests.fuzz.attack_json                              # 100,000 mutants
+    python -m tests.fuzz.attack_json --mutants 1000000 --seed 7 --only stats.json
+    python -m tests.fuzz.attack_json --cli 50                     # also so many through each command
 
 Needs a checkout and `pip install -e ".[dev]"`: the files and readers are those of the tests (tests/json_files.py).
 Prints a JSON line for each file and for each mutant that was not read or refused in one line, with its bytes escaped;
@@ -20,8 +20,6 @@ import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.json_files import Target, attack, mutated, targets
 
