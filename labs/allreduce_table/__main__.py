@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from ptqpipe.collectives.simulator.codecs import PLAIN, get_rounding
-from ptqpipe.collectives.simulator.error import Case, ErrorRow, measure, model_error, rounding_error
-from ptqpipe.collectives.simulator.inputs import Inputs, drawn, row_parallel
-from ptqpipe.collectives.simulator.schemes import get_scheme
-from ptqpipe.collectives.simulator.time import MessageSize, seconds
-from ptqpipe.collectives.simulator.topologies import get_topology
+from labs.allreduce_simulator.codecs import PLAIN, get_rounding
+from labs.allreduce_simulator.error import Case, ErrorRow, measure, model_error, rounding_error
+from labs.allreduce_simulator.inputs import Inputs, drawn, row_parallel
+from labs.allreduce_simulator.schemes import get_scheme
+from labs.allreduce_simulator.time import MessageSize, seconds
+from labs.allreduce_simulator.topologies import get_topology
 from ptqpipe.errors import UsageError
 
 THEIR_BLOCKS = (64, 128)  # they name none: their errors lie between those of these two, and only 128 is judged

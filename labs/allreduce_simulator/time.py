@@ -11,7 +11,7 @@ Must not know numerics. Schemes have the names of ``schemes.py`` where they are 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ptqpipe.collectives.simulator.topologies import Fabric, Topology
+from labs.allreduce_simulator.topologies import Fabric, Topology
 from ptqpipe.errors import UsageError
 
 PLAIN_BYTES = 2  # an element of bfloat16

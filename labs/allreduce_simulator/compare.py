@@ -6,8 +6,8 @@ Must not know how a time comes about.
 import math
 from dataclasses import dataclass
 
-from ptqpipe.collectives.simulator.time import PLAIN_BYTES, PLAIN_SCHEMES, MessageSize, seconds
-from ptqpipe.collectives.simulator.topologies import Topology
+from labs.allreduce_simulator.time import PLAIN_BYTES, PLAIN_SCHEMES, MessageSize, seconds
+from labs.allreduce_simulator.topologies import Topology
 from ptqpipe.errors import UsageError
 
 

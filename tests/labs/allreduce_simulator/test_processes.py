@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptqpipe.collectives.simulator.codecs import get_rounding
-from ptqpipe.collectives.simulator.error import Case, reduced
-from ptqpipe.collectives.simulator.inputs import drawn
-from ptqpipe.collectives.simulator.schemes import get_scheme
+from labs.allreduce_simulator.codecs import get_rounding
+from labs.allreduce_simulator.error import Case, reduced
+from labs.allreduce_simulator.inputs import drawn
+from labs.allreduce_simulator.schemes import get_scheme
 
 ELEMENTS = 64 * 200 + 37
 CASES = (("int8", 64, 0), ("int4", 32, 64), ("nvfp4", 16, 0), ("mxfp8", 32, 0))
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ptqpipe.collectives import QuantAllReduce
-from ptqpipe.collectives.simulator.inputs import drawn
+from labs.allreduce_simulator.inputs import drawn
 
 folder, rank, ranks, elements = Path(sys.argv[1]), *map(int, sys.argv[2:5])
 torch.set_num_threads(1)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.collectives.simulator.codecs import PLAIN
-from ptqpipe.collectives.simulator.inputs import CANCELLATION, CHUNK, Inputs
-from ptqpipe.collectives.simulator.schemes import Partials, ReduceScheme, WireRounding, get_scheme, owners_of, reduce_of
+from labs.allreduce_simulator.codecs import PLAIN
+from labs.allreduce_simulator.inputs import CANCELLATION, CHUNK, Inputs
+from labs.allreduce_simulator.schemes import Partials, ReduceScheme, WireRounding, get_scheme, owners_of, reduce_of
 from ptqpipe.errors import UsageError
 
 SLAB_NUMBERS = 1 << 24  # partials of all ranks held at a time

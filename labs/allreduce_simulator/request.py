@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from ptqpipe.collectives.simulator.codecs import get_rounding
-from ptqpipe.collectives.simulator.compare import TimeRow, break_even, compare, schemes_for
-from ptqpipe.collectives.simulator.error import MAX_RANKS, ErrorRow, errors_of, rounding_of
-from ptqpipe.collectives.simulator.inputs import Inputs, drawn
-from ptqpipe.collectives.simulator.schemes import WireRounding, get_scheme
-from ptqpipe.collectives.simulator.time import PLAIN_BYTES
-from ptqpipe.collectives.simulator.topologies import TOPOLOGIES, Topology, get_topology
+from labs.allreduce_simulator.codecs import get_rounding
+from labs.allreduce_simulator.compare import TimeRow, break_even, compare, schemes_for
+from labs.allreduce_simulator.error import MAX_RANKS, ErrorRow, errors_of, rounding_of
+from labs.allreduce_simulator.inputs import Inputs, drawn
+from labs.allreduce_simulator.schemes import WireRounding, get_scheme
+from labs.allreduce_simulator.time import PLAIN_BYTES
+from labs.allreduce_simulator.topologies import TOPOLOGIES, Topology, get_topology
 from ptqpipe.errors import UsageError
 
 DEFAULT_SCHEMES = ("ring-bf16", "two-shot-bf16", "one-shot", "two-shot", "hierarchical", "semi-loop", "ring")

@@ -5,9 +5,9 @@ Every rounding has the bits that the bytes of ``reference.py`` have. Must not kn
 
 import torch
 
+from labs.allreduce_simulator.schemes import WireRounding
 from ptqpipe.collectives import reference
 from ptqpipe.collectives.codecs import CODECS, WireCodec, get_wire_codec
-from ptqpipe.collectives.simulator.schemes import WireRounding
 from ptqpipe.errors import UsageError
 
 _SMALLEST_SCALE = 2.0**-127  # of a block that is not zero; its inverse is a float

@@ -4,7 +4,7 @@ from importlib import import_module
 
 import pytest
 
-from tests.collectives.simulator import measured
+from tests.labs.allreduce_simulator import measured
 
 script = import_module("labs.allreduce_table.__main__")
 

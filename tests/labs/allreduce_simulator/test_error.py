@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ptqpipe.collectives import reference
-from ptqpipe.collectives.codecs import get_wire_codec
-from ptqpipe.collectives.simulator.codecs import PLAIN, get_rounding
-from ptqpipe.collectives.simulator.error import (
+from labs.allreduce_simulator.codecs import PLAIN, get_rounding
+from labs.allreduce_simulator.error import (
     Case,
     integer_rounding_error,
     measure,
@@ -20,10 +18,12 @@ from ptqpipe.collectives.simulator.error import (
     rounded_variance,
     rounding_error,
 )
-from ptqpipe.collectives.simulator.inputs import CANCELLATION, CHUNK, DISTRIBUTIONS, drawn, given, row_parallel
-from ptqpipe.collectives.simulator.schemes import SCHEMES, Partials, get_scheme, owners_of, reduce_of
+from labs.allreduce_simulator.inputs import CANCELLATION, CHUNK, DISTRIBUTIONS, drawn, given, row_parallel
+from labs.allreduce_simulator.schemes import SCHEMES, Partials, get_scheme, owners_of, reduce_of
+from ptqpipe.collectives import reference
+from ptqpipe.collectives.codecs import get_wire_codec
 from ptqpipe.errors import UsageError
-from tests.collectives.simulator import measured
+from tests.labs.allreduce_simulator import measured
 
 F32 = np.float32
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
@@ -188,7 +188,7 @@ def test_any_size_and_world_is_measured_and_slabs_change_nothing(
 ) -> None:
     cases = [Case(get_scheme(name), get_rounding("int8", 64)) for name in ("two-shot", "ring", "one-shot")]
     whole = measure(cases, source=drawn("gaussian", elements), ranks=ranks)
-    monkeypatch.setattr("ptqpipe.collectives.simulator.error.SLAB_NUMBERS", 1)
+    monkeypatch.setattr("labs.allreduce_simulator.error.SLAB_NUMBERS", 1)
     parts = measure(cases, source=drawn("gaussian", elements), ranks=ranks)
     for one, other in zip(whole, parts, strict=True):
         assert one.rel_l2 == pytest.approx(other.rel_l2, rel=1e-12)

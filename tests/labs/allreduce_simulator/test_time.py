@@ -9,11 +9,11 @@ from statistics import median
 
 import pytest
 
-from ptqpipe.collectives.simulator.compare import break_even, compare, default_schemes, schemes_for
-from ptqpipe.collectives.simulator.time import PLAIN_SCHEMES, TIMED_SCHEMES, MessageSize, Schedule, seconds
-from ptqpipe.collectives.simulator.topologies import TOPOLOGIES, Fabric, Rates, Topology, get_topology
+from labs.allreduce_simulator.compare import break_even, compare, default_schemes, schemes_for
+from labs.allreduce_simulator.time import PLAIN_SCHEMES, TIMED_SCHEMES, MessageSize, Schedule, seconds
+from labs.allreduce_simulator.topologies import TOPOLOGIES, Fabric, Rates, Topology, get_topology
 from ptqpipe.errors import UsageError
-from tests.collectives.simulator import measured
+from tests.labs.allreduce_simulator import measured
 
 FREE = Rates(encode=1e9, add=1e9, decode=1e9, plain_add=1e9)
 MIB = 1 << 20
