@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from labs.allreduce_simulator.compare import TimeRow
+from labs.allreduce_simulator.error import ErrorRow
 from labs.allreduce_simulator.partials import read_partials
-from labs.allreduce_simulator.request import codecs_of, error_rows, request_of, sources_of, time_rows
+from labs.allreduce_simulator.request import BreakEven, codecs_of, error_rows, request_of, sources_of, time_rows
 from labs.allreduce_simulator.text import as_dict, error_text, time_text
 from ptqpipe.errors import UsageError
 from ptqpipe.quantities import bytes_of
@@ -66,8 +68,8 @@ def compared(args: argparse.Namespace) -> None:
     times, evens = ([], []) if args.only == "error" else time_rows(request)
     errors = [] if args.only == "time" else list(error_rows(request))
     if args.json:
-        for row in (*errors, *times, *evens):
-            print(json.dumps(as_dict(row)))
+        rows: list[ErrorRow | TimeRow | BreakEven] = [*errors, *times, *evens]
+        print("\n".join(json.dumps(as_dict(row)) for row in rows))
     else:
         halves = [error_text(errors)] if errors else []
         halves += [time_text(times, evens, request.topologies)] if times else []
