@@ -20,7 +20,7 @@ from ptqpipe.errors import PtqError, nearest
 from ptqpipe.runtime import hook
 
 if TYPE_CHECKING:
-    from ptqpipe.api.checks import diff, evaluate, inspect, report, simulate, verify
+    from ptqpipe.api.checks import diff, evaluate, inspect, report, verify
     from ptqpipe.api.commands import calibrate, convert, generate, plan, transform, tune
     from ptqpipe.api.loading import Config
     from ptqpipe.api.matrices import load_tensors, quantize
@@ -51,7 +51,6 @@ __all__ = [
     "report",
     "save_checkpoint",
     "serve",
-    "simulate",
     "transform",
     "tune",
     "verify",

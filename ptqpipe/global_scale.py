@@ -14,7 +14,7 @@ for all, and the largest step that ``canonical`` ever takes (1.41e-4 of g for E4
 an octave, which a test does.
 
 Knows formats; must not know searches, tensors of a model, files or containers: the error of a candidate comes from a
-callable. The octave and the number of points come from measurements of real weights (scripts/global_scale_gain.py).
+callable. The octave and the number of points come from measurements of real weights (labs/global_scale_gain).
 """
 
 import math

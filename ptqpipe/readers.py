@@ -88,7 +88,7 @@ class Evidence(NamedTuple):
     date: str
 
 
-# The results are those of scripts/vllm_fills.py, scripts/sglang_loads.py, the source of TensorRT-LLM at 008e0af, and
+# The results are those of vllm_fills.py and sglang_loads.py in labs/readers, the source of TensorRT-LLM at 008e0af, and
 # tests/containers/test_transformers.py, which runs every format.
 _EVIDENCE = {
     "vllm": Evidence("loads", "0.33", "2026-11-26"),
@@ -96,7 +96,7 @@ _EVIDENCE = {
     "trtllm": Evidence("read", "008e0af", "2026-11-23"),
     "transformers": Evidence("run", "5.23", "2026-11-28"),
 }
-# scripts/vllm_loads.py: on a CPU, FP8 per token by vLLM's own kernels, the others by those of ptqpipe's plugin.
+# labs/readers/vllm_loads.py: on a CPU, FP8 per token by vLLM's own kernels, the others by those of ptqpipe's plugin.
 _VLLM_RUN = Evidence("run", "0.32", "2026-11-21")
 _VLLM_RUNS = ("nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp8", "fp8_dynamic", "fp8_block")
 

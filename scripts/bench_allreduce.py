@@ -101,22 +101,23 @@ def network(ranks: int, gbit: float) -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 
-def launch(ranks: int, link: str, *, limit_s: float, script: str = __file__) -> list[dict[str, object]]:
-    """The lines that rank 0 of a script prints, which gets this command's options and ``--worker RANK RANKS LINK``."""
+def launch(ranks: int, link: str, *, limit_s: float, program: Sequence[str] = (__file__,)) -> list[dict[str, object]]:
+    """The lines that rank 0 prints. ``program`` is started for each rank, with this command's options and ``--worker
+    RANK RANKS LINK``."""
     if link == "loopback":
-        return run_ranks(ranks, link, None, limit_s=limit_s, script=script)
+        return run_ranks(ranks, link, None, limit_s=limit_s, program=program)
     with network(ranks, float(link)) as names:
-        return run_ranks(ranks, link, names, limit_s=limit_s, script=script)
+        return run_ranks(ranks, link, names, limit_s=limit_s, program=program)
 
 
 def run_ranks(
-    ranks: int, link: str, names: list[str] | None, *, limit_s: float, script: str
+    ranks: int, link: str, names: list[str] | None, *, limit_s: float, program: Sequence[str]
 ) -> list[dict[str, object]]:
     """Starts the ranks, waits for them, and reads rank 0's lines. RuntimeError when one fails."""
     children, port = [], PORT + os.getpid() % 1000  # others may be at it over loopback
     for rank in range(ranks):
         command = [] if names is None else ["ip", "netns", "exec", names[rank]]
-        command += [sys.executable, script, *sys.argv[1:], "--worker", str(rank), str(ranks), link]
+        command += [sys.executable, *program, *sys.argv[1:], "--worker", str(rank), str(ranks), link]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if names is None else "eth0"}
         environment |= {"MASTER_ADDR": "127.0.0.1" if names is None else "10.77.0.1", "MASTER_PORT": str(port)}
         output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL

@@ -6,7 +6,7 @@
     python scripts/bench_quality.py --table FILE [--models bench-4m ...]
 
 Each entry (quality_entries.py) makes a checkpoint in processes of its own, a peer under the interpreter given for it,
-with its own code (peers_*.py), from the same source; quality_measure.py then measures them all alike: decoded by
+with its own code (peers.py), from the same source; quality_measure.py then measures them all alike: decoded by
 ptqpipe, inputs quantized as the format says, the first 24,576 tokens of the held-out text in windows of 256. What is
 calibrated gets the same 128 rows of 256 tokens, chosen by the seed, once a seed. The head stays in the source's
 precision everywhere. One JSON line an entry, model, format and seed; lines that the results have already are not made
@@ -28,12 +28,14 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import quality_worker
 from bench_convert import measured
 from compare_peers import reason_of, version_of
 from quality_entries import ENTRIES, FORMATS, Entry, Job, calibrate_command, own_steps, peer_command
+
+if TYPE_CHECKING:
+    from quality_measure import Baseline
 
 HERE = Path(__file__).parent
 OWN = "ptqpipe"
@@ -45,8 +47,7 @@ PACKAGES = {
     "auto-round": "auto-round",
     "fouroversix": "fouroversix",
 }
-
-
+OTHER_TOKENS = 8192  # of a text of another kind
 SHAKESPEARE = "assets/data/tinyshakespeare/input.txt"
 
 
@@ -159,6 +160,52 @@ class Runs:
             server.communicate()
 
 
+# What runs in the process that holds the float model; here alone are torch and ptqpipe imported.
+_current: list["Baseline"] = []
+
+
+def begin(
+    source: Path,
+    held_out: Path,
+    calibration: Path,
+    tokens: int,
+    shared: bool,
+    other: Path | None,
+    device: str = "cpu",
+    threads: int = 1,
+) -> dict[str, Any]:
+    """Loads a float model in the place of the one before; its perplexity, and that on the text of another kind."""
+    import torch
+    from quality_measure import Baseline, read_texts
+
+    torch.set_num_threads(threads)
+    _current.clear()
+    texts = read_texts(source, held_out, calibration, tokens=tokens, shared=shared)
+    _current.append(Baseline.of(source, texts, device))
+    if other is not None:
+        of_other = read_texts(source, other, other, tokens=min(tokens, OTHER_TOKENS), shared=True)
+        _current.append(Baseline.of(source, of_other, device))
+    more = {"other_perplexity": _current[1].perplexity} if other is not None else {}
+    return {"perplexity": _current[0].perplexity, "tokens": len(texts.held_out), **more}
+
+
+def write_rows(seed: int, file: Path) -> tuple[int, int]:
+    """Writes the calibration rows of a seed as {"input_ids": [...]} lines; how many there are, and tokens in each."""
+    rows = _current[0].texts.rows(seed)
+    file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows.tolist()))
+    return rows.shape[0], rows.shape[1]
+
+
+def measure(out: Path, fmt: str, floats: bool = False) -> dict[str, Any]:
+    """What a checkpoint measures, or with ``floats`` the float model behind its inputs; ``other_kl`` on the text of
+    another kind."""
+    found = _current[0].measure(out, fmt, floats=floats)
+    for other in _current[1:]:
+        its = other.measure(out, fmt, floats=floats)
+        found |= {"other_kl": its["kl"], "other_perplexity": its["perplexity"]}
+    return found
+
+
 def calibrated(job: Job, stats: Path, runs: Runs) -> dict[str, Any]:
     """The statistics of the source, made once for all entries of a seed; what that cost."""
     record = stats.with_suffix(".cost.json")
@@ -202,12 +249,12 @@ def run_model(
     folder.mkdir(parents=True, exist_ok=True)
     texts = (place(model.held_out, args.shared), place(model.calibration, args.shared), args.tokens, model.shared_text)
     other = place(model.other, args.shared) if model.other else None
-    begun = worker.submit(quality_worker.begin, source, *texts, other, args.device, args.threads).result()
+    begun = worker.submit(begin, source, *texts, other, args.device, args.threads).result()
     yield {"model": model.name, "tool": "float", **begun}
     for seed, fmt, entry in todo:
         number = 0 if seed is None else seed
         file = folder / f"rows-{number}.jsonl"
-        rows, row_tokens = worker.submit(quality_worker.write_rows, number, file).result()
+        rows, row_tokens = worker.submit(write_rows, number, file).result()
         out, machine = folder / "out", (args.device, args.threads)
         job = Job(entry, fmt, source, out, file, number, rows, row_tokens, model.convert, *machine)
         line = {"model": model.name, "format": fmt, "tool": entry.tool, "entry": entry.name, "seed": seed}
@@ -217,7 +264,7 @@ def run_model(
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
             line |= produce(job, runs, folder / f"stats-{number}")
-            line |= worker.submit(quality_worker.measure, job.out, fmt, entry.floats).result()
+            line |= worker.submit(measure, job.out, fmt, entry.floats).result()
         except Exception as error:  # whatever a peer's output does to the reader belongs in its line
             line["failed"] = reason_of(str(error))
         except SystemExit as error:

@@ -36,13 +36,9 @@ def page() -> str:
 
 
 def _command(name: str, command: click.Command, parent: click.Context) -> Iterator[str]:
-    """The lines of a command, and of the commands below it."""
+    """The lines of a command."""
     with command.make_context(name, [], parent=parent, resilient_parsing=True) as context:
         yield from (f"### {context.command_path}", "", *_paragraphs(command.help or ""))
-        if isinstance(command, click.Group):
-            for sub in command.list_commands(context):
-                yield from _command(sub, command.commands[sub], context)
-            return
         usage = " ".join(command.collect_usage_pieces(context))
         yield from ("```", f"{context.command_path} {usage}", "```", "")
         assert isinstance(command, Command)

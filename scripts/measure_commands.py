@@ -23,9 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import quality_worker
 from bench_convert import measured
-from bench_quality import MODELS, TOKENS, place, read_lines
+from bench_quality import MODELS, TOKENS, begin, measure, place, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 README, CALIBRATION = ROOT / "README.md", ROOT / "docs" / "calibration.md"
@@ -75,7 +74,7 @@ def run(command: str, scratch: Path, source: Path, worker: ProcessPoolExecutor) 
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     words = [{"MODEL": str(source), "text.jsonl": str(scratch / "text.jsonl")}.get(w, w) for w in shlex.split(command)]
     cost, _ = measured([sys.executable, "-m", *words, "-o", str(out), "-q"])
-    lost = worker.submit(quality_worker.measure, out, "").result()
+    lost = worker.submit(measure, out, "").result()
     return {
         "command": command,
         "model": "bench-4m",
@@ -126,7 +125,7 @@ def main() -> None:
         (scratch / "text.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
         held_out = place(model.held_out, args.shared)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as worker:
-            worker.submit(quality_worker.begin, source, held_out, text, TOKENS, False, None).result()
+            worker.submit(begin, source, held_out, text, TOKENS, False, None).result()
             for command in commands():
                 if args.only and not any(part in command for part in args.only):
                     continue

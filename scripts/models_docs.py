@@ -65,13 +65,13 @@ def _loaded() -> list[str]:
         "## What the readers' own loaders did",
         "",
         "vLLM 0.33 and SGLang 0.5.23 built these tiny models as for a GPU of compute capability 10.0 and filled them",
-        "from what `convert` wrote (`scripts/vllm_fills.py`, `scripts/sglang_loads.py`, `benchmarks/vllm_fills.jsonl`,",
-        "`benchmarks/sglang_families.jsonl`). No kernel was run. Not found are tensors whose bytes lie in none of the",
+        "from what `convert` wrote (`labs/readers`: `vllm_fills.py` and `.jsonl`, `sglang_loads.py`,",
+        "`sglang_families.jsonl`). No kernel was run. Not found are tensors whose bytes lie in none of the",
         "reader's parameters of that layer, and scales whose rows do not lie in the order of their codes. Pairs that",
         "are not listed were not tried, or stopped at what only a machine without a GPU lacks; widths of 64 to 128,",
         "which some of the refusals are about, are those of the tiny models. *Said before*: `convert --for` refuses",
-        "the pair, with the reason, before any work. `benchmarks/sglang_kept.jsonl` has SGLang's with a layer kept",
-        "(`--ignore`), and those of families that are not below, `benchmarks/sglang_drafts.jsonl` the models that it",
+        "the pair, with the reason, before any work. `sglang_kept.jsonl` has SGLang's with a layer kept",
+        "(`--ignore`), and those of families that are not below, `sglang_drafts.jsonl` the models that it",
         "drafts with, of kept and FP8 multi-token prediction layers: all that is not refused lands.",
         "",
         "| model | reader | outcome: format, container |",
@@ -79,7 +79,7 @@ def _loaded() -> list[str]:
     ]
     for reader, file in (("vLLM", "vllm_fills"), ("SGLang", "sglang_families")):
         found: dict[str, dict[str, list[str]]] = {}
-        for line in (PAGE.parent.parent / "benchmarks" / f"{file}.jsonl").read_text().splitlines():
+        for line in (PAGE.parent.parent / "labs" / "readers" / f"{file}.jsonl").read_text().splitlines():
             row = json.loads(line)
             outcome = _outcome(row)
             if outcome:
@@ -111,13 +111,13 @@ def _outcome(row: dict[str, Any]) -> str:
 
 def _commands() -> list[str]:
     """What every command did with the tiny models of images and text."""
-    rows = [json.loads(line) for line in (PAGE.parent.parent / "benchmarks/image_text_commands.jsonl").open()]
+    rows = [json.loads(line) for line in (PAGE.parent.parent / "labs/image_text_commands/results.jsonl").open()]
     names = list(dict.fromkeys(row["command"] for row in rows))
     lines = [
         "## Models of images and text, through every command",
         "",
-        "Tiny models with random weights, given text (`scripts/image_text_commands.py`,",
-        "`benchmarks/image_text_commands.jsonl`). `serve`: yes where its tokens are those of transformers' `generate`.",
+        "Tiny models with random weights, given text (`labs/image_text_commands`). `serve`: yes where its tokens are",
+        "those of transformers' `generate`.",
         "",
         f"| model | {' | '.join(names)} |",
         f"|---|{'---|' * len(names)}",

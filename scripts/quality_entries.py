@@ -238,8 +238,7 @@ def peer_command(job: Job) -> list[str]:
     entry, fmt = job.entry, job.fmt
     weights_only = fmt in ("nvfp4", "mxfp4a16")
     text = ["--calibration", str(job.calibration)] if entry.needs_text(fmt) else []
-    script = HERE / f"peers_{entry.tool.replace('-', '')}.py"
-    head = [str(script), str(job.source), str(job.out)]
+    head = [str(HERE / "peers.py"), entry.tool, str(job.source), str(job.out)]
     if entry.tool == "llm-compressor":
         return [*head, "--scheme", LLMC_SCHEMES[fmt], *entry.options, *text]
     if entry.tool == "fouroversix":

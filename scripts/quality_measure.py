@@ -6,19 +6,18 @@ weights that a tool has quantized and decoded itself: the same input quantizers 
 changed.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transform_gain import Remembered, positions
 
 from ptqpipe.evaluation.bootstrap import cluster_sums, standard_error
 from ptqpipe.evaluation.measures import perplexity
-from ptqpipe.evaluation.scores import model_logits, score
+from ptqpipe.evaluation.scores import Logits, Scores, Window, model_logits, score
 from ptqpipe.evaluation.text import read_text
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.loading import load_model, load_tokenizer
@@ -26,6 +25,23 @@ from ptqpipe.schemes import Activation
 
 DYNAMIC = {"mxfp4": Activation.MXFP4, "fp8": Activation.FP8_TOKEN}
 WINDOW, ROWS = 256, 128
+
+
+@dataclass(slots=True)
+class Remembered:
+    """A model's logits, computed once for every batch of windows."""
+
+    give: Logits
+    known: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
+        """As the protocol of ``evaluation.scores`` says."""
+        return self.known.setdefault(batch[0].start, self.give(batch, tokens).float())
+
+
+def positions(model: Any) -> int:
+    """Tokens that a model has positions for."""
+    return getattr(model.config, "max_position_embeddings", WINDOW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +152,8 @@ def hook(quantizer: InputQuantizer, factor: torch.Tensor | None) -> Callable[...
         return (quantizer(x) if factor is None else quantizer(x * factor) / factor, *args[1:])
 
     return run
+
+
+def kl_of(model: Any, tokens: torch.Tensor, reference: Remembered) -> Scores:
+    """Scores against the reference."""
+    return score(model, tokens, window=min(WINDOW, positions(model)), reference=reference)

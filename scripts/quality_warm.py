@@ -37,7 +37,7 @@ LLAMA = "transformers.models.llama.modeling_llama"
 
 def work(tool: str, arguments: Sequence[str]) -> int:
     """A job, in a fork: exit status."""
-    script = Path(__file__).with_name(f"peers_{tool.replace('-', '')}.py")
+    script = Path(__file__).with_name("peers.py")
     sys.argv = [str(script), *arguments]
     try:
         if tool == "ptqpipe":

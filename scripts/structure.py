@@ -1,198 +1,222 @@
-"""How much there is to know in the package, as numbers: files, functions, classes, imports. Prints a markdown table.
+"""How much there is to know in this tree, as numbers, each beside its goal. Prints a markdown table, or JSON.
 
-Usage: python scripts/structure.py [FOLDER ...] [--json]
+    python scripts/structure.py [--json] [--details]
 
-Rows are the package, its stages, and any other folders of Python files given (another project, to compare). Counted
-with ast, without importing anything; tests and scripts are not part of the package. Below the table: imports a module,
-functions with too many parameters or lines, and the packages of ``stages/`` by size.
+Counted from the sources; the options are those that ``ptqpipe convert --help`` prints. ``--details`` lists below the
+table what makes each number: the largest importers, the names that occur twice, lines and files.
 
-- parameters: all that a function names, ``self`` and ``cls`` aside
-- nesting: blocks (if, for, while, with, try, match) around the deepest statement of a function
-- documented, typed: public functions, classes and modules with a docstring; public functions whose every parameter and
-  return have a type
-- imports: ``from ptqpipe...`` statements, inside functions and under TYPE_CHECKING too
+- own modules: of ``ptqpipe``, that a module imports anywhere, inside functions and under TYPE_CHECKING, too
+- packages: folders and files at the root of ``ptqpipe``; a package's number is how many others its modules import
+- lines that spell a flag: with a piece of a string that has ``--name``, outside of cli/ and api/, docstrings aside
+- words in docs/: of the pages that no script writes
 """
 
 import argparse
 import ast
 import json
+import re
 import statistics
+import subprocess
 import sys
+import tokenize
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import dropwhile
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ptqpipe"
-MOST_LINES, MOST_PARAMETERS = 50, 8
-BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+FACES = ("cli", "api")  # that spell options
+GENERATED = ("cli.md", "models.md")  # by cli_docs.py and models_docs.py
+FLAG = re.compile(r"(?<![\w-])--[a-z]")
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
-    """One function. ``kernel``: of Triton, whose parameters are not chosen freely; ``command``: of click."""
+class Row:
+    """One number: ``value`` is to be at most ``goal``."""
 
-    where: str
-    lines: int
-    parameters: int
-    nesting: int
-    kernel: bool
-    command: bool
+    name: str
+    value: float
+    goal: float
+    details: tuple[str, ...] = ()
 
-
-@dataclass(slots=True)
-class Structure:
-    """What a folder holds."""
-
-    files: list[int] = field(default_factory=list)
-    functions: list[Function] = field(default_factory=list)
-    classes: int = 0
-    dataclasses: int = 0
-    public: int = 0
-    documented: int = 0
-    signatures: int = 0
-    typed: int = 0
-    imports: int = 0
+    @property
+    def holds(self) -> bool:
+        """Whether the goal is reached."""
+        return self.value <= self.goal
 
 
-def structure(folder: Path) -> Structure:
-    """The numbers of all Python files below ``folder``."""
-    found = Structure()
-    for file in sorted(folder.rglob("*.py")):
-        if any(part.startswith(".") or part in ("tests", "test") for part in file.relative_to(folder).parts):
-            continue
-        text = file.read_text(encoding="utf-8")
-        tree = ast.parse(text)
-        found.files.append(text.count("\n"))
-        _count(tree, found, str(file.relative_to(folder.parent)))
-    return found
+@cache
+def modules() -> dict[str, ast.Module]:
+    """The package's modules, by their names."""
+    trees = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        trees[name] = ast.parse(file.read_text(encoding="utf-8"))
+    return trees
 
 
-def _count(tree: ast.Module, found: Structure, name: str) -> None:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ptqpipe":
-            found.imports += 1
-        elif isinstance(node, ast.ClassDef):
-            found.classes += 1
-            found.dataclasses += any("dataclass" in _name(decorator) for decorator in node.decorator_list)
-        elif isinstance(node, FUNCTIONS):
-            decorators = [_name(decorator) for decorator in node.decorator_list]
-            found.functions.append(
-                Function(
-                    where=f"{name}:{node.lineno} {node.name}",
-                    lines=(node.end_lineno or node.lineno) - node.lineno + 1,
-                    parameters=len([one for one in _parameters(node) if one.arg not in ("self", "cls")]),
-                    nesting=_nesting(node.body),
-                    kernel=any(decorator.startswith("triton.") for decorator in decorators),
-                    command=any(decorator.endswith((".command", ".group")) for decorator in decorators),
-                )
-            )
-    for node in _public(tree):
-        found.public += 1
-        found.documented += ast.get_docstring(node) is not None
-        if isinstance(node, FUNCTIONS):
-            found.signatures += 1
-            given = [one for one in _parameters(node) if one.arg not in ("self", "cls")]
-            found.typed += node.returns is not None and all(one.annotation is not None for one in given)
+@cache
+def imported(name: str) -> frozenset[str]:
+    """The own modules that one imports."""
+    known, names = modules(), set()
+    for node in ast.walk(known[name]):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names if alias.name in known}
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {one if one in known else str(node.module) for one in inner}
+    return frozenset(names - {name})
 
 
-def _public(tree: ast.Module) -> Iterator[Any]:
-    """The module, its public classes and functions, and their public methods."""
-    yield tree
-    for node in tree.body:
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and not node.name.startswith("_"):
-            yield node
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            yield from (one for one in node.body if isinstance(one, FUNCTIONS) and not one.name.startswith("_"))
+def package_of(name: str) -> str:
+    """The name at the package's root below which a module is."""
+    return [*name.split("."), ""][1]
 
 
-def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
-    rest = [one for one in (node.args.vararg, node.args.kwarg) if one is not None]
-    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, *rest]
+def root_names() -> Row:
+    """Files and folders that a reader of the package sees first."""
+    names = sorted(
+        path.name
+        for path in PACKAGE.iterdir()
+        if not path.name.startswith(("_", ".")) and path.name != "py.typed" and path.suffix not in (".so", ".pyc")
+    )
+    return Row("names at the root of the package", len(names), 16, tuple(names))
 
 
-def _name(decorator: ast.expr) -> str:
-    return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+def lines() -> Row:
+    """Lines of Python."""
+    files = {file: file.read_text(encoding="utf-8").count("\n") for file in PACKAGE.rglob("*.py")}
+    largest = sorted(files, key=lambda file: -files[file])[:10]
+    shown = tuple(f"{file.relative_to(ROOT)}: {files[file]}" for file in largest)
+    return Row("lines of Python in the package", sum(files.values()), 61_000, shown)
 
 
-def _nesting(body: list[ast.stmt]) -> int:
-    """The most blocks around a statement; an elif stands beside its if, a nested function is one of its own."""
-    deepest = 0
-    for node in body:
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            continue
-        inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
-        inner += [one for kind in ("handlers", "cases") for part in getattr(node, kind, []) for one in part.body]
-        if isinstance(node, ast.If) and len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
-            inner.remove(node.orelse[0])
-            deepest = max(deepest, _nesting([node.orelse[0]]))
-        deepest = max(deepest, _nesting(inner) + isinstance(node, BLOCKS))
-    return deepest
+def most_imports() -> Row:
+    """The module that needs most others."""
+    counts = Counter({name: len(imported(name)) for name in modules()})
+    shown = tuple(f"{name}: {count}" for name, count in counts.most_common(10))
+    return Row("own modules that any one module imports, most", max(counts.values()), 15, shown)
 
 
-def _spread(values: list[int]) -> str:
-    """median/90th percentile/largest."""
-    ordered = sorted(values) or [0]
-    return f"{statistics.median(ordered):g}/{ordered[int(0.9 * (len(ordered) - 1))]}/{ordered[-1]}"
+def repeated_names() -> Row:
+    """File names that say nothing without their folder."""
+    counts = Counter(file.name for file in PACKAGE.rglob("*.py") if file.name != "__init__.py")
+    shown = tuple(f"{name}: {count}" for name, count in counts.most_common() if count > 1)
+    return Row("file names that occur twice or more", len(shown), 12, shown)
 
 
-def row(name: str, found: Structure) -> list[str]:
-    """One line of the table."""
-    functions = found.functions
-    many = [f for f in functions if f.parameters > MOST_PARAMETERS]
-    return [
-        name,
-        f"{len(found.files)} / {sum(found.files):,}",
-        _spread(found.files),
-        _spread([f.lines for f in functions]),
-        f"{sum(f.lines > MOST_LINES for f in functions)} of {len(functions)}",
-        f"{len(many)} ({max((f.parameters for f in functions), default=0)})",
-        _spread([f.nesting for f in functions]),
-        f"{found.classes} ({found.dataclasses})",
-        f"{100 * found.documented / max(1, found.public):.0f}/{100 * found.typed / max(1, found.signatures):.0f}",
-        f"{found.imports / max(1, len(found.files)):.2f}",
-    ]
+def package_imports() -> Row:
+    """Other packages that one needs."""
+    needs: dict[str, set[str]] = {}
+    for name in modules():
+        if own := package_of(name):
+            needs.setdefault(own, set()).update({package_of(other) for other in imported(name)} - {own, ""})
+    shown = tuple(f"{own}: {len(others)}" for own, others in sorted(needs.items(), key=lambda item: -len(item[1])))
+    median = statistics.median(len(others) for others in needs.values())
+    return Row("packages that one package imports, median", median, 4, shown)
 
 
-HEAD = ["", "files / lines", "file med/p90/max", "function med/p90/max", f"functions > {MOST_LINES} lines"]
-HEAD += [f"> {MOST_PARAMETERS} parameters (max)", "nesting med/p90/max", "classes (dataclasses)", "documented/typed %"]
-HEAD += ["own imports a module"]
+def docstring_lines(tree: ast.Module) -> set[int]:
+    """Where docstrings begin."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    bodies = (node.body for node in ast.walk(tree) if isinstance(node, documented))
+    return {body[0].lineno for body in bodies if body and isinstance(body[0], ast.Expr)}
 
 
-def report(folders: list[Path]) -> str:
-    """The table, and what is longest."""
-    rows = [HEAD, ["---"] * len(HEAD)]
-    named = [("ptqpipe", PACKAGE), ("of that stages", PACKAGE / "stages"), *((one.name, one) for one in folders)]
-    rows += [row(name, structure(folder)) for name, folder in named]
-    lines = ["| " + " | ".join(one) + " |" for one in rows]
-    whole = structure(PACKAGE)
-    many = [f for f in whole.functions if f.parameters > 10 and not f.kernel]
-    lines += ["", f"More than 10 parameters, Triton's kernels aside ({len(many)}):"]
-    lines += [f"- {f.where}: {f.parameters}" for f in sorted(many, key=lambda f: -f.parameters)]
-    long = sorted((f for f in whole.functions if f.lines > 60), key=lambda f: -f.lines)
-    lines += ["", f"More than 60 lines ({len(long)}):", *(f"- {f.where}: {f.lines}" for f in long)]
-    sizes: Counter[str] = Counter()
-    for file in (PACKAGE / "stages").rglob("*.py"):
-        sizes[file.relative_to(PACKAGE / "stages").parts[0]] += file.read_text(encoding="utf-8").count("\n")
-    lines += ["", "stages: " + ", ".join(f"{name} {count:,}" for name, count in sizes.most_common())]
-    return "\n".join(lines)
+def flag_lines(file: Path) -> set[int]:
+    """Lines of a module with a piece of a string that spells a flag."""
+    kinds = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}  # a token of its own from 3.12 on
+    docs, lines = docstring_lines(ast.parse(file.read_text(encoding="utf-8"))), set()
+    with file.open("rb") as source:
+        for token in tokenize.tokenize(source.readline):
+            if token.type in kinds and token.start[0] not in docs:
+                pieces = enumerate(token.string.split("\n"), token.start[0])
+                lines |= {number for number, piece in pieces if FLAG.search(piece)}
+    return lines
+
+
+def spelled_flags() -> Row:
+    """Where a library speaks its shell's language."""
+    counts: Counter[str] = Counter()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        if file.relative_to(PACKAGE).parts[0] not in FACES:
+            counts[str(file.relative_to(ROOT))] = len(flag_lines(file))
+    shown = tuple(f"{name}: {count}" for name, count in counts.most_common() if count)
+    return Row("lines below cli/ and api/ that spell a --flag in a string", counts.total(), 0, shown)
+
+
+def options_shown() -> Row:
+    """What a stranger meets first."""
+    command = [sys.executable, "-m", "ptqpipe", "convert", "--help"]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    groups = dropwhile(lambda line: not re.fullmatch(r"\S[^:]*:", line), text.splitlines())  # below the description
+    flags = (match[1] for line in groups if (match := re.match(r"  (?:-\w, )?(--[\w-]+)", line)))
+    shown = tuple(flag for flag in flags if flag != "--help")
+    return Row("options of convert shown by --help", len(shown), 20, shown)
+
+
+def script_files() -> Row:
+    """Files in scripts/."""
+    files = sorted(path for path in (ROOT / "scripts").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return Row("files in scripts/", len(files), 34, tuple(str(path.relative_to(ROOT)) for path in files))
+
+
+def words(*files: Path) -> dict[str, int]:
+    """Words of texts."""
+    return {str(file.relative_to(ROOT)): len(file.read_text(encoding="utf-8").split()) for file in files}
+
+
+def docs_words() -> Row:
+    """Pages that people wrote."""
+    counts = words(*(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in GENERATED))
+    shown = tuple(f"{name}: {count}" for name, count in counts.items())
+    return Row("words in docs/ beside generated pages", sum(counts.values()), 22_000, shown)
+
+
+def changelog_words() -> Row:
+    """Words in CHANGELOG.md."""
+    return Row("words in CHANGELOG.md", sum(words(ROOT / "CHANGELOG.md").values()), 400)
+
+
+def called_found() -> Row:
+    """Variables that do not say what they hold."""
+    counts: Counter[str] = Counter()
+    for name, tree in modules().items():
+        counts[name] = sum(
+            isinstance(node, ast.Name) and node.id == "found" and isinstance(node.ctx, ast.Store)
+            for node in ast.walk(tree)
+        )
+    shown = tuple(f"{name}: {count}" for name, count in counts.most_common() if count)
+    return Row("assignments to a variable called found", counts.total(), 50, shown)
+
+
+ROWS: tuple[Callable[[], Row], ...] = (
+    root_names, lines, most_imports, repeated_names, package_imports, spelled_flags, options_shown, script_files,
+    docs_words, changelog_words, called_found,
+)  # fmt: skip
 
 
 def main() -> int:
-    """Prints the report, or one JSON line for each row."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folders", nargs="*", type=Path)
-    parser.add_argument("--json", action="store_true", help="one line for each row, with every function")
-    given = parser.parse_args()
-    if given.json:
-        for folder in (PACKAGE, PACKAGE / "stages", *given.folders):
-            print(json.dumps({"folder": folder.name, **asdict(structure(folder))}))
+    """Prints the table; 1 where a goal is not reached."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one line for each row, with what makes the number")
+    parser.add_argument("--details", action="store_true", help="what makes each number, below the table")
+    args = parser.parse_args()
+    rows = [row() for row in ROWS]
+    if args.json:
+        for row in rows:
+            print(json.dumps(asdict(row) | {"holds": row.holds}))
     else:
-        print(report(given.folders))
-    return 0
+        print("| | now | goal |\n|---|---|---|")
+        for row in rows:
+            print(f"| {row.name} | {row.value:,g}{'' if row.holds else ' (not yet)'} | {row.goal:,g} |")
+        for row in rows if args.details else ():
+            print(f"\n{row.name}:", *row.details, sep="\n    ")
+    return int(not all(row.holds for row in rows))
 
 
 if __name__ == "__main__":

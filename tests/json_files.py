@@ -1,4 +1,4 @@
-"""Every JSON file that a command reads, and the cheapest way to read it, for fuzz tests and scripts/attack_json.py.
+"""Every JSON file that a command reads, and the cheapest way to read it, for fuzz tests and tests/fuzz/attack_json.py.
 
 A target has a sound file and a function that reads it as the commands do. What it may do with a mutant: succeed, or
 raise a PtqError of one line; nothing else, within seconds, and without a file beside its own.

@@ -1,5 +1,5 @@
 """Claims under 10,000 seeded mutants of every JSON file that a command reads: read, or refused in one line of 600
-characters, within seconds, and nothing is written. scripts/attack_json.py does the same for longer."""
+characters, within seconds, and nothing is written. tests/fuzz/attack_json.py does the same for longer."""
 
 from collections import Counter
 from pathlib import Path

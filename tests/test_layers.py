@@ -139,7 +139,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "triton": ("kernels",),
     "yaml": ("recipe.file", "evaluation.harness", "card"),
     "jinja2": ("report",),
-    "matplotlib": ("report",),
+    "matplotlib": (),
     "fastapi": ("server",),
     "starlette": ("server",),
     "pydantic": ("server",),

@@ -219,7 +219,6 @@ def test_a_call_takes_every_option_of_the_table_by_its_flag() -> None:
         (("plan", "M", "--budget", "5bits", "-o", "r.yaml"), ("--window=64",), ("--seqlen", "64")),
         (("serve", "Q"), ("--threads", "3"), ("--workers", "3")),
         (("report", "."), ("--format", "md"), ("--kind", "md")),
-        (("simulate", "allreduce"), ("--data", "t3"), ("--values", "t3")),
     ],
     ids=lambda value: " ".join(value),
 )

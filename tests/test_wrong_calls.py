@@ -227,7 +227,6 @@ def test_a_place_where_nothing_can_be_written_is_named_before_any_work(
     [
         ("scipy", ("plan", "model", "--budget", "5bits", "-o", "out.yaml"), "ptqpipe plan needs scipy"),
         ("jinja2", ("report", "model-NVFP4A16"), "ptqpipe report needs jinja2"),
-        ("matplotlib", ("simulate", "allreduce", "--plot", "plots"), "--plot needs matplotlib"),
     ],
 )
 def test_a_missing_package_is_named_with_the_line_that_installs_it(

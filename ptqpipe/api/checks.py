@@ -1,7 +1,7 @@
 """The commands that look at checkpoints, as functions of the same names: they return a `Result` and change nothing."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ptqpipe.api.result import Result
 from ptqpipe.errors import PtqWarning, UsageError
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT
 from ptqpipe.quantities import disk_size, number
-from ptqpipe.stages import diff as diff_stage, inspect as inspect_stage, simulate as simulate_stage
+from ptqpipe.stages import diff as diff_stage, inspect as inspect_stage
 from ptqpipe.stages.evaluate import run as evaluate_stage, text as evaluate_text
 from ptqpipe.stages.report.compare import compare
 from ptqpipe.stages.report.run import make_report
@@ -201,56 +201,3 @@ def report(
         )
         facts = {"summary": said.partition("\n")[0]}
     return Result("report", None, path=path, record={**facts, "said": said}, facts=facts, text=lambda: said)
-
-
-_SIMULATED = {
-    "block": (int, 64),
-    "hadamard": (int, 0),
-    "scheme": (str | None, None),
-    "data": (str, "gaussian"),
-    "elements": (int, 1 << 16),
-    "seed": (int, 0),
-    "node": (int, 8),
-    "topology": (str | None, None),
-    "sizes": (tuple[int, ...], ()),
-}
-
-
-@command(_SIMULATED)
-def simulate(ranks: str = "8..512", codec: str = "int8", *, only: str | None = None, **options: Any) -> Result:
-    """Simulates plain and quantized AllReduces: errors by their real arithmetic, times by a model.
-
-    ranks    numbers of ranks: "8", "2,4", "8..512", a range that doubles
-    codec    codecs of what is sent, with commas; times are those of the first
-    only     "error" or "time": compute only these
-    options  as ``ptqpipe simulate allreduce`` has them; ``sizes`` are messages in bytes
-
-    ``record`` has the rows of ``errors``, ``times`` and ``break_even``.
-
-    >>> ptqpipe.simulate("8", only="error", elements=4096)
-    <simulate: errors 6 rows, times 0 rows>
-    """
-    if only not in (None, "error", "time"):
-        raise UsageError(f"only {only!r} is unknown; use error or time")
-    given = {name: default for name, (_, default) in _SIMULATED.items()} | options
-    sources = simulate_stage.sources_of(given["data"], elements=given["elements"], seed=given["seed"])
-    codecs = simulate_stage.codecs_of(codec, block=given["block"], hadamard=given["hadamard"])
-    asked = simulate_stage.request_of(
-        ranks, codecs, sources, given["scheme"], given["topology"], given["node"], tuple(given["sizes"])
-    )
-    times, evens = ([], []) if only == "error" else simulate_stage.time_rows(asked)
-    errors = [] if only == "time" else list(simulate_stage.error_rows(asked))
-
-    def text() -> str:
-        halves = [simulate_stage.error_text(errors)] if errors else []
-        return "\n\n".join([*halves, *([simulate_stage.time_text(times, evens, asked.topologies)] if times else [])])
-
-    rows: dict[str, Sequence[Any]] = {"errors": errors, "times": times, "break_even": evens}
-    return Result(
-        "simulate",
-        None,
-        path=None,
-        record={name: [simulate_stage.as_dict(row) for row in found] for name, found in rows.items()},
-        facts={"errors": f"{len(errors)} rows", "times": f"{len(times)} rows"},
-        text=text,
-    )

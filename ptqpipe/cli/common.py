@@ -124,7 +124,6 @@ def command(
     example: str,
     name: str | None = None,
     leaves: str | Callable[[Given], str] = "nothing is written",
-    group: click.Group = main,
 ) -> Callable[[Callable[[Given], None]], click.Command]:
     """Declares a command, once. Its errors become one line on stderr and an exit code, and so does Ctrl-C.
 
@@ -140,7 +139,7 @@ def command(
 
         call.__doc__ = function.__doc__
         call.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
-        return group.command(name or function.__name__, cls=Command, epilog=examples(example))(call)
+        return main.command(name or function.__name__, cls=Command, epilog=examples(example))(call)
 
     return decorate
 

@@ -14,7 +14,6 @@ FORMER = {
     "--window": "--seqlen",
     "--threads": "--workers",
     "--format": "--kind",
-    "--data": "--values",
 }
 
 ALIASES = {"quantize": "convert", "quantise": "convert", "evaluate": "eval"}  # of commands

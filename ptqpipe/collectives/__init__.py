@@ -1,4 +1,4 @@
-"""Collectives: quantized all-reduce, its codecs and transports, and a simulator of both.
+"""Collectives: quantized all-reduce, its codecs and transports.
 
     from ptqpipe.collectives import QuantAllReduce
 

@@ -38,7 +38,7 @@ _TILE = 64  # a cut inside a prompt leaves the first half a multiple of it: the 
 def least_tokens(row_bytes: int) -> int:
     """The fewest tokens of prompts that are worth two halves, where a layer's sum has ``row_bytes`` a token.
 
-    Measured by ``scripts/bench_prefill_link.py --least 1`` at two ranks of a core each, on loopback and 1 Gbit/s.
+    Measured by ``python -m labs.prefill_link --least 1`` at two ranks of a core each, on loopback and 1 Gbit/s.
     """
     return max(LEAST_TOKENS, -(-LEAST_BYTES // row_bytes))
 

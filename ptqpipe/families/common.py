@@ -64,7 +64,7 @@ COMMON: tuple[Fact, ...] = (
         ),
         readers=("sglang", "trtllm"),
     ),
-    # Found by scripts/sglang_loads.py: post_load_weights of SGLang's deepseek_weight_loader.py and kimi_linear.py.
+    # Found by labs/readers/sglang_loads.py: post_load_weights of SGLang's deepseek_weight_loader.py and kimi_linear.py.
     Fact(
         Keep(r"re:(.*\.)?kv_b_proj$", "readers take it apart when they load it, and look for no packed INT8"),
         fails=(

@@ -37,7 +37,7 @@ QWEN3_NEXT = (
         by_default=False,
     ),
     # SGLang's qwen3_next_mtp.py names its modules like those of the first decoder layer, so that no list can tell them
-    # apart. Found by scripts/sglang_loads.py --drafts.
+    # apart. Found by labs/readers/sglang_loads.py --drafts.
     Fact(
         Keep(r"re:(.*\.)?mtp\.layers\.\d+\..*_proj$", "multi-token prediction layer beside FP8"),
         fails=(
@@ -77,7 +77,7 @@ QWEN3_NEXT = (
 
 def kept(pattern: str, what: str, *containers: str, beside: str = "re:.*") -> Fact:
     """A part that SGLang takes for quantized where it is kept. Its models build these layers without their names, or
-    under others than the lists of what is not quantized have: found by scripts/sglang_loads.py with --ignore."""
+    under others than the lists of what is not quantized have: found by labs/readers/sglang_loads.py with --ignore."""
     return Fact(
         Keep(pattern, what),
         fails=(
@@ -95,7 +95,7 @@ CT = "compressed_tensors"
 LINEAR = r"(.*\.)?(.*_proj|w1|w2|w3|fc1|fc2|dense.*|query_key_value)$"
 KEPT_LAYERS = kept(rf"re:(.*\.)?layers\.\d+\.(self_attn|mlp)\.{LINEAR}", "layer of the language model")
 KEPT_LAYERS_CT = replace(KEPT_LAYERS, containers=(CT,))
-# Found by scripts/sglang_loads.py: SGLang's hunyuan.py, phi.py and persimmon.py give the head no name to look it up by.
+# Found by labs/readers/sglang_loads.py: SGLang's hunyuan.py, phi.py and persimmon.py give the head no name.
 HEAD_AS_CODES = Fact(
     Keep(r"re:(.*\.)?layers\.", "a model whose head SGLang does not name, in ModelOpt's layout"),
     fails=(

@@ -134,7 +134,7 @@ FAMILIES: tuple[Family, ...] = (
                 fails="SGLang decodes it from FP8 alone when it loads the model",
                 readers=("sglang",),
             ),
-            # Found by scripts/sglang_loads.py: SGLang's deepseek_v4.py looks for no ``weight_scale`` of the two.
+            # Found by labs/readers/sglang_loads.py: SGLang's deepseek_v4.py looks for no ``weight_scale`` of the two.
             Fact(
                 Keep(r"re:(.*\.)?attn\.(wq_a|wkv)$", "latent projections in one"),
                 fails=(
@@ -181,8 +181,8 @@ FAMILIES: tuple[Family, ...] = (
     # Of a pure Mamba-1 nothing else is there to quantize, and transformers reads it.
     Family(("mamba", "falcon_mamba"), facts=tuple(replace(fact, by_default=False) for fact in shared.MAMBA1)),
     Family(("jamba",), facts=shared.MAMBA1, missing=("sglang",)),
-    # Found by scripts/sglang_loads.py: Llama4ForCausalLM of SGLang loads as Llama does, which has no experts. The whole
-    # model's loader (mllama4.py) looks for them by these names.
+    # Found by labs/readers/sglang_loads.py: Llama4ForCausalLM of SGLang loads as Llama does, which has no experts. The
+    # whole model's loader (mllama4.py) looks for them by these names.
     Family(("llama4",)),
     Family(
         ("llama4_text",),
@@ -198,7 +198,7 @@ FAMILIES: tuple[Family, ...] = (
             ),
         ),
     ),
-    # Found by scripts/sglang_loads.py: models/gpt_oss.py of SGLang makes these layers without a quantization.
+    # Found by labs/readers/sglang_loads.py: models/gpt_oss.py of SGLang makes these layers without a quantization.
     Family(
         ("gpt_oss",),
         facts=(
@@ -214,7 +214,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         interleaved=True,
     ),
-    # Found by scripts/sglang_loads.py, as are those of Falcon-H1.
+    # Found by labs/readers/sglang_loads.py, as are those of Falcon-H1.
     Family(
         ("glm4_moe",),
         facts=(
@@ -264,7 +264,7 @@ FAMILIES: tuple[Family, ...] = (
         experts=GATE_UP_DOWN,
         norms=Norms(),
     ),
-    # Found by scripts/sglang_loads.py: load_weights of SGLang's granitemoehybrid.py.
+    # Found by labs/readers/sglang_loads.py: load_weights of SGLang's granitemoehybrid.py.
     Family(
         ("granitemoehybrid",),
         facts=(
@@ -281,7 +281,7 @@ FAMILIES: tuple[Family, ...] = (
                 containers=("modelopt",),
                 by_default=False,
             ),
-            # Found by scripts/vllm_fills.py, as is that of Zamba2.
+            # Found by labs/readers/vllm_fills.py, as is that of Zamba2.
             Fact(
                 Keep(r"re:(.*\.)?block_sparse_moe\.", "experts of a Granite hybrid with inputs in 4 bits"),
                 fails=(
@@ -340,7 +340,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
     ),
     Family(("internvl_chat",), facts=shared.INTERNVL),
-    # Found by scripts/sglang_loads.py: SGLang has an InternVLChatModel alone.
+    # Found by labs/readers/sglang_loads.py: SGLang has an InternVLChatModel alone.
     Family(
         ("internvl",),
         facts=(

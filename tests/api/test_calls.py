@@ -31,7 +31,7 @@ from tests import tiny
 
 COMMANDS = (
     "calibrate", "convert", "dequantize", "diff", "evaluate", "generate", "inspect", "plan", "quantize_model",
-    "relayout", "report", "serve", "simulate", "transform", "tune", "verify",
+    "relayout", "report", "serve", "transform", "tune", "verify",
 )  # fmt: skip
 
 
@@ -158,7 +158,6 @@ WRONG_KINDS: dict[str, tuple[Callable[..., object], str]] = {
     "share": (lambda: api.tune(MODEL, "t", "o", share="x"), "^share is 'x', expected a number$"),
     "container": (lambda: api.relayout(MODEL, 5), "^container is 5, expected a text$"),
     "tasks": (lambda: api.evaluate(MODEL, tasks=5), "^tasks is 5, expected names"),
-    "ranks": (lambda: api.simulate(5), "^ranks is 5, expected a text$"),
     "drain": (lambda: api.serve(MODEL, drain="x"), "^drain is 'x', expected a number$"),
     "loop": (lambda: api.quantize_model(MODEL, forward_loop=5), "^forward_loop is 5, expected a function$"),
     "tokenizer": (lambda: api.quantize_model(MODEL, tokenizer=5), "^tokenizer is of type int, expected a tok"),

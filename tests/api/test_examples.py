@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # In this order: what one example writes, a later one reads.
 SHOWN = (
     "quantize", "convert", "load_tensors", "verify", "inspect", "relayout", "diff", "dequantize", "generate",
-    "calibrate", "transform", "tune", "plan", "evaluate", "report", "simulate", "serve", "quantize_model",
+    "calibrate", "transform", "tune", "plan", "evaluate", "report", "serve", "quantize_model",
     "save_checkpoint", "Config", "load_model", "QTensor", "PtqError",
 )  # fmt: skip
 

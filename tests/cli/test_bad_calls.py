@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -128,7 +127,6 @@ def test_a_checkpoint_that_is_no_folder_ends_every_command_with_exit_code_2(here
         ("report", kind),
         ("report", "good", "--source", kind),
         ("report", "good", "--eval", kind if kind != "file" else "empty"),
-        ("simulate", "allreduce", "--partials", kind if kind != "file" else "empty"),
         ("convert", kind, "-o", "out"),
     ):
         refused(*command)
@@ -209,15 +207,6 @@ def test_a_call_that_is_wrong_ends_with_exit_code_2(here: Path, args: tuple[str,
     assert words in refused(*args)
     assert run(*args).exit_code == 2
     assert tiny.bytes_of(here) == before
-
-
-def test_plots_that_cannot_be_drawn_are_found_before_anything_is_computed(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("ptqpipe.stages.simulate.error_rows", lambda _: pytest.fail("computed"))
-    assert "--plot needs matplotlib" in refused("simulate", "allreduce", "--plot", "plots")
-    assert not (here / "plots").exists()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ def test_ctrl_c_in_a_dry_run_ends_without_a_trace(here: Path, monkeypatch: pytes
         (("generate", "model", "-q", "-o", "out"), "generate.generate", "nothing is written"),
         (("eval", "model", "--data", "file"), "evaluate.run.evaluate", "stays in the cache for the next run"),
         (("demo", "-o", "out"), "demo.run_demo", "finished are kept in out"),
-        (("simulate", "allreduce"), "simulate.error_rows", "no plots were written"),
         (("plan", "model", "--budget", "5bits", "-o", "out"), "plan.run.plan_mixed", "nothing is written"),
         (
             ("plan", "model", "--budget", "5bits", "-o", "out", "--measure", "file"),

@@ -454,7 +454,7 @@ def test_known_faults_of_readers_are_warned_of(
 
 
 def test_what_sglang_reads_is_not_warned_of() -> None:
-    """As found by ``scripts/sglang_loads.py``."""
+    """As found by ``labs/readers/sglang_loads.py``."""
     qwen = {"architectures": ["Qwen3ForCausalLM"]}
     for container, scheme, config in (
         ("deepseek_fp8", "fp8_block", qwen),

@@ -289,7 +289,7 @@ def test_a_warm_process_that_ends_is_named(modules: Any, tmp_path: Path) -> None
     broken.chmod(0o755)
     runs = modules("bench_quality").Runs({"modelopt": str(broken)}, warm=True)
     with pytest.raises(SystemExit, match=f"the process of modelopt, {broken}, ended with 3; its words are above"):
-        runs.cost("modelopt", [["peers_modelopt.py"]])
+        runs.cost("modelopt", [["peers.py", "modelopt"]])
 
 
 # The script, whose worker is a fork, too: what it holds while others run is no claim here.
