@@ -20,8 +20,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
-CSRC = Path("ptqpipe/kernels/csrc")
-LIBRARY = Path("ptqpipe/kernels/_cpu.so")
+CSRC = Path("ptqpipe/numerics/kernels/csrc")
+LIBRARY = Path("ptqpipe/numerics/kernels/_cpu.so")
 OBJECTS = Path("build/kernels")  # one object for each state of a source, what it includes, the flags and the compiler
 
 # No -march: the sources choose AVX-512, AVX2 or baseline at run time (NEON on aarch64). No -ffast-math and no
@@ -111,14 +111,14 @@ class Wheel(bdist_wheel):
 
 
 def cpu_extensions() -> list[Extension]:
-    """The one extension ``ptqpipe.kernels._cpu``, or none while csrc has no sources."""
+    """The one extension ``ptqpipe.numerics.kernels._cpu``, or none while csrc has no sources."""
     # The largest come first in this order, and attention last: no processor waits long for another at the end.
     sources = sorted(map(str, CSRC.glob("*.cpp")), reverse=True)
     if not sources:
         return []
     return [
         Extension(
-            "ptqpipe.kernels._cpu",
+            "ptqpipe.numerics.kernels._cpu",
             sources=sources,
             depends=sorted({str(path) for source in sources for path in included(Path(source))}),
             include_dirs=[str(CSRC)],

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ptqpipe.api.models import quantize_model, save_checkpoint
     from ptqpipe.api.rewriting import dequantize, relayout
     from ptqpipe.api.service import serve
-    from ptqpipe.qtensor import QTensor
+    from ptqpipe.numerics.qtensor import QTensor
     from ptqpipe.runtime.loading import load_model
 
 __all__ = [

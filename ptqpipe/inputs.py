@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ptqpipe.rotation import rotated
+from ptqpipe.numerics.rotation import rotated
 
 OUT_ROWS = 1024  # outputs of a layer whose gradients are known together
 EXPERT_ROWS = 256  # outputs of an expert: it is given few tokens, which say little of more

@@ -73,7 +73,7 @@ def compute_threads() -> int:
 
 def require_device_kernels() -> None:
     """UsageError that names what to install where the GPU kernels cannot run."""
-    from ptqpipe.kernels import triton
+    from ptqpipe.numerics.kernels import triton
 
     triton.require()
 

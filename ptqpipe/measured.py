@@ -15,12 +15,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ptqpipe.formats import Format, unpack
-from ptqpipe.global_scale import absmax_divisor, absmax_global
-from ptqpipe.kernels.decoding import decoded, same_numbers
-from ptqpipe.qtensor import QTensor, check_finite, code_places, encode, magnitude_codes, scale_values, to_blocks
-from ptqpipe.search.enlarged import enlarge
-from ptqpipe.search.proof import Optimality, chosen_scale, cost, prove
+from ptqpipe.numerics.formats import Format, unpack
+from ptqpipe.numerics.global_scale import absmax_divisor, absmax_global
+from ptqpipe.numerics.kernels.decoding import decoded, same_numbers
+from ptqpipe.numerics.qtensor import (
+    QTensor,
+    check_finite,
+    code_places,
+    encode,
+    magnitude_codes,
+    scale_values,
+    to_blocks,
+)
+from ptqpipe.numerics.search.enlarged import enlarge
+from ptqpipe.numerics.search.proof import Optimality, chosen_scale, cost, prove
 from ptqpipe.source import Source, SourceRows, row_runs
 
 _SAMPLE_RUNS = 4

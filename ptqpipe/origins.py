@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from ptqpipe.containers import Container, StoredWeight, kv_scale
 from ptqpipe.errors import UsageError
+from ptqpipe.numerics.schemes import Abilities, get_scheme
 from ptqpipe.plan import make_plan
 from ptqpipe.recipe import Recipe, Rule
-from ptqpipe.schemes import Abilities, get_scheme
 from ptqpipe.slices import Member, Slice
 from ptqpipe.source import Source, SourceRows
 

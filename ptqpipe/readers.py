@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 from ptqpipe.errors import UsageError
-from ptqpipe.schemes import Scheme
+from ptqpipe.numerics.schemes import Scheme
 
 _CT, _MODELOPT, _DEEPSEEK = "compressed_tensors", "modelopt", "deepseek_fp8"
 

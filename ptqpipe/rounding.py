@@ -16,8 +16,8 @@ import torch
 
 from ptqpipe.checkpoint import COUNT, OpenFolder, TensorSpec, nearest_path, read_versioned
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
-from ptqpipe.formats import Format
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.formats import Format
+from ptqpipe.numerics.qtensor import QTensor
 
 ROUNDING_FILE = "rounding.json"
 ROUNDING_VERSION = 1

@@ -15,9 +15,16 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ptqpipe.algorithms import total_error
-from ptqpipe.formats import Codec, Format
-from ptqpipe.global_scale import SAMPLE_ALL, SAMPLE_FRACTION, SAMPLE_RUNS, absmax_global, canonical, sample_rows
-from ptqpipe.qtensor import Illegal, QTensor, check_finite, illegal_numbers, scale_values, to_blocks
+from ptqpipe.numerics.formats import Codec, Format
+from ptqpipe.numerics.global_scale import (
+    SAMPLE_ALL,
+    SAMPLE_FRACTION,
+    SAMPLE_RUNS,
+    absmax_global,
+    canonical,
+    sample_rows,
+)
+from ptqpipe.numerics.qtensor import Illegal, QTensor, check_finite, illegal_numbers, scale_values, to_blocks
 from ptqpipe.report import Codes, ScaleChoice, WorstBlock
 from ptqpipe.source import Source, SourceRows, row_runs
 

@@ -30,9 +30,9 @@ from ptqpipe.containers import (
 )
 from ptqpipe.errors import CheckpointError, NumericsError, UsageError, one_line
 from ptqpipe.folded import folded, open_folded
-from ptqpipe.formats import Format
-from ptqpipe.qtensor import QTensor
-from ptqpipe.rotation import rotated_weight
+from ptqpipe.numerics.formats import Format
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.rotation import rotated_weight
 from ptqpipe.slices import Slice
 
 RUN_ELEMENTS = 1 << 20

@@ -20,10 +20,10 @@ from functools import partial
 import torch
 
 from ptqpipe.algorithms.unit import chunks
-from ptqpipe.formats import Format, get_format
-from ptqpipe.kernels import cpu, reference
-from ptqpipe.qtensor import QTensor, encode
-from ptqpipe.search import get_search
+from ptqpipe.numerics.formats import Format, get_format
+from ptqpipe.numerics.kernels import cpu, reference
+from ptqpipe.numerics.qtensor import QTensor, encode
+from ptqpipe.numerics.search import get_search
 
 COLUMNS = 4096
 SEARCHES = [

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from ptqpipe.api.matrices import quantize
-from ptqpipe.kernels import cpu
+from ptqpipe.numerics.kernels import cpu
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
 
 COPIES_BYTES = 320 << 20  # of bfloat16 weights that a measurement goes through

@@ -50,15 +50,15 @@ from ptqpipe.algorithms.refine import Blocks, block_metrics, refine
 from ptqpipe.algorithms.unit import kernel_for, quantize_rows
 from ptqpipe.api.matrices import quantize
 from ptqpipe.engine.attention import fused_attention, load
-from ptqpipe.formats import Format, get_format
-from ptqpipe.kernels import cpu, cuda_fp8, triton as kernels, triton_attention, triton_linear
-from ptqpipe.kernels.cpu_attention import PagedSpans
-from ptqpipe.qtensor import QTensor, encode
+from ptqpipe.numerics.formats import Format, get_format
+from ptqpipe.numerics.kernels import cpu, cuda_fp8, triton as kernels, triton_attention, triton_linear
+from ptqpipe.numerics.kernels.cpu_attention import PagedSpans
+from ptqpipe.numerics.qtensor import QTensor, encode
+from ptqpipe.numerics.schemes import Activation
+from ptqpipe.numerics.search import get_search
 from ptqpipe.runtime import packed as runtime
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
-from ptqpipe.schemes import Activation
-from ptqpipe.search import get_search
 
 BLOCK_FORMATS = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8")
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8_channel", "fp8_block")

@@ -34,7 +34,7 @@ def build() -> list[str]:
     """Compiles the kernels, what runs them and what calls them; the command that starts it, without its processor."""
     compilers = {"CC": "aarch64-linux-gnu-gcc", "CXX": COMPILER}
     linkers = {"LDSHARED": "aarch64-linux-gnu-gcc -shared", "LDCXXSHARED": f"{COMPILER} -shared"}
-    library, caller = BUILT / "ptqpipe/kernels/_cpu.so", BUILT / "emulated"
+    library, caller = BUILT / "ptqpipe/numerics/kernels/_cpu.so", BUILT / "emulated"
     library.unlink(missing_ok=True)  # setup.py goes on without kernels where they do not compile
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(BUILT), "--build-temp", str(BUILT)]
     subprocess.run(command, cwd=ROOT, env=os.environ | compilers | linkers, check=True)

@@ -31,7 +31,7 @@ from ptqpipe.collectives.codecs import WireCodec, get_wire_codec
 from ptqpipe.collectives.layout import cut
 from ptqpipe.collectives.stats import Stats
 from ptqpipe.collectives.symmetric import SymmetricExchange, SymmetricMemory, buffer_bytes
-from ptqpipe.kernels.triton import interpreting
+from ptqpipe.numerics.kernels.triton import interpreting
 
 GPU = not interpreting()
 DEVICE = "cuda" if GPU else "cpu"

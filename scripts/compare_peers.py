@@ -97,7 +97,7 @@ def import_command(tool: str, interpreters: dict[str, str]) -> list[str]:
 def error_of(out: Path, source: Path) -> dict[str, Any]:
     """Relative MSE over all quantized weights, by our decode, in float64; how many weights that are."""
     import ptqpipe
-    from ptqpipe.qtensor import QTensor
+    from ptqpipe.numerics.qtensor import QTensor
 
     squared = energy = 0.0
     weights: list[str] = []

@@ -36,8 +36,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from ptqpipe.formats import Format, get_format
-from ptqpipe.kernels import (
+from ptqpipe.numerics.formats import Format, get_format
+from ptqpipe.numerics.kernels import (
     triton_attention,
     triton_block,
     triton_codecs,

@@ -21,7 +21,7 @@ from ptqpipe.engine import Engine, EngineOptions
 from ptqpipe.engine.engine import Request
 from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.engine.sequence import SamplingParams
-from ptqpipe.kernels import cpu
+from ptqpipe.numerics.kernels import cpu
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.linear import PackedLinear
 from ptqpipe.runtime.loading import load

@@ -35,7 +35,7 @@ import ptqpipe
 from ptqpipe.algorithms import unit
 from ptqpipe.engine import Engine, EngineOptions, Request, SamplingParams
 from ptqpipe.engine.runner import CacheOptions, ModelRunner
-from ptqpipe.kernels import triton, triton_linear
+from ptqpipe.numerics.kernels import triton, triton_linear
 from ptqpipe.runtime import packed
 from ptqpipe.runtime.loading import load, load_model
 

@@ -62,7 +62,7 @@ def documents(text: str) -> Iterator[str]:
 def instruction_set() -> str:
     """What the CPU kernels use. Run in the worker: this process must not import torch, whose memory would count as
     that of the commands it starts."""
-    from ptqpipe.kernels.cpu import isa
+    from ptqpipe.numerics.kernels.cpu import isa
 
     return isa()
 

@@ -39,8 +39,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "search" / "mutants.toml"
-CSRC = Path("ptqpipe/kernels/csrc")
-LIBRARY = Path("ptqpipe/kernels/_cpu.so")
+CSRC = Path("ptqpipe/numerics/kernels/csrc")
+LIBRARY = Path("ptqpipe/numerics/kernels/_cpu.so")
 FLAGS = ("-g0", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-w")
 NO_SEARCH = {"columns.h", "passes.h", "linear.h", "collective.h", "norm.h"}  # what body.h includes besides
 FORKS = multiprocessing.get_context("forkserver")
@@ -61,7 +61,7 @@ LONG = "EXPORT int32_t ptq_quantize_long(const char *, const ptq_long *j) { retu
 
 def known_isas() -> tuple[str, ...]:
     """The instruction sets of this machine, best first; none without the compiled kernels."""
-    from ptqpipe.kernels import cpu  # here alone: a child has to import the package of its own tree
+    from ptqpipe.numerics.kernels import cpu  # here alone: a child has to import the package of its own tree
 
     return cpu.isas()
 

@@ -19,9 +19,9 @@ from ptqpipe.evaluation.bootstrap import cluster_sums, standard_error
 from ptqpipe.evaluation.measures import perplexity
 from ptqpipe.evaluation.scores import Logits, Scores, Window, model_logits, score
 from ptqpipe.evaluation.text import read_text
+from ptqpipe.numerics.schemes import Activation
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.loading import load_model, load_tokenizer
-from ptqpipe.schemes import Activation
 
 DYNAMIC = {"mxfp4": Activation.MXFP4, "fp8": Activation.FP8_TOKEN}
 WINDOW, ROWS = 256, 128

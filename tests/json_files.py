@@ -26,7 +26,7 @@ from ptqpipe.containers import detect_container, get_container, merged_config
 from ptqpipe.errors import PtqError
 from ptqpipe.evaluation.result import read_result
 from ptqpipe.evaluation.text import read_text as read_tokens
-from ptqpipe.formats import get_format
+from ptqpipe.numerics.formats import get_format
 from ptqpipe.plan import make_plan
 from ptqpipe.recipe import Recipe
 from ptqpipe.recipe.file import load_recipe

@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ptqpipe.engine.runner import ModelRunner
-from ptqpipe.formats import Format
-from ptqpipe.kernels import (
+from ptqpipe.numerics.formats import Format
+from ptqpipe.numerics.kernels import (
     cpu,
     triton,
     triton_attention,
@@ -40,7 +40,7 @@ from ptqpipe.kernels import (
     triton_linear,
     triton_rows,
 )
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.qtensor import QTensor
 
 aten = torch.ops.aten
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -187,7 +187,7 @@ def _numpy(x: torch.Tensor, **options: Any) -> Any:
 def _data_ptr(x: torch.Tensor) -> int:
     """The address, which is the name of a tensor for some; a CPU kernel would read what is there."""
     caller = sys._getframe(1).f_globals.get("__name__", "")
-    if caller.startswith(("ptqpipe.kernels.cpu_", "ptqpipe.checkpoint.")) and x.device.type == "cuda":
+    if caller.startswith(("ptqpipe.numerics.kernels.cpu_", "ptqpipe.checkpoint.")) and x.device.type == "cuda":
         raise RuntimeError(f"{caller} was given a tensor on {CUDA}")
     return _torch["data_ptr"](x)
 

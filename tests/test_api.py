@@ -9,8 +9,8 @@ from torch._subclasses import FakeTensorMode
 
 import ptqpipe
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import FORMATS
-from ptqpipe.schemes import SCHEMES
+from ptqpipe.numerics.formats import FORMATS
+from ptqpipe.numerics.schemes import SCHEMES
 
 
 def weight() -> torch.Tensor:

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from ptqpipe.cli import main
 from ptqpipe.containers import container_names
+from ptqpipe.numerics.schemes import SCHEMES
+from ptqpipe.numerics.search import search_names
 from ptqpipe.recipe import named_recipes
-from ptqpipe.schemes import SCHEMES
-from ptqpipe.search import search_names
 
 
 def offered(*words: str) -> list[tuple[str, str]]:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.readers import READERS, evidence
-from ptqpipe.schemes import get_scheme
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]

@@ -22,10 +22,10 @@ from ptqpipe.families import (
     fuse_of,
     outside_language_model,
 )
+from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.options import RecipeOptions
 from ptqpipe.recipe import failing_facts, matches
 from ptqpipe.runtime import load, load_model
-from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.verify.run import verify

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ptqpipe.errors import FormatError
-from ptqpipe.formats import CODECS, FORMATS, get_codec, get_format, minifloat
+from ptqpipe.numerics.formats import CODECS, FORMATS, get_codec, get_format, minifloat
 
 # Written from the text of the specifications (OCP MX v1.0, tables 3 and 5; section 5.3.3), not computed.
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from ptqpipe.errors import NumericsError
-from ptqpipe.formats import CODECS, get_format
-from ptqpipe.global_scale import (
+from ptqpipe.numerics.formats import CODECS, get_format
+from ptqpipe.numerics.global_scale import (
     POINTS,
     SAMPLE_ALL,
     SAMPLE_RUNS,
@@ -22,7 +22,7 @@ from ptqpipe.global_scale import (
     sample_rows,
     significant_bits,
 )
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.qtensor import QTensor
 
 NVFP4 = get_format("nvfp4")
 LARGEST_STEP = 1.41e-4  # of canonical(), for E4M3 scales

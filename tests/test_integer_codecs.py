@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 import ptqpipe
 from ptqpipe.errors import FormatError
-from ptqpipe.formats import CODECS, FORMATS, Codec, Format, get_format, integers, unpack
-from ptqpipe.kernels import cpu
-from ptqpipe.qtensor import (
+from ptqpipe.numerics.formats import CODECS, FORMATS, Codec, Format, get_format, integers, unpack
+from ptqpipe.numerics.kernels import cpu
+from ptqpipe.numerics.qtensor import (
     QTensor,
     code_places,
     code_values,
@@ -26,9 +26,9 @@ from ptqpipe.qtensor import (
     squared_error,
     used_blocks,
 )
-from ptqpipe.schemes import SCHEMES, Activation, Scheme
-from ptqpipe.search import absmax, brute_force, exact, get_search, refit, search_names
-from ptqpipe.search.objective import magnitude_blocks, scores
+from ptqpipe.numerics.schemes import SCHEMES, Activation, Scheme
+from ptqpipe.numerics.search import absmax, brute_force, exact, get_search, refit, search_names
+from ptqpipe.numerics.search.objective import magnitude_blocks, scores
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.verify.run import verify
 from tests import tiny

@@ -15,9 +15,9 @@ from transformers.models.auto import modeling_auto
 import ptqpipe
 from ptqpipe.containers import get_container
 from ptqpipe.errors import UsageError
+from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.plan import make_plan
 from ptqpipe.recipe import Recipe, Rule
-from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.verify.run import verify
 
 _TEXT: dict[str, Any] = {

@@ -304,7 +304,7 @@ def test_third_party_packages_are_imported_in_all_their_places() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "crosses"),
     [
-        ("search/a.py", "from ptqpipe.search import b", False),
+        ("search/a.py", "from ptqpipe.numerics.search import b", False),
         ("search/a.py", "from . import b", False),
         ("search/a.py", "from ..formats import CODECS", False),
         ("search/a.py", "from ptqpipe.containers import modelopt", True),
@@ -314,7 +314,7 @@ def test_third_party_packages_are_imported_in_all_their_places() -> None:
         ("runtime/a.py", "def f():\n    from ptqpipe.rewriting.conversion import convert", True),
         ("checkpoint/a.py", "from ptqpipe import formats", True),
         ("cli.py", "from ptqpipe.stages import convert", False),
-        ("formats.py", "from ptqpipe.qtensor import QTensor", True),
+        ("formats.py", "from ptqpipe.numerics.qtensor import QTensor", True),
     ],
 )
 def test_the_check_sees_imports_of_every_spelling(path: str, source: str, *, crosses: bool) -> None:

@@ -18,8 +18,8 @@ from ptqpipe.algorithms import quantizer
 from ptqpipe.algorithms.activation_scale import POLICIES
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
+from ptqpipe.numerics.schemes import LOW_RANK_DTYPES
 from ptqpipe.options import ALGORITHMS, CheckpointOptions, CodeOptions, RecipeOptions, described, recipe_fields
-from ptqpipe.schemes import LOW_RANK_DTYPES
 from tests import tiny
 
 SOURCE = Path(ptqpipe.__file__).with_name("options.py")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from ptqpipe.errors import FormatError
-from ptqpipe.formats import pack, packed_columns, unpack
+from ptqpipe.numerics.formats import pack, packed_columns, unpack
 
 
 def test_even_columns_go_to_the_low_nibble() -> None:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import CODECS, Codec, Format, get_codec, get_format, pack
-from ptqpipe.qtensor import (
+from ptqpipe.numerics.formats import CODECS, Codec, Format, get_codec, get_format, pack
+from ptqpipe.numerics.qtensor import (
     QTensor,
     check_finite,
     code_values,

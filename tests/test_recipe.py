@@ -14,6 +14,7 @@ import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import FormatError, RecipeError, UsageError
 from ptqpipe.families import DEFAULT_FUSE, Keep
+from ptqpipe.numerics.schemes import SCHEMES, get_scheme
 from ptqpipe.options import CheckpointOptions, CodeOptions, described, recipe_fields, recipe_path
 from ptqpipe.recipe import (
     Recipe,
@@ -26,7 +27,6 @@ from ptqpipe.recipe import (
     named_recipes,
     parse_recipe,
 )
-from ptqpipe.schemes import SCHEMES, get_scheme
 
 
 def rules(*pairs: tuple[str, str]) -> list[dict[str, str]]:

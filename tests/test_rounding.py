@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.formats import get_format
+from ptqpipe.numerics.formats import get_format
 from ptqpipe.rounding import Rounding
 
 NVFP4 = get_format("nvfp4")

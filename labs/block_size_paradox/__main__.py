@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from ptqpipe.formats import get_format
-from ptqpipe.global_scale import absmax_global
-from ptqpipe.qtensor import encode, squared_error
-from ptqpipe.search import get_search
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.global_scale import absmax_global
+from ptqpipe.numerics.qtensor import encode, squared_error
+from ptqpipe.numerics.search import get_search
 
 BLOCKS = (4, 8, 16, 32, 64, 128)
 SIGMAS = (0.02, 0.01, 0.005, 0.002)

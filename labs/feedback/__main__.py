@@ -21,10 +21,10 @@ import torch
 
 from ptqpipe.algorithms import metric, refine
 from ptqpipe.algorithms.gptq import codes_at_entry
-from ptqpipe.formats import get_format
-from ptqpipe.kernels import cpu
-from ptqpipe.kernels.cpu_library import processor
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.kernels import cpu
+from ptqpipe.numerics.kernels.cpu_library import processor
+from ptqpipe.numerics.qtensor import QTensor
 
 FORMAT = get_format("nvfp4")
 

@@ -36,9 +36,9 @@ import ptqpipe
 from labs.fold_gain.fold_search import Errors, descend, search
 from ptqpipe.evaluation.scores import model_logits
 from ptqpipe.evaluation.text import read_text
+from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.runtime.activations import GROUP
 from ptqpipe.runtime.loading import load_model, load_tokenizer
-from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import transform
 

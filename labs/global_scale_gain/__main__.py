@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from ptqpipe.formats import Format, get_format
-from ptqpipe.global_scale import absmax_global, pick, sample_rows
-from ptqpipe.qtensor import encode, squared_error
-from ptqpipe.search import exact
+from ptqpipe.numerics.formats import Format, get_format
+from ptqpipe.numerics.global_scale import absmax_global, pick, sample_rows
+from ptqpipe.numerics.qtensor import encode, squared_error
+from ptqpipe.numerics.search import exact
 
 
 def error_at(g: torch.Tensor, w: torch.Tensor, fmt: Format) -> float:

@@ -20,7 +20,7 @@ from quality_measure import Remembered
 
 from ptqpipe.evaluation.scores import model_logits, score
 from ptqpipe.evaluation.text import read_text
-from ptqpipe.kernels.cpu_library import processor
+from ptqpipe.numerics.kernels.cpu_library import processor
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 

@@ -18,8 +18,8 @@ import torch
 
 import ptqpipe
 from ptqpipe.errors import PtqError
-from ptqpipe.qtensor import QTensor
-from ptqpipe.schemes import Activation, get_scheme
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.schemes import Activation, get_scheme
 
 WINDOW = 256
 

@@ -36,8 +36,8 @@ from bench_quality import HERE, MODELS, OWN, Runs, place
 from quality_entries import ENTRIES, Job, calibrate_command, own_steps, peer_command
 from safetensors import safe_open
 
-from ptqpipe.kernels.cpu import isa
-from ptqpipe.kernels.cpu_library import processor
+from ptqpipe.numerics.kernels.cpu import isa
+from ptqpipe.numerics.kernels.cpu_library import processor
 
 PEER, TUNED = "llm-compressor", "auto-round"
 METHODS = {PEER: "gptq", TUNED: "tuned"}

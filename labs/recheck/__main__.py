@@ -29,7 +29,7 @@ def child(model: Path, fmt: str, out: Path, workers: int, *, look: bool) -> None
     import ptqpipe
     from ptqpipe.algorithms.recheck import Recheck
     from ptqpipe.algorithms.unit import Promise
-    from ptqpipe.qtensor import QTensor
+    from ptqpipe.numerics.qtensor import QTensor
 
     spent: list[float] = []
     take, check = Recheck.take, Recheck.check
@@ -58,7 +58,7 @@ def child(model: Path, fmt: str, out: Path, workers: int, *, look: bool) -> None
 
 def measure(model: Path, fmt: str, scratch: Path, *, repeat: int, workers: int) -> dict[str, Any]:
     """Everything about one format of one model."""
-    from ptqpipe.kernels import cpu as kernels
+    from ptqpipe.numerics.kernels import cpu as kernels
 
     runs: dict[str, list[Run]] = {"with": [], "without": []}
     shares, told = [], {}

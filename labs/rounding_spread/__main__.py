@@ -27,13 +27,13 @@ from click.testing import CliRunner
 from quality_measure import Remembered
 from safetensors.torch import load_file, save_file
 
-from ptqpipe import global_scale
 from ptqpipe.cli import main as ptqpipe
 from ptqpipe.evaluation.scores import model_logits, score
 from ptqpipe.evaluation.text import read_text
-from ptqpipe.kernels.cpu_library import processor
+from ptqpipe.numerics import global_scale
+from ptqpipe.numerics.kernels.cpu_library import processor
+from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.runtime.loading import ActivationMode, load_model, load_tokenizer
-from ptqpipe.schemes import get_scheme
 
 WINDOW, STEP = 256, 2 ** (1 / 128)
 

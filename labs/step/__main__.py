@@ -21,7 +21,7 @@ from engine_child import Child
 
 from ptqpipe.engine.engine import Request
 from ptqpipe.engine.sequence import SamplingParams
-from ptqpipe.kernels import cpu, cpu_library
+from ptqpipe.numerics.kernels import cpu, cpu_library
 
 
 class Spent:

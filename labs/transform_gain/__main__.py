@@ -25,8 +25,8 @@ from ptqpipe.errors import PtqError
 from ptqpipe.evaluation.bootstrap import cluster_sums, interval, standard_error
 from ptqpipe.evaluation.scores import Scores, model_logits
 from ptqpipe.evaluation.text import read_text
+from ptqpipe.numerics.schemes import Activation, get_scheme
 from ptqpipe.runtime.loading import load_model, load_tokenizer
-from ptqpipe.schemes import Activation, get_scheme
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import transform
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 import torch
 
 from ptqpipe.errors import NumericsError, UsageError
-from ptqpipe.formats import FORMATS, Format
-from ptqpipe.global_scale import RANGE, canonical
+from ptqpipe.numerics.formats import FORMATS, Format
+from ptqpipe.numerics.global_scale import RANGE, canonical
 
 POLICIES = ("absmax", "percentile", "mse")
 QUANTILE = 0.9999

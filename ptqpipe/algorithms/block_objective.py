@@ -18,8 +18,8 @@ import torch
 
 from ptqpipe.algorithms.columns import scale_ladder
 from ptqpipe.errors import FormatError
-from ptqpipe.formats import Format
-from ptqpipe.qtensor import check_finite, round_to
+from ptqpipe.numerics.formats import Format
+from ptqpipe.numerics.qtensor import check_finite, round_to
 
 SINGULAR = 1e-5  # least ratio of Cholesky pivots at which the inverse is trusted for a bound
 MARGIN = 1e-6  # relative; far above float64 rounding, so that the bound never stops a scan early

@@ -39,12 +39,12 @@ from ptqpipe.algorithms.unit import (
     total_errors,
 )
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import Format
-from ptqpipe.global_scale import absmax_global, exact_global, pick, sample_rows
 from ptqpipe.inputs import Moments
-from ptqpipe.kernels.decoding import decoded
-from ptqpipe.qtensor import QTensor
-from ptqpipe.search import get_search
+from ptqpipe.numerics.formats import Format
+from ptqpipe.numerics.global_scale import absmax_global, exact_global, pick, sample_rows
+from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.search import get_search
 
 GPU_ELEMENTS = 1 << 25  # about 1.2 GB: a dozen float32 numbers each, for a while
 

@@ -32,12 +32,12 @@ from ptqpipe.algorithms.unit import (
     row_runs,
     total_error,
 )
-from ptqpipe.formats import CODECS, FORMATS, Format
-from ptqpipe.global_scale import absmax_global, exact_global, sample_rows
-from ptqpipe.kernels import cpu
-from ptqpipe.kernels.cpu_carry import NO_PLACE, value_of
-from ptqpipe.kernels.decoding import decoded
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.formats import CODECS, FORMATS, Format
+from ptqpipe.numerics.global_scale import absmax_global, exact_global, sample_rows
+from ptqpipe.numerics.kernels import cpu
+from ptqpipe.numerics.kernels.cpu_carry import NO_PLACE, value_of
+from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.qtensor import QTensor
 
 _TOP_E4M3 = 8  # exponent of 256 and 384
 _SCALES = {"e8m0": (-127, 127), "bf16": (-126, 100)}  # exponents; beyond 2^100 inverses of scales become subnormal

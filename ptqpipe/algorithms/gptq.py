@@ -34,10 +34,10 @@ from ptqpipe.algorithms.metric import Metric, descending, make_metric
 from ptqpipe.algorithms.refine import block_metrics, refine
 from ptqpipe.algorithms.unit import Task, UnitResult
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import Format
 from ptqpipe.inputs import Moments
+from ptqpipe.numerics.formats import Format
+from ptqpipe.numerics.qtensor import QTensor, check_finite, code_values
 from ptqpipe.options import CodeOptions
-from ptqpipe.qtensor import QTensor, check_finite, code_values
 
 GROUP_SWEEPS = 1  # of refinement for a group of rows, where there are groups
 BELOW, ABOVE = 6, 8  # scales tried beside the one that just does not clip

@@ -20,9 +20,9 @@ import torch
 
 from ptqpipe.algorithms.metric import check_moment, factored
 from ptqpipe.algorithms.unit import CHUNK_ELEMENTS, Weight, measure
-from ptqpipe.formats import FORMATS
-from ptqpipe.qtensor import Factors, QTensor
-from ptqpipe.schemes import LowRank
+from ptqpipe.numerics.formats import FORMATS
+from ptqpipe.numerics.qtensor import Factors, QTensor
+from ptqpipe.numerics.schemes import LowRank
 
 RUN_ELEMENTS = 1 << 21  # of a matrix in float64 at a time
 _FP8 = torch.float8_e4m3fn

@@ -21,9 +21,9 @@ from ptqpipe.algorithms.columns import (
     in_one,
     scale_ladder,
 )
-from ptqpipe.formats import Format
-from ptqpipe.kernels.decoding import decoded
-from ptqpipe.qtensor import QTensor, code_values
+from ptqpipe.numerics.formats import Format
+from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.qtensor import QTensor, code_values
 
 ENOUGH = 1e-6  # a gain below this share of a block's cost is rounding
 

@@ -34,11 +34,11 @@ from ptqpipe.algorithms.unit import (
     total_error,
     total_errors,
 )
-from ptqpipe.formats import Format, packed_columns
-from ptqpipe.global_scale import absmax_global, exact_global, pick, sample_rows
-from ptqpipe.qtensor import QTensor
-from ptqpipe.search import get_search
-from ptqpipe.search.enlarged import enlarge, factor_for
+from ptqpipe.numerics.formats import Format, packed_columns
+from ptqpipe.numerics.global_scale import absmax_global, exact_global, pick, sample_rows
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.search import get_search
+from ptqpipe.numerics.search.enlarged import enlarge, factor_for
 
 ENLARGED_AT_ONCE = 1 << 19  # weights: in float32 they stay in a cache
 LARGE = 2.0**126  # magnitudes from here on are not enlarged: the next power of two but one is no float32

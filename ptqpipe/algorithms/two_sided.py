@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.algorithms.metric import factored
-from ptqpipe.formats import Format
-from ptqpipe.kernels.decoding import decoded
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.formats import Format
+from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.qtensor import QTensor
 
 GROUP = 16  # rows that are quantized together
 DAMPING = 0.1  # of G: share of its mean diagonal

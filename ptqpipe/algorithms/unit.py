@@ -17,14 +17,14 @@ from typing import Any, Protocol
 import torch
 
 from ptqpipe.errors import NumericsError
-from ptqpipe.formats import Format
 from ptqpipe.inputs import Moments
-from ptqpipe.kernels import reference
-from ptqpipe.kernels.importance import normalize_importance
+from ptqpipe.numerics.formats import Format
+from ptqpipe.numerics.kernels import reference
+from ptqpipe.numerics.kernels.importance import normalize_importance
+from ptqpipe.numerics.qtensor import QTensor, check_finite, encode
+from ptqpipe.numerics.search import get_search
+from ptqpipe.numerics.search.objective import formula, importance_blocks, magnitude_blocks
 from ptqpipe.options import CodeOptions
-from ptqpipe.qtensor import QTensor, check_finite, encode
-from ptqpipe.search import get_search
-from ptqpipe.search.objective import formula, importance_blocks, magnitude_blocks
 
 CHUNK_ELEMENTS = 1 << 22
 
@@ -33,9 +33,9 @@ def kernel_for(device: torch.device, name: str) -> Callable[..., Any] | None:
     """The kernel of this name for a device; None where only the torch reference runs."""
     module: ModuleType
     if device.type == "cuda":
-        from ptqpipe.kernels import triton as module
+        from ptqpipe.numerics.kernels import triton as module
     else:
-        from ptqpipe.kernels import cpu as module
+        from ptqpipe.numerics.kernels import cpu as module
     return getattr(module, name, None) if module.available() else None
 
 
@@ -43,7 +43,7 @@ def kernels_of(device: torch.device) -> str:
     """The name of what `kernel_for` returns for a device, for messages."""
     if device.type == "cuda":
         return "its Triton kernels"
-    from ptqpipe.kernels import cpu
+    from ptqpipe.numerics.kernels import cpu
 
     return f"its {cpu.isa()} kernels" if cpu.available() else "torch, without kernels"
 

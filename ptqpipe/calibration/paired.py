@@ -19,7 +19,7 @@ from ptqpipe.calibration.moments import symmetric
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
-from ptqpipe.rotation import rotated
+from ptqpipe.numerics.rotation import rotated
 
 
 class Quantizer(Protocol):

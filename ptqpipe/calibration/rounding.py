@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.errors import NumericsError
-from ptqpipe.formats import Codec
-from ptqpipe.qtensor import QTensor, code_values
+from ptqpipe.numerics.formats import Codec
+from ptqpipe.numerics.qtensor import QTensor, code_values
 
 Forward = Callable[[torch.Tensor, int, Mapping[str, torch.Tensor]], torch.Tensor]
 """(inputs of a batch, its number, weights by key) -> outputs of the block."""

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from ptqpipe.errors import UsageError
-from ptqpipe.formats import get_codec, packed_columns
+from ptqpipe.numerics.formats import get_codec, packed_columns
 
 ScaleKind = Literal["bf16", "e8m0", "e4m3"]
 

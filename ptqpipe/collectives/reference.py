@@ -18,8 +18,8 @@ from functools import cache
 import torch
 
 from ptqpipe.collectives.codecs import WireCodec
-from ptqpipe.formats import CODECS, pack, packed_columns, unpack
-from ptqpipe.qtensor import code_values, magnitude_codes
+from ptqpipe.numerics.formats import CODECS, pack, packed_columns, unpack
+from ptqpipe.numerics.qtensor import code_values, magnitude_codes
 
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000

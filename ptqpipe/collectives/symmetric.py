@@ -29,7 +29,7 @@ from ptqpipe.collectives.layout import Layout, cut
 from ptqpipe.collectives.stats import Stats
 from ptqpipe.collectives.wire import Quantized
 from ptqpipe.errors import PtqWarning, UsageError, first_line
-from ptqpipe.kernels import triton
+from ptqpipe.numerics.kernels import triton
 
 Transport = Literal["auto", "p2p", "collectives", "symmetric"]
 
@@ -59,7 +59,7 @@ class SymmetricMemory:
     table: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        from ptqpipe.kernels.triton_symmetric import HEADER, MOST_PROGRAMS
+        from ptqpipe.numerics.kernels.triton_symmetric import HEADER, MOST_PROGRAMS
 
         rooms = self.buffers[0].numel() - HEADER
         room_bytes = rooms // (2 * self.world) // 64 * 64
@@ -80,14 +80,14 @@ class SymmetricMemory:
 
     def gave_up(self) -> bool:
         """Whether a program of this rank has stopped waiting (see ``looks``): from then on the memory is of no use."""
-        from ptqpipe.kernels.triton_symmetric import HEADER, MOST_PROGRAMS
+        from ptqpipe.numerics.kernels.triton_symmetric import HEADER, MOST_PROGRAMS
 
         return bool(self.buffers[self.rank][:HEADER].view(torch.int32)[2 * MOST_PROGRAMS].item())
 
 
 def buffer_bytes(world: int, message_bytes: int = MESSAGE_BYTES) -> int:
     """Bytes of a rank's buffer that takes messages of ``message_bytes`` (all stripes together) in one launch."""
-    from ptqpipe.kernels.triton_symmetric import HEADER
+    from ptqpipe.numerics.kernels.triton_symmetric import HEADER
 
     return HEADER + 2 * world * (-(-message_bytes // (64 * world)) * 64)
 
@@ -111,7 +111,7 @@ class SymmetricExchange:
 
     def two_shot(self) -> None:
         """Runs it, or on CUDA queues it on the current stream."""
-        from ptqpipe.kernels.triton_symmetric import Launch
+        from ptqpipe.numerics.kernels.triton_symmetric import Launch
 
         memory, stripe = self.memory, self.layout.stripe
         launch = Launch(memory.table, memory.rank, memory.world, memory.room_bytes, memory.programs, memory.looks)
@@ -210,7 +210,7 @@ def _buffers(group: dist.ProcessGroup, message_bytes: int) -> tuple[torch.Tensor
 
 def _programs(group: dist.ProcessGroup) -> int:
     """As many as the smallest device has room for. Nobody has this number before all have zeroed their buffers."""
-    from ptqpipe.kernels.triton_symmetric import MOST_PROGRAMS, PROGRAMS_A_PROCESSOR
+    from ptqpipe.numerics.kernels.triton_symmetric import MOST_PROGRAMS, PROGRAMS_A_PROCESSOR
 
     device = torch.device("cuda", torch.cuda.current_device())
     processors = torch.cuda.get_device_properties(device).multi_processor_count

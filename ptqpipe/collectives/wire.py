@@ -12,7 +12,7 @@ import torch
 
 from ptqpipe.collectives import reference
 from ptqpipe.collectives.codecs import WireCodec
-from ptqpipe.kernels import cpu_collective, triton_collective
+from ptqpipe.numerics.kernels import cpu_collective, triton_collective
 
 PLAIN_UNIT = 64  # elements
 

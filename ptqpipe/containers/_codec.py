@@ -13,8 +13,8 @@ import torch
 from ptqpipe.containers._types import Load, Part, Role, StoredWeight
 from ptqpipe.dtypes import DTYPE_NAMES, DTYPES, FLOATS
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError
-from ptqpipe.formats import CODECS, Format
-from ptqpipe.qtensor import Factors, QTensor, scale_values
+from ptqpipe.numerics.formats import CODECS, Format
+from ptqpipe.numerics.qtensor import Factors, QTensor, scale_values
 
 TORCH_DTYPES = {
     name: DTYPES[name][0] for name in ("U8", "I8", "I32", "I64", "F8_E4M3", "F8_E8M0", "F16", "BF16", "F32")

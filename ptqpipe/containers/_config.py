@@ -11,8 +11,8 @@ from ptqpipe.containers._codec import FLOAT_SCALES
 from ptqpipe.containers._lists import wholes
 from ptqpipe.containers._types import Names, Part, Role, Target
 from ptqpipe.errors import CheckpointError, FormatError
-from ptqpipe.formats import Format
-from ptqpipe.schemes import SCHEMES, Activation, Scheme
+from ptqpipe.numerics.formats import Format
+from ptqpipe.numerics.schemes import SCHEMES, Activation, Scheme
 from ptqpipe.tensor_names import experts_of
 
 HF_QUANT_CONFIG = "hf_quant_config.json"

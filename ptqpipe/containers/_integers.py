@@ -10,9 +10,9 @@ from ptqpipe.containers._codec import FLOAT_SCALES, scale_dtype
 from ptqpipe.containers._config import FLOAT_MODEL, check_parts, matrix_shape, scheme_for, stored_grid
 from ptqpipe.containers._types import Load, Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError, FormatError
-from ptqpipe.formats import CODECS, WHOLE, Format, unpack
-from ptqpipe.qtensor import QTensor
-from ptqpipe.schemes import Activation
+from ptqpipe.numerics.formats import CODECS, WHOLE, Format, unpack
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.schemes import Activation
 
 
 def integer_format(bits: int, group: int, scale: str, *, zeros: bool, offset: bool = True) -> Format:

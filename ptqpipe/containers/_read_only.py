@@ -7,7 +7,7 @@ from typing import Any
 from ptqpipe.containers._config import quant_method
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Container, Names, Part, StoredWeight, Target
 from ptqpipe.errors import FormatError
-from ptqpipe.schemes import Scheme
+from ptqpipe.numerics.schemes import Scheme
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from ptqpipe.containers._config_groups import resolver
 from ptqpipe.containers._patterns import name_patterns
 from ptqpipe.containers._types import Target, schemes_of
 from ptqpipe.errors import CheckpointError
-from ptqpipe.schemes import ROTATION_BLOCKS
+from ptqpipe.numerics.schemes import ROTATION_BLOCKS
 
 KEY = "transform_config"
 _IN_WEIGHTS = ("weight_input", "weight_output")  # what is done to weights is in them already

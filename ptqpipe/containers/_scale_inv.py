@@ -29,9 +29,9 @@ from ptqpipe.containers._config import (
 from ptqpipe.containers._lists import Lists, as_transformers, is_head, listed
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Load, Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError
-from ptqpipe.formats import CODECS, FORMATS, Format
-from ptqpipe.qtensor import QTensor
-from ptqpipe.schemes import Activation, Scheme
+from ptqpipe.numerics.formats import CODECS, FORMATS, Format
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.schemes import Activation, Scheme
 
 SUFFIXES = (".weight_scale_inv", ".weight_scale", ".scale")
 _STATIC = (".input_scale", ".activation_scale")

@@ -9,10 +9,10 @@ import torch
 
 from ptqpipe.containers._lists import Lists
 from ptqpipe.errors import FormatError
-from ptqpipe.kernels.decoding import decoded
-from ptqpipe.qtensor import QTensor
-from ptqpipe.rotation import rotated_weight
-from ptqpipe.schemes import Abilities, Scheme
+from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.rotation import rotated_weight
+from ptqpipe.numerics.schemes import Abilities, Scheme
 
 Names = Mapping[str, tuple[str, tuple[int, ...]]]
 """The tensors of a checkpoint: name -> (safetensors dtype, shape)."""

@@ -16,9 +16,9 @@ from ptqpipe.containers._lists import Lists, as_transformers, in_blocks, is_head
 from ptqpipe.containers._read_only import ReadOnly
 from ptqpipe.containers._types import Load, Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError
-from ptqpipe.formats import Format, pack, unpack
-from ptqpipe.qtensor import QTensor
-from ptqpipe.schemes import Abilities, Activation
+from ptqpipe.numerics.formats import Format, pack, unpack
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.schemes import Abilities, Activation
 
 QUANT_METHOD = "awq"
 ABILITIES = Abilities(transformers="transformers")

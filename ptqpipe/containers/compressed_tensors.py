@@ -40,8 +40,8 @@ from ptqpipe.containers._patterns import name_patterns
 from ptqpipe.containers._rotations import described_rotations, stored_rotations
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target, schemes_of
 from ptqpipe.errors import CheckpointError, FormatError
-from ptqpipe.formats import FORMATS, Format
-from ptqpipe.schemes import Abilities, Activation, KvCache, Scheme
+from ptqpipe.numerics.formats import FORMATS, Format
+from ptqpipe.numerics.schemes import Abilities, Activation, KvCache, Scheme
 from ptqpipe.tensor_names import experts_of
 
 QUANT_METHOD = "compressed-tensors"

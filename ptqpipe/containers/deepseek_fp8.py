@@ -13,8 +13,8 @@ from ptqpipe.containers._config import expert_name_warnings, quantization_config
 from ptqpipe.containers._scale_inv import ScaleInv, stored_weights_of
 from ptqpipe.containers._types import ConfigRequest, Names, Part, StoredWeight, Target, schemes_of
 from ptqpipe.errors import CheckpointError, FormatError
-from ptqpipe.formats import FORMATS, Format
-from ptqpipe.schemes import Abilities, Activation, Scheme, get_scheme
+from ptqpipe.numerics.formats import FORMATS, Format
+from ptqpipe.numerics.schemes import Abilities, Activation, Scheme, get_scheme
 
 QUANT_METHOD = "fp8"
 ABILITIES = Abilities(float32_scales=True, even_blocks=True, transformers="kernels")

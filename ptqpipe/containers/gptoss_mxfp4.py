@@ -22,8 +22,8 @@ from ptqpipe.containers._config import (
 from ptqpipe.containers._lists import Lists, as_transformers, is_stack, listed
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
-from ptqpipe.formats import FORMATS
-from ptqpipe.schemes import Abilities, Activation, Scheme
+from ptqpipe.numerics.formats import FORMATS
+from ptqpipe.numerics.schemes import Abilities, Activation, Scheme
 
 QUANT_METHOD = "mxfp4"
 ABILITIES = Abilities(matrices=False, stacks=True, transformers="kernels")

@@ -16,9 +16,9 @@ from ptqpipe.containers._lists import Lists, in_blocks, is_head, matched, plain_
 from ptqpipe.containers._read_only import ReadOnly
 from ptqpipe.containers._types import Load, Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError, one_line
-from ptqpipe.formats import Format, unpack
-from ptqpipe.qtensor import QTensor
-from ptqpipe.schemes import Abilities, Activation
+from ptqpipe.numerics.formats import Format, unpack
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.schemes import Abilities, Activation
 
 QUANT_METHOD = "gptq"
 ABILITIES = Abilities(transformers="transformers")

@@ -29,9 +29,9 @@ from ptqpipe.containers._config import (
 from ptqpipe.containers._lists import Lists, by_wildcards, called, components, is_head, listed
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
-from ptqpipe.formats import FORMATS, Format, get_format
 from ptqpipe.json_values import short_json
-from ptqpipe.schemes import Abilities, Activation, KvCache, Scheme
+from ptqpipe.numerics.formats import FORMATS, Format, get_format
+from ptqpipe.numerics.schemes import Abilities, Activation, KvCache, Scheme
 from ptqpipe.tensor_names import experts_of
 
 QUANT_METHOD = "modelopt"

@@ -11,7 +11,7 @@ from ptqpipe.containers._config import expert_name_warnings, quantization_config
 from ptqpipe.containers._scale_inv import ScaleInv, stored_weights_of
 from ptqpipe.containers._types import Names, StoredWeight, Target
 from ptqpipe.errors import CheckpointError
-from ptqpipe.schemes import Abilities, get_scheme
+from ptqpipe.numerics.schemes import Abilities, get_scheme
 
 QUANT_METHOD = "mxfp8"
 ABILITIES = Abilities(transformers="kernels")

@@ -26,8 +26,8 @@ from ptqpipe.containers._config import check_parts, quantization_config, scheme_
 from ptqpipe.containers._lists import Lists
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
-from ptqpipe.formats import Format, get_codec, get_format
-from ptqpipe.schemes import LOW_RANK_DTYPES, ROTATION_BLOCKS, Abilities, Activation, KvCache, LowRank, Scheme
+from ptqpipe.numerics.formats import Format, get_codec, get_format
+from ptqpipe.numerics.schemes import LOW_RANK_DTYPES, ROTATION_BLOCKS, Abilities, Activation, KvCache, LowRank, Scheme
 
 QUANT_METHOD = "ptqpipe"
 ABILITIES = Abilities(

@@ -14,8 +14,8 @@ from ptqpipe.containers._lists import Lists, by_expressions, by_wildcards, is_he
 from ptqpipe.containers._read_only import ReadOnly
 from ptqpipe.containers._types import Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError
-from ptqpipe.formats import FORMATS
-from ptqpipe.schemes import Abilities, Activation
+from ptqpipe.numerics.formats import FORMATS
+from ptqpipe.numerics.schemes import Abilities, Activation
 
 QUANT_METHOD = "quark"
 ABILITIES = Abilities(transformers="quark")

@@ -20,8 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.images import ImageRows
 from ptqpipe.errors import UsageError
-from ptqpipe.kernels import cpu_library, triton_attention
-from ptqpipe.kernels.cpu_attention import PagedQueries, PagedSpans, paged_attention, paged_prefill
+from ptqpipe.numerics.kernels import cpu_library, triton_attention
+from ptqpipe.numerics.kernels.cpu_attention import PagedQueries, PagedSpans, paged_attention, paged_prefill
 
 IMPLEMENTATION = "ptqpipe_paged"
 MASKED = "ptqpipe_paged_masked"  # the same for models whose own code wants a mask

@@ -28,7 +28,7 @@ import torch
 
 from ptqpipe.engine.attention import PagedAttention, Pages, Terms
 from ptqpipe.engine.layers import Listener, activation_table, answer, epsilon_of
-from ptqpipe.kernels import triton_attention, triton_layer
+from ptqpipe.numerics.kernels import triton_attention, triton_layer
 
 BOUND = 2.0**-5
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}

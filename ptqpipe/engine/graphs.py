@@ -16,7 +16,7 @@ import torch
 from ptqpipe.engine.attention import PagedAttention, slots_of, tables_of
 from ptqpipe.engine.batch import Batch
 from ptqpipe.errors import PtqWarning
-from ptqpipe.kernels.triton_attention import DeviceSpans
+from ptqpipe.numerics.kernels.triton_attention import DeviceSpans
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 

@@ -17,8 +17,8 @@ import torch
 
 from ptqpipe.engine.attention import PagedAttention, Terms
 from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.kernels.cpu_attention import PagedQueries, PagedSpans
-from ptqpipe.kernels.cpu_layer import Layer, LayerParts, fits, run
+from ptqpipe.numerics.kernels.cpu_attention import PagedQueries, PagedSpans
+from ptqpipe.numerics.kernels.cpu_layer import Layer, LayerParts, fits, run
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -14,7 +14,7 @@ import torch
 
 from ptqpipe.engine.attention import PagedAttention
 from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.kernels.cpu_layer import Layer, run
+from ptqpipe.numerics.kernels.cpu_layer import Layer, run
 
 _MODEL, _DECODER = {"model", "lm_head"}, {"embed_tokens", "layers", "norm", "rotary_emb"}
 

@@ -15,7 +15,7 @@ from ptqpipe.folding.rotate_residual import STREAM
 from ptqpipe.folding.rotate_values import turns
 from ptqpipe.folding.structure import Edge, Matrix, Norm, Structure, grouped, rotated_tensors
 from ptqpipe.folding.tensors import RUN, Folding, Op, Rotate, apply, is_exact, move_factors
-from ptqpipe.schemes import ROTATION_BLOCKS
+from ptqpipe.numerics.schemes import ROTATION_BLOCKS
 
 BLOCKS = (*ROTATION_BLOCKS, 256)  # channels that a folded rotation may take together; 256 is `tensors.RUN`
 ROTATIONS = ("rotate_residual", "rotate_values")

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from ptqpipe.numerics.schemes import Scheme
 from ptqpipe.recipe import Rule
-from ptqpipe.schemes import Scheme
 from ptqpipe.slices import Member
 
 

@@ -6,7 +6,7 @@ import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ptqpipe.kernels.cpu_library import processor
+from ptqpipe.numerics.kernels.cpu_library import processor
 
 
 def run_facts(command: str = "") -> dict[str, str]:

@@ -21,8 +21,8 @@ from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import NumericsError
 from ptqpipe.machine import Share
 from ptqpipe.measured import Changes, certificate, changes_of, counting
+from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.plan import Unit
-from ptqpipe.qtensor import QTensor
 from ptqpipe.rewriting.consume import Consumed
 from ptqpipe.rewriting.kv_cache import write_scales
 from ptqpipe.rewriting.moments import InputScales, describe_statistics, means_of, unit_extra_bytes

@@ -21,12 +21,12 @@ from ptqpipe.algorithms.columns import has_block_scales
 from ptqpipe.checkpoint import OF_WEIGHTS, name_of
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.inputs import OUT_ROWS, Moments
+from ptqpipe.numerics.rotation import rotated
+from ptqpipe.numerics.schemes import Activation
 from ptqpipe.plan import Plan, Unit
 from ptqpipe.recipe import Recipe
 from ptqpipe.rewriting.outputs import corrected_biases
-from ptqpipe.rotation import rotated
 from ptqpipe.rounding import Rounding
-from ptqpipe.schemes import Activation
 from ptqpipe.slices import Member
 from ptqpipe.source import Source
 from ptqpipe.statistics import KnownInputs, Statistics

@@ -33,8 +33,8 @@ from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import CheckpointError, NumericsError, UnfitFormat, UsageError
 from ptqpipe.families import UNLIKE_EXPERTS, Fact, fails_either_way, family_of
 from ptqpipe.machine import Job
+from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.plan import Kept, Plan, Unit, make_plan
-from ptqpipe.qtensor import QTensor
 from ptqpipe.readers import check_experts, check_rotation
 from ptqpipe.recipe import Recipe, failing_facts
 from ptqpipe.rewriting.kv_cache import WriteCacheScales, cache_specs, config_with_cache

@@ -14,9 +14,9 @@ import torch
 from ptqpipe.algorithms import Sink, Task, UnitResult, Weight, WeightError, lorc, quantizer
 from ptqpipe.algorithms.recheck import Recheck
 from ptqpipe.errors import NumericsError
+from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.options import ALGORITHMS, LEARNED
 from ptqpipe.plan import Unit
-from ptqpipe.qtensor import QTensor
 from ptqpipe.rewriting.moments import inputs_of, module_of
 from ptqpipe.rounding import Rounding
 from ptqpipe.statistics import KnownInputs, Statistics

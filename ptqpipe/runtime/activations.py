@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.errors import UsageError
-from ptqpipe.rotation import rotated
-from ptqpipe.schemes import Activation
+from ptqpipe.numerics.rotation import rotated
+from ptqpipe.numerics.schemes import Activation
 
 _E2M1_MAX, _E4M3_MAX = 6.0, 448.0
 GROUP = {  # columns that share one scale

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from ptqpipe.kernels import cpu_library, cpu_linear, cpu_norm
+from ptqpipe.numerics.kernels import cpu_library, cpu_linear, cpu_norm
 from ptqpipe.runtime.linear import PackedLinear, Siblings
 
 LEAST_NUMBERS = 1 << 20  # of a weight, where the CPU multiplies bfloat16: a smaller one is in the cache anyway

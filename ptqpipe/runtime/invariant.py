@@ -8,7 +8,7 @@ to let nothing else multiply. Knows modules; must not know batches or caches.
 import torch
 
 from ptqpipe.errors import UsageError
-from ptqpipe.kernels import cpu_library, cpu_linear
+from ptqpipe.numerics.kernels import cpu_library, cpu_linear
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.linear import PackedLinear
 

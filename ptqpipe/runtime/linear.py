@@ -13,8 +13,8 @@ import torch
 from torch.nn.functional import linear
 
 from ptqpipe.errors import CheckpointError
-from ptqpipe.kernels import cpu_linear
-from ptqpipe.qtensor import Factors, QTensor
+from ptqpipe.numerics.kernels import cpu_linear
+from ptqpipe.numerics.qtensor import Factors, QTensor
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.packed import PackedWeight, packed_linear, packed_linears
 

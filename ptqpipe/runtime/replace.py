@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.creating import other_shape
 from ptqpipe.runtime.experts import first_stack, is_experts, is_turned, use_layers

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from ptqpipe.errors import CheckpointError
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.qtensor import QTensor
 
 
 def check_scales(q: QTensor, *, scales: str, global_scale: str) -> QTensor:

@@ -16,14 +16,14 @@ from ptqpipe.checkpoint import RECORD_FILE, Paths, check_place, locked, output_e
 from ptqpipe.errors import CheckpointError, OutputExists
 from ptqpipe.evaluation import perplexity, score
 from ptqpipe.machine import Machine, one_thread_each
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.quantities import disk_size, sqnr_db
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.regular_file import read_json
 from ptqpipe.rewriting import Done
 from ptqpipe.rows import begin_token
 from ptqpipe.runtime.loading import load_model, load_tokenizer
-from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert

@@ -15,7 +15,7 @@ from urllib import error, request
 
 from ptqpipe._version import __version__
 from ptqpipe.errors import first_line
-from ptqpipe.kernels import cpu_library
+from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.quantities import counted, disk_size, memory_size
 from ptqpipe.runtime.memory import available_bytes
 

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.numerics.schemes import SCHEMES, Activation, Scheme
 from ptqpipe.quantities import table
 from ptqpipe.readers import READERS, evidence
-from ptqpipe.schemes import SCHEMES, Activation, Scheme
 
 SHAPE = (4096, 4096)  # of the weight whose bits are told
 LINE = 80  # columns

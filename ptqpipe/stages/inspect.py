@@ -16,9 +16,9 @@ from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import HF_QUANT_CONFIG, Role, StoredWeight, is_kv_scale, quantization_config, scale_codes
 from ptqpipe.errors import CheckpointError
 from ptqpipe.families import check_config, doubts
-from ptqpipe.formats import Codec
+from ptqpipe.numerics.formats import Codec
+from ptqpipe.numerics.qtensor import scale_faults, used_blocks
 from ptqpipe.options import AUTO
-from ptqpipe.qtensor import scale_faults, used_blocks
 from ptqpipe.quantities import disk_size, number, scientific, table
 from ptqpipe.runtime.expected import unlike_model
 from ptqpipe.source import Source

@@ -16,10 +16,10 @@ from ptqpipe.calibration.activations import Activations
 from ptqpipe.calibration.experts import SIDES, product_name, second_input
 from ptqpipe.calibration.paired_experts import ExpertInputs, StackInputs
 from ptqpipe.calibration.runner import BATCH_TOKENS
-from ptqpipe.kernels.decoding import decoded
+from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.rotation import rotated
 from ptqpipe.plan import Unit
-from ptqpipe.qtensor import QTensor
-from ptqpipe.rotation import rotated
 from ptqpipe.runtime.experts import first_stack
 from ptqpipe.tuning.block import BlockWork
 from ptqpipe.tuning.feedback import Given, Turn, chosen, outputs_of

@@ -16,9 +16,9 @@ from ptqpipe.algorithms.metric import Metric
 from ptqpipe.calibration.gradients import Gradients, rows_of
 from ptqpipe.calibration.paired import Known, Paired
 from ptqpipe.inputs import Moments
-from ptqpipe.kernels.decoding import decoded
+from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.plan import Unit
-from ptqpipe.qtensor import QTensor
 from ptqpipe.slices import Member
 from ptqpipe.tuning.block import BlockWork, by_data
 

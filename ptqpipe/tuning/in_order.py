@@ -19,9 +19,9 @@ from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.paired import Known, paired_inputs, paired_moments
 from ptqpipe.errors import NumericsError
 from ptqpipe.inputs import OUT_ROWS
-from ptqpipe.kernels.decoding import decoded
+from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.plan import Unit
-from ptqpipe.qtensor import QTensor
 from ptqpipe.tuning.block import BlockWork
 from ptqpipe.tuning.experts import follow_stack
 from ptqpipe.tuning.feedback import Given, Turn, chosen, outputs_of

@@ -15,9 +15,9 @@ from ptqpipe.calibration.end_to_end import Float
 from ptqpipe.calibration.skeleton import MTP, Skeleton
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import UsageError
-from ptqpipe.global_scale import canonical
+from ptqpipe.numerics.global_scale import canonical
+from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.plan import FLOAT_DTYPES, Unit
-from ptqpipe.qtensor import QTensor
 from ptqpipe.rewriting import BIAS_REASON
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.tuning.options import GLOBAL
@@ -155,7 +155,7 @@ def unit_name(unit: Unit) -> str:
 
 
 def with_gain(q: QTensor, gain: torch.Tensor) -> QTensor:
-    """``q`` with its global scale multiplied by exp(``gain``), and canonical (`ptqpipe.global_scale`)."""
+    """``q`` with its global scale multiplied by exp(``gain``), and canonical (`ptqpipe.numerics.global_scale`)."""
     assert q.global_scale is not None
     return QTensor(q.fmt, q.shape, q.data, q.scales, canonical(q.global_scale * gain.exp(), q.fmt))
 

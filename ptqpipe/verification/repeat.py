@@ -18,12 +18,12 @@ from ptqpipe.containers import Role
 from ptqpipe.errors import CheckpointError
 from ptqpipe.json_values import json_differences
 from ptqpipe.measured import prove_joint
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.search.proof import Optimality
 from ptqpipe.plan import Unit
-from ptqpipe.qtensor import QTensor
 from ptqpipe.record import Claim, Record, object_of, text_of
 from ptqpipe.rewriting import Outputs, QuantizedRows, correct_unit, outputs_of, quantize_unit
 from ptqpipe.rounding import trained_of
-from ptqpipe.search.proof import Optimality
 from ptqpipe.slices import Member
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.statistics import Statistics

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from ptqpipe.errors import UsageError
-from ptqpipe.formats import FORMATS, Format
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.formats import FORMATS, Format
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.schemes import Activation
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.packed import PackedWeight
-from ptqpipe.schemes import Activation
 from ptqpipe.vllm_plugin import ops
 from ptqpipe.vllm_plugin.layer_op import PackedLayer, float_scales
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ptqpipe.formats import CODECS
+from ptqpipe.numerics.formats import CODECS
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
 from ptqpipe.vllm_plugin import ops
 
 if TYPE_CHECKING:
-    from ptqpipe.formats import Format
-    from ptqpipe.qtensor import QTensor
+    from ptqpipe.numerics.formats import Format
+    from ptqpipe.numerics.qtensor import QTensor
 
 
 @dataclass(frozen=True, slots=True)

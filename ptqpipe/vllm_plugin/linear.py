@@ -22,10 +22,10 @@ from vllm.model_executor.layers.quantization.utils import w8a8_utils
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic
 from vllm.platforms import PlatformEnum, current_platform
 
-from ptqpipe.formats import FORMATS
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.formats import FORMATS
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.schemes import Activation
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.schemes import Activation
 from ptqpipe.vllm_plugin import layer_op
 
 WEIGHT_ONLY = "ptqpipe_weight_only"  # attribute of a scheme of compressed-tensors

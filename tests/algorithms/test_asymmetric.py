@@ -6,7 +6,7 @@ import torch
 from ptqpipe.algorithms import gptq, metric, unit
 from ptqpipe.algorithms.asymmetric import targets
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import FORMATS
+from ptqpipe.numerics.formats import FORMATS
 from tests.algorithms.inputs import correlated
 
 TOKENS, N, K = 600, 24, 64

@@ -5,8 +5,8 @@ import torch
 
 from ptqpipe.algorithms.block_objective import moments_for, search
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import FORMATS, Format, get_format
-from ptqpipe.qtensor import encode
+from ptqpipe.numerics.formats import FORMATS, Format, get_format
+from ptqpipe.numerics.qtensor import encode
 from tests.algorithms.inputs import correlated, second_moment
 
 
@@ -42,7 +42,7 @@ def test_the_scale_is_the_argmin_over_every_code(name: str, tokens: int) -> None
 
 
 def test_without_correlation_it_is_the_weighted_search() -> None:
-    from ptqpipe.search import get_search
+    from ptqpipe.numerics.search import get_search
 
     w = (torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * 0.05).bfloat16()
     h = torch.linspace(0.1, 4.0, 64)

@@ -7,10 +7,10 @@ import torch
 
 from ptqpipe.algorithms import Task, UnitResult, rtn
 from ptqpipe.algorithms.unit import LoadedWeight
-from ptqpipe.formats import FORMATS
-from ptqpipe.global_scale import absmax_global, sample_rows
-from ptqpipe.qtensor import QTensor, encode, squared_error
-from ptqpipe.search import exact
+from ptqpipe.numerics.formats import FORMATS
+from ptqpipe.numerics.global_scale import absmax_global, sample_rows
+from ptqpipe.numerics.qtensor import QTensor, encode, squared_error
+from ptqpipe.numerics.search import exact
 
 NVFP4 = FORMATS["nvfp4"]
 

@@ -9,10 +9,10 @@ import torch
 from ptqpipe.algorithms import LoadedWeight, Task, gptq, joined, two_sided
 from ptqpipe.algorithms.metric import expected_error, output_error
 from ptqpipe.algorithms.unit import quantize_rows
-from ptqpipe.formats import get_format
 from ptqpipe.inputs import OUT_ROWS, Moments
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.options import CodeOptions
-from ptqpipe.qtensor import QTensor
 
 
 def moment_of(size: int, *, seed: int) -> torch.Tensor:

@@ -6,9 +6,9 @@ import torch
 from ptqpipe.algorithms.unit import quantize_rows
 from ptqpipe.calibration.assembly import assemble
 from ptqpipe.calibration.rounding import Choice, Settings, learn
-from ptqpipe.formats import get_format
-from ptqpipe.global_scale import absmax_global
-from ptqpipe.qtensor import QTensor, code_values
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.global_scale import absmax_global
+from ptqpipe.numerics.qtensor import QTensor, code_values
 from ptqpipe.slices import Member, Slice
 
 

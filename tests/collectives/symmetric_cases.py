@@ -19,7 +19,7 @@ from ptqpipe.collectives.layout import cut
 from ptqpipe.collectives.stats import Stats
 from ptqpipe.collectives.symmetric import SymmetricExchange, SymmetricMemory, buffer_bytes
 from ptqpipe.errors import UsageError
-from ptqpipe.kernels import triton_symmetric
+from ptqpipe.numerics.kernels import triton_symmetric
 from tests.collectives.ranks import on_ranks
 from tests.collectives.test_allreduce import partial, simulated
 

@@ -7,7 +7,7 @@ import torch
 
 from ptqpipe.collectives import reference
 from ptqpipe.collectives.codecs import CODECS, DTYPES, WireCodec, get_wire_codec
-from ptqpipe.kernels import cpu_collective, cpu_library as lib
+from ptqpipe.numerics.kernels import cpu_collective, cpu_library as lib
 
 WIRES = [
     *(get_wire_codec(name, block) for name in ("int8", "int6", "int4", "fp8") for block in (32, 64, 128, 256)),

@@ -37,7 +37,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ptqpipe.kernels import triton_messages as t
+from ptqpipe.numerics.kernels import triton_messages as t
 
 def ptx(kernel, types, constants):
     source = ASTSource(fn=kernel, signature=types | {name: "constexpr" for name in constants}, constexprs=constants)

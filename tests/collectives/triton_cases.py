@@ -5,8 +5,8 @@ import torch
 
 from ptqpipe.collectives import reference
 from ptqpipe.collectives.codecs import DTYPES, get_wire_codec
-from ptqpipe.kernels import triton_collective
-from ptqpipe.kernels.triton import interpreting
+from ptqpipe.numerics.kernels import triton_collective
+from ptqpipe.numerics.kernels.triton import interpreting
 from tests.collectives.test_kernels import adversarial, same
 
 DEVICE = "cpu" if interpreting() else "cuda"

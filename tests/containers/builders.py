@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ptqpipe.containers import ConfigRequest, Container, Names, StoredWeight, Target, decode, encode_part, get_container
-from ptqpipe.formats import Format
-from ptqpipe.global_scale import absmax_global
-from ptqpipe.qtensor import QTensor, encode, magnitude_codes, to_blocks
-from ptqpipe.schemes import Scheme, get_scheme
+from ptqpipe.numerics.formats import Format
+from ptqpipe.numerics.global_scale import absmax_global
+from ptqpipe.numerics.qtensor import QTensor, encode, magnitude_codes, to_blocks
+from ptqpipe.numerics.schemes import Scheme, get_scheme
 
 DTYPES = {
     torch.uint8: "U8",

@@ -23,9 +23,9 @@ from ptqpipe.containers import (
     part_offset,
 )
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import CODECS, FORMATS
-from ptqpipe.qtensor import QTensor
-from ptqpipe.schemes import get_scheme
+from ptqpipe.numerics.formats import CODECS, FORMATS
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.schemes import get_scheme
 from tests.containers.builders import INPUT_SCALE, Checkpoint, absmax, stored_parts
 from tests.containers.test_spelling import SPELLINGS
 

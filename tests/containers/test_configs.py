@@ -13,7 +13,7 @@ from compressed_tensors.utils.match import match_named_modules, match_targets
 from ptqpipe.containers import ConfigRequest, Target, get_container
 from ptqpipe.containers._patterns import name_patterns
 from ptqpipe.errors import FormatError
-from ptqpipe.schemes import get_scheme
+from ptqpipe.numerics.schemes import get_scheme
 
 LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 
 import ptqpipe
 from ptqpipe.errors import CheckpointError
-from ptqpipe.formats import get_format
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.search.brute_force import search as brute_force
 from ptqpipe.runtime import load, load_model
-from ptqpipe.search.brute_force import search as brute_force
 from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.verify.run import verify
 from tests import tiny

@@ -22,7 +22,7 @@ from ptqpipe.containers import (
     kv_scale,
     merged_config,
 )
-from ptqpipe.schemes import get_scheme
+from ptqpipe.numerics.schemes import get_scheme
 from tests.containers.builders import Checkpoint, read_checkpoint
 
 pytestmark = pytest.mark.shared

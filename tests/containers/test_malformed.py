@@ -9,7 +9,7 @@ import torch
 
 from ptqpipe.containers import ConfigRequest, Target, detect_container, get_container, merged_config
 from ptqpipe.errors import CheckpointError
-from ptqpipe.schemes import get_scheme
+from ptqpipe.numerics.schemes import get_scheme
 from tests.containers.builders import Checkpoint, absmax, stored_parts
 
 M = "model.layers.0.mlp.up_proj"

@@ -26,7 +26,7 @@ MODULE = '''
 from ptqpipe.containers._config import check_parts, matrix_shape, quantization_config, refuse, without_quantization
 from ptqpipe.containers._lists import Lists
 from ptqpipe.containers._types import Part, Role, StoredWeight
-from ptqpipe.schemes import Abilities, KvCache, get_scheme
+from ptqpipe.numerics.schemes import Abilities, KvCache, get_scheme
 
 QUANT_METHOD = "drawer"
 ABILITIES = Abilities(kv_cache=KvCache(r"\\1.cache_\\2_scale", (), written=True, per_head=False))

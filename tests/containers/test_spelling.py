@@ -6,8 +6,8 @@ import pytest
 
 from ptqpipe.containers import ConfigRequest, Role, container_names, get_container
 from ptqpipe.errors import FormatError, UsageError
-from ptqpipe.formats import CODECS, FORMATS
-from ptqpipe.schemes import SCHEMES, Activation, Scheme, get_scheme
+from ptqpipe.numerics.formats import CODECS, FORMATS
+from ptqpipe.numerics.schemes import SCHEMES, Activation, Scheme, get_scheme
 
 W = "model.layers.0.mlp.up_proj.weight"
 M = "model.layers.0.mlp.up_proj"

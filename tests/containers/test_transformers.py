@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from ptqpipe.containers import ConfigRequest, Target, decode, encode_part, get_container
 from ptqpipe.containers._config import _NO_PER_EXPERT_NAMES, _ONLY_COMPRESSED_TENSORS
+from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.readers import READERS, evidence
 from ptqpipe.runtime.hf import register, unregister
-from ptqpipe.schemes import get_scheme
 from tests.containers.builders import Checkpoint, absmax, quantize
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))

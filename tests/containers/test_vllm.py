@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ptqpipe.containers import ConfigRequest, Target, get_container
-from ptqpipe.schemes import get_scheme
+from ptqpipe.numerics.schemes import get_scheme
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed here; it pins its own transformers")
 

@@ -21,8 +21,8 @@ from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.device_layers import BOUND, use_device_layers
 from ptqpipe.engine.graphs import StepGraphs
 from ptqpipe.engine.runner import CacheOptions, ModelRunner
-from ptqpipe.kernels import cpu_linear, triton_attention, triton_layer, triton_linear
-from ptqpipe.kernels.triton import interpreting
+from ptqpipe.numerics.kernels import cpu_linear, triton_attention, triton_layer, triton_linear
+from ptqpipe.numerics.kernels.triton import interpreting
 from ptqpipe.runtime import load, packed
 from tests.engine.models import has_kernels, steps
 from tests.runtime.models import SIZES, quantized

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.graphs import StepGraphs
 from ptqpipe.engine.runner import CacheOptions, ModelRunner
-from ptqpipe.kernels.triton import interpreting
+from ptqpipe.numerics.kernels.triton import interpreting
 
 BLOCK, MAX_LEN = 4, 24
 DEVICE = "cpu" if interpreting() else "cuda"

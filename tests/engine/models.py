@@ -11,7 +11,7 @@ from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.engine import Engine, EngineOptions, Piece, Request
 from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.engine.sequence import SamplingParams
-from ptqpipe.kernels import cpu_library, cpu_linear
+from ptqpipe.numerics.kernels import cpu_library, cpu_linear
 from ptqpipe.runtime import load_model
 
 DEMO = Path(__file__).resolve().parents[2] / "ptqpipe" / "demo_model"

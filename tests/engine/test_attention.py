@@ -9,7 +9,7 @@ import torch
 from ptqpipe.engine import attention
 from ptqpipe.engine.attention import PagedAttention, Pages, Terms, causal_mask, explicit_attention
 from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.kernels import cpu_library
+from ptqpipe.numerics.kernels import cpu_library
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 32, 16
 

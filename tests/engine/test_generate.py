@@ -11,7 +11,7 @@ import pytest
 from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.engine.sequence import Finish
 from ptqpipe.errors import UsageError
-from ptqpipe.kernels import cpu_library
+from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.runtime import load_model
 from tests.engine import models
 from tests.engine.models import ask, encoded, engine, generate, greedy, run_all, runner, tokens_of

@@ -13,7 +13,7 @@ from ptqpipe.engine import runner as runners
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.layers import use_layers
 from ptqpipe.engine.runner import CacheOptions, ModelRunner
-from ptqpipe.kernels import cpu_library
+from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.runtime import load
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.linear import PackedLinear

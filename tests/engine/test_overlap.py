@@ -29,7 +29,7 @@ from ptqpipe.engine.overlap import Overlap, _Half, halves, least_tokens
 from ptqpipe.engine.ranks import Leader, follow
 from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.errors import PtqError
-from ptqpipe.kernels.cpu_attention import PagedSpans, paged_prefill
+from ptqpipe.numerics.kernels.cpu_attention import PagedSpans, paged_prefill
 from ptqpipe.runtime import load_model
 from ptqpipe.runtime.loading import load_rank
 from ptqpipe.runtime.parallel import TensorParallel

@@ -30,7 +30,7 @@ import ptqpipe
 from ptqpipe.containers import container_names, quantization_config
 from ptqpipe.errors import FormatError, PtqError, UsageError
 from ptqpipe.machine import Machine
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.rewriting import Done
 from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.verify.run import verify

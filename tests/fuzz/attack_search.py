@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.formats import CODECS, Format, get_format
+from ptqpipe.numerics.formats import CODECS, Format, get_format
 from tests.search import hostile
 
 # (format, share of the blocks): by what a block costs to score at every scale

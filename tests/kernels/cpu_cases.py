@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import torch
 
-from ptqpipe.formats import Codec, Format
-from ptqpipe.qtensor import scale_values
-from ptqpipe.search.objective import SHORT, exact_weights, importance_blocks, lane_sum, magnitude_blocks
+from ptqpipe.numerics.formats import Codec, Format
+from ptqpipe.numerics.qtensor import scale_values
+from ptqpipe.numerics.search.objective import SHORT, exact_weights, importance_blocks, lane_sum, magnitude_blocks
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 _AT_ONCE = 1 << 17  # numbers that are scored side by side, of as many blocks and scales as they are

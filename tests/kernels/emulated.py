@@ -21,7 +21,7 @@ _MOST_ARGUMENTS = 8
 
 def pytest_configure(config: pytest.Config) -> None:
     """Puts the emulated library in the place of this machine's. Before any module of tests asks for it."""
-    from ptqpipe.kernels import cpu_library  # not before conftest.py has prepared the process
+    from ptqpipe.numerics.kernels import cpu_library  # not before conftest.py has prepared the process
 
     library = EmulatedLibrary(shlex.split(os.environ["PTQPIPE_EMULATED"]))
     assert not cpu_library.library.cache_info().currsize, "the library of this machine is in use already"
@@ -41,7 +41,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     """Which kernels these tests are of."""
-    from ptqpipe.kernels import cpu_library
+    from ptqpipe.numerics.kernels import cpu_library
 
     return f"kernels: {', '.join(cpu_library.known_isas())} of {os.environ['PTQPIPE_EMULATED']}"
 

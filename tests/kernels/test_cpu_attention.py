@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.kernels import cpu_library
-from ptqpipe.kernels.cpu_attention import PagedQueries, paged_attention
+from ptqpipe.numerics.kernels import cpu_library
+from ptqpipe.numerics.kernels.cpu_attention import PagedQueries, paged_attention
 
 ISAS = cpu_library.known_isas()
 pytestmark = pytest.mark.skipif(not ISAS, reason="the extension was not built")

@@ -6,11 +6,11 @@ As test_cpu_exact.py and test_cpu_rules.py, of few blocks, so that all of it tak
 import pytest
 import torch
 
-from ptqpipe.formats import get_format
-from ptqpipe.kernels import cpu, reference
-from ptqpipe.qtensor import encode
-from ptqpipe.search import absmax, brute_force
-from ptqpipe.search.objective import formula, importance_blocks, magnitude_blocks
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.kernels import cpu, reference
+from ptqpipe.numerics.qtensor import encode
+from ptqpipe.numerics.search import absmax, brute_force
+from ptqpipe.numerics.search.objective import formula, importance_blocks, magnitude_blocks
 from tests.search import cases, edges
 
 if not cpu.available():

@@ -9,10 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import get_format
-from ptqpipe.kernels import cpu
-from ptqpipe.qtensor import encode
-from ptqpipe.search.brute_force import search as brute_force
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.kernels import cpu
+from ptqpipe.numerics.qtensor import encode
+from ptqpipe.numerics.search.brute_force import search as brute_force
 from tests.kernels.cpu_cases import (
     BFLOAT16,
     FLOAT16,

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ptqpipe.errors import NumericsError
-from ptqpipe.formats import get_format
-from ptqpipe.kernels import cpu
-from ptqpipe.qtensor import encode
-from ptqpipe.search import brute_force, get_search
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.kernels import cpu
+from ptqpipe.numerics.qtensor import encode
+from ptqpipe.numerics.search import brute_force, get_search
 from tests.kernels.cpu_cases import BFLOAT16, FLOAT16, FLOAT32, families, generator, weights_of_columns
 
 if not cpu.available():

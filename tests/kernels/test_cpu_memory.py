@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptqpipe.kernels import cpu_memory
+from ptqpipe.numerics.kernels import cpu_memory
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 4096, 5_000_001, (64 << 20) - 1, 64 << 20, (64 << 20) + 1])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ptqpipe.kernels import cpu, cpu_norm
+from ptqpipe.numerics.kernels import cpu, cpu_norm
 
 pytestmark = pytest.mark.skipif(not cpu_norm.available(), reason="the CPU kernels are not built")
 

@@ -12,9 +12,9 @@ from ptqpipe.algorithms.gptq import codes_at, codes_at_entry
 from ptqpipe.algorithms.metric import Metric, descending, make_metric, output_error
 from ptqpipe.algorithms.refine import block_metrics, refine
 from ptqpipe.algorithms.unit import quantize_rows
-from ptqpipe.formats import Format, get_format
-from ptqpipe.kernels import cpu, cpu_columns
-from ptqpipe.qtensor import code_values
+from ptqpipe.numerics.formats import Format, get_format
+from ptqpipe.numerics.kernels import cpu, cpu_columns
+from ptqpipe.numerics.qtensor import code_values
 from tests.kernels.cpu_cases import families, generator
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no compiled kernels here")

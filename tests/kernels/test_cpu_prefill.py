@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.kernels import cpu_library
-from ptqpipe.kernels.cpu_attention import PagedSpans, paged_prefill
+from ptqpipe.numerics.kernels import cpu_library
+from ptqpipe.numerics.kernels.cpu_attention import PagedSpans, paged_prefill
 
 BLOCK = 16
 Pages = tuple[torch.Tensor, torch.Tensor]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from ptqpipe.errors import FormatError
-from ptqpipe.formats import Format, get_format
-from ptqpipe.kernels import cpu, reference
-from ptqpipe.qtensor import QTensor, encode
-from ptqpipe.search import get_search
-from ptqpipe.search.objective import formula, importance_blocks, magnitude_blocks
+from ptqpipe.numerics.formats import Format, get_format
+from ptqpipe.numerics.kernels import cpu, reference
+from ptqpipe.numerics.qtensor import QTensor, encode
+from ptqpipe.numerics.search import get_search
+from ptqpipe.numerics.search.objective import formula, importance_blocks, magnitude_blocks
 from tests.kernels.cpu_cases import BFLOAT16, FLOAT16, FLOAT32, default_global, families, generator, weights_of_columns
 
 if not cpu.available():

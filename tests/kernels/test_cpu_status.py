@@ -11,9 +11,9 @@ import torch
 from click.testing import CliRunner
 
 from ptqpipe.cli import main
-from ptqpipe.formats import get_format
-from ptqpipe.kernels import cpu, cpu_library
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.kernels import cpu, cpu_library
+from ptqpipe.numerics.qtensor import QTensor
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no compiled kernels here")

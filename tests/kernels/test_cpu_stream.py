@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import CODECS, get_format, packed_columns
-from ptqpipe.kernels import cpu, cpu_search, reference
-from ptqpipe.kernels.decoding import same_numbers
-from ptqpipe.qtensor import QTensor, encode
+from ptqpipe.numerics.formats import CODECS, get_format, packed_columns
+from ptqpipe.numerics.kernels import cpu, cpu_search, reference
+from ptqpipe.numerics.kernels.decoding import same_numbers
+from ptqpipe.numerics.qtensor import QTensor, encode
 from tests.kernels.cpu_cases import BFLOAT16, FLOAT16, FLOAT32, generator
 
 built = pytest.mark.skipif(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ptqpipe.kernels import triton_attention
-from ptqpipe.kernels.cpu_attention import PagedSpans
+from ptqpipe.numerics.kernels import triton_attention
+from ptqpipe.numerics.kernels.cpu_attention import PagedSpans
 from tests.kernels.test_triton_linear import CASES, run
 
 OPTIONS = ["-q", "-pno:cacheprovider", "-pno:xdist", "-ptests.kernels.quick_interpreter", "-Wignore"]

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ptqpipe.formats import get_format
-from ptqpipe.kernels import triton
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.kernels import triton
 
 CASES = Path(__file__).with_name("triton_cases.py")
 ROOT = CASES.parents[2]
@@ -57,8 +57,8 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ptqpipe.formats import get_format
-from ptqpipe.kernels import triton_block, triton_rows
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.kernels import triton_block, triton_rows
 
 def ptx(kernel, types, constants, capability):
     source = ASTSource(
@@ -171,18 +171,18 @@ def test_kernels_start_on_the_gpu_where_their_tensor_lies(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_triton_is_imported_on_first_use_only() -> None:
-    assert python("import sys; from ptqpipe.kernels import triton; print('triton' in sys.modules)") == "False"
+    assert python("import sys; from ptqpipe.numerics.kernels import triton; print('triton' in sys.modules)") == "False"
 
 
 @pytest.mark.usefixtures("forks")
 def test_without_triton_there_is_one_line_that_names_it() -> None:
     code = """
 import importlib.util
-from ptqpipe.kernels import triton
+from ptqpipe.numerics.kernels import triton
 triton.find_spec = lambda name: None if name == "triton" else importlib.util.find_spec(name)
 import torch
 print(triton.available(), triton.block_quantize(torch.ones(1, 32), triton_format))
-""".replace("triton_format", "__import__('ptqpipe.formats').formats.get_format('mxfp4')")
+""".replace("triton_format", "__import__('ptqpipe.numerics.formats').formats.get_format('mxfp4')")
     code += "\ntry:\n    triton.require()\nexcept Exception as error:\n    print(type(error).__name__, error)\n"
     first, line = python(code).splitlines()
     assert first == "False None"
@@ -196,8 +196,8 @@ def test_without_a_device_nothing_is_offered() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     code = """
 import torch
-from ptqpipe.formats import get_format
-from ptqpipe.kernels import triton
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.kernels import triton
 print(triton.available(), triton.block_quantize(torch.ones(1, 32), get_format("mxfp4")))
 try:
     triton.require()

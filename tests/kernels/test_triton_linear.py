@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ptqpipe.api.matrices import quantize
-from ptqpipe.kernels import cuda_fp8, triton_linear
+from ptqpipe.numerics.kernels import cuda_fp8, triton_linear
+from ptqpipe.numerics.schemes import Activation
 from ptqpipe.runtime.activations import InputQuantizer, fp8_codes
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
-from ptqpipe.schemes import Activation
 
 CASES = Path(__file__).with_name("triton_linear_cases.py")
 ROOT = CASES.parents[2]
@@ -62,8 +62,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ptqpipe.formats import get_format
-from ptqpipe.kernels import triton_linear, triton_products
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.kernels import triton_linear, triton_products
 
 SIZES = ("n", "width", "stride", "blocks", "chunk")
 

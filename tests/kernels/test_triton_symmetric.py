@@ -33,7 +33,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ptqpipe.kernels import triton_symmetric as t
+from ptqpipe.numerics.kernels import triton_symmetric as t
 
 SIZES = ("rank", "stripe", "begin", "blocks", "n", "room_bytes")
 ALIGNED = ("x", "out", "table", "n", "room_bytes")

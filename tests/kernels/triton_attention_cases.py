@@ -12,8 +12,8 @@ import torch
 
 from ptqpipe.engine.attention import PagedAttention, Pages, Terms, store as store_by_torch
 from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.kernels import triton as kernels, triton_attention
-from ptqpipe.kernels.cpu_attention import PagedSpans
+from ptqpipe.numerics.kernels import triton as kernels, triton_attention
+from ptqpipe.numerics.kernels.cpu_attention import PagedSpans
 
 DEVICE = torch.device("cpu" if kernels.interpreting() else "cuda")
 BLOCK = 16

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import Format, get_format, packed_columns
-from ptqpipe.kernels import triton as kernels
-from ptqpipe.kernels.reference import sum_blocks
-from ptqpipe.qtensor import QTensor, encode, squared_error
-from ptqpipe.search import absmax, brute_force
-from ptqpipe.search.objective import formula, importance_blocks, magnitude_blocks, scores
+from ptqpipe.numerics.formats import Format, get_format, packed_columns
+from ptqpipe.numerics.kernels import triton as kernels
+from ptqpipe.numerics.kernels.reference import sum_blocks
+from ptqpipe.numerics.qtensor import QTensor, encode, squared_error
+from ptqpipe.numerics.search import absmax, brute_force
+from ptqpipe.numerics.search.objective import formula, importance_blocks, magnitude_blocks, scores
 from tests.search import edges, hostile
 
 INTERPRETED = kernels.interpreting()

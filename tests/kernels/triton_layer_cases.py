@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from ptqpipe.kernels import triton as kernels, triton_layer
+from ptqpipe.numerics.kernels import triton as kernels, triton_layer
 
 DEVICE = torch.device("cpu" if kernels.interpreting() else "cuda")
 BLOCK = 4

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ptqpipe.api.matrices import quantize
-from ptqpipe.formats import get_codec
-from ptqpipe.kernels import triton as kernels, triton_linear
+from ptqpipe.numerics.formats import get_codec
+from ptqpipe.numerics.kernels import triton as kernels, triton_linear
 from ptqpipe.runtime.packed import PackedWeight
 
 DEVICE = "cpu" if kernels.interpreting() else "cuda"

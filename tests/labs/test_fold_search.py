@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from labs.fold_gain import fold_search as fold
+from ptqpipe.numerics.schemes import Activation, get_scheme
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.schemes import Activation, get_scheme
 
 
 def heavy(tokens: int, channels: int, seed: int = 0) -> torch.Tensor:

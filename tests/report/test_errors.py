@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptqpipe.formats import get_format
-from ptqpipe.global_scale import absmax_global, sample_rows
-from ptqpipe.qtensor import encode
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.global_scale import absmax_global, sample_rows
+from ptqpipe.numerics.qtensor import encode
+from ptqpipe.numerics.search import get_search
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.report.content import Report
 from ptqpipe.report.html import render_html
 from ptqpipe.report.markdown import render_markdown
-from ptqpipe.search import get_search
 from ptqpipe.source import Source
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert

@@ -16,11 +16,11 @@ from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from transformers import AutoModelForCausalLM
 
 from ptqpipe.errors import UsageError
-from ptqpipe.formats import CODECS
-from ptqpipe.qtensor import round_to
+from ptqpipe.numerics.formats import CODECS
+from ptqpipe.numerics.qtensor import round_to
+from ptqpipe.numerics.schemes import Activation
 from ptqpipe.runtime import load_model
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.schemes import Activation
 from tests.containers.builders import INPUT_SCALE, Checkpoint
 from tests.runtime.models import float_twin, logits, quantized
 

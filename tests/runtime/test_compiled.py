@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ptqpipe.errors import FormatError
-from ptqpipe.kernels import cpu_library
+from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.runtime import compiled, load
 from ptqpipe.runtime.linear import PackedLinear, Siblings
 from tests.engine.models import has_panels

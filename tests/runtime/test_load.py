@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 import ptqpipe
 from ptqpipe.containers import ConfigRequest, Target, encode_part, get_container
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.runtime import load_model
 from ptqpipe.runtime.hf import register, unregister
-from ptqpipe.schemes import get_scheme
 from tests import families
 from tests.containers.builders import Checkpoint, absmax, read_checkpoint
 from tests.runtime.models import SIZES, TOKENS, float_twin, logits, quantized

@@ -7,8 +7,8 @@ import torch
 
 from ptqpipe.api.matrices import quantize
 from ptqpipe.errors import FormatError
-from ptqpipe.formats import WHOLE
-from ptqpipe.kernels import cpu, cpu_linear
+from ptqpipe.numerics.formats import WHOLE
+from ptqpipe.numerics.kernels import cpu, cpu_linear
 from ptqpipe.runtime import packed as packed_module
 from ptqpipe.runtime.packed import PackedWeight, packed_linear, packed_linears
 

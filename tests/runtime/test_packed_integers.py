@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ptqpipe.api.matrices import quantize
-from ptqpipe.kernels import cpu
+from ptqpipe.numerics.kernels import cpu
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
 from tests.runtime.test_packed import U, V, bound, weight
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.qtensor import QTensor
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 DEMO = SCRIPTS.parent / "ptqpipe" / "demo_model"
@@ -98,8 +98,8 @@ def test_the_limit_is_counted_from_what_exact_scales_lose_on_normal_numbers(
 
 
 def test_a_factor_of_the_input_is_taken_out_after_quantizing(measure: ModuleType) -> None:
+    from ptqpipe.numerics.schemes import Activation
     from ptqpipe.runtime.activations import InputQuantizer
-    from ptqpipe.schemes import Activation
 
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     plain = InputQuantizer(Activation.MXFP4)

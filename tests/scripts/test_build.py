@@ -29,7 +29,7 @@ def tree(tmp_path: Path) -> Path:
     (tmp_path / "pyproject.toml").write_text(
         '[project]\nname = "small"\nversion = "1"\n[tool.setuptools]\npackages = []\n'
     )
-    csrc = tmp_path / "ptqpipe/kernels/csrc"
+    csrc = tmp_path / "ptqpipe/numerics/kernels/csrc"
     csrc.mkdir(parents=True)
     for name, text in FILES.items():
         (csrc / name).write_text(text)
@@ -41,7 +41,7 @@ def compiled(tree: Path) -> set[str]:
     """The sources that a build compiles."""
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=120, check=True)
-    assert (tree / "ptqpipe/kernels/_cpu.so").is_file(), done.stdout + done.stderr
+    assert (tree / "ptqpipe/numerics/kernels/_cpu.so").is_file(), done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("kernels ")]
     return {line.split()[2] for line in lines}
 
@@ -59,7 +59,7 @@ def compiled(tree: Path) -> set[str]:
     ],
 )
 def test_only_what_includes_a_changed_file_is_compiled_again(tree: Path, changed: str, again: set[str]) -> None:
-    path = tree / "ptqpipe/kernels/csrc" / changed
+    path = tree / "ptqpipe/numerics/kernels/csrc" / changed
     before = path.read_text()
     path.write_text(before + "// changed\n")
     assert compiled(tree) == again
@@ -77,7 +77,7 @@ def test_no_file_is_missed_that_the_compiler_reads(monkeypatch: pytest.MonkeyPat
     exec(compile((ROOT / "setup.py").read_text(), "setup.py", "exec"), names)
     included = names["included"]
     assert callable(included)
-    for source in sorted((ROOT / "ptqpipe/kernels/csrc").glob("*.cpp")):
+    for source in sorted((ROOT / "ptqpipe/numerics/kernels/csrc").glob("*.cpp")):
         command = ["g++", "-MM", "-std=c++17", str(source)]
         rule = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         read = set(rule.replace("\\\n", " ").split()[1:])

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from ptqpipe.kernels import cpu
+from ptqpipe.numerics.kernels import cpu
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/mutate_search.py"
 
@@ -48,11 +48,11 @@ def test_every_mutant_changes_one_place_of_the_sources(script: ModuleType) -> No
 
 
 def test_a_mutant_that_applies_nowhere_or_twice_is_an_error(script: ModuleType) -> None:
-    broken = script.Mutant("gone", "ptqpipe/search/objective.py", "no such line", "", "nothing", ())
-    with pytest.raises(script.TableError, match=r"'no such line' lies 0 times in ptqpipe/search/objective.py"):
+    broken = script.Mutant("gone", "ptqpipe/numerics/search/objective.py", "no such line", "", "nothing", ())
+    with pytest.raises(script.TableError, match=r"'no such line' lies 0 times in ptqpipe/numerics/search/objective.py"):
         broken.line()
     with pytest.raises(script.TableError, match=r"lies [0-9]+ times"):
-        script.Mutant("many", "ptqpipe/search/objective.py", "torch.Tensor", "", "nothing", ()).line()
+        script.Mutant("many", "ptqpipe/numerics/search/objective.py", "torch.Tensor", "", "nothing", ()).line()
 
 
 @pytest.mark.slow

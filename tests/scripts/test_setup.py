@@ -27,7 +27,7 @@ def tree(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "scripts/setup.sh", tmp_path / "scripts")
     for name in ("pyproject.toml", "setup.py", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    csrc = tmp_path / "ptqpipe/kernels/csrc"
+    csrc = tmp_path / "ptqpipe/numerics/kernels/csrc"
     csrc.mkdir(parents=True)
     (csrc / "kernel.cpp").write_text("int zero() { return 0; }\n")
     (tmp_path / "ptqpipe/cli.py").write_text("")
@@ -100,7 +100,7 @@ def test_dev_serves_hf_but_not_the_other_way_round(tree: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", ["pyproject.toml", "constraints.txt", "setup.py", "ptqpipe/kernels/csrc/kernel.cpp"]
+    "changed", ["pyproject.toml", "constraints.txt", "setup.py", "ptqpipe/numerics/kernels/csrc/kernel.cpp"]
 )
 def test_what_decides_the_install_causes_one(tree: Path, changed: str) -> None:
     setup(tree, "hf")

@@ -14,10 +14,10 @@ import pytest
 import setuptools
 from setuptools import Distribution
 
-from ptqpipe.kernels import cpu_library
+from ptqpipe.numerics.kernels import cpu_library
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY = "ptqpipe/kernels/_cpu.so"
+LIBRARY = "ptqpipe/numerics/kernels/_cpu.so"
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import torch
 
-from ptqpipe.formats import Format
+from ptqpipe.numerics.formats import Format
 
 
 def generator(seed: int) -> torch.Generator:

@@ -5,7 +5,7 @@ Small on purpose: brute force takes a fraction of a second, so that every implem
 
 import torch
 
-from ptqpipe.formats import Format, get_format
+from ptqpipe.numerics.formats import Format, get_format
 from tests.search import cases
 
 ULP = 2.0**-22  # of float32 in [2, 4)

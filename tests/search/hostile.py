@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.formats import Format
-from ptqpipe.kernels import cpu, triton
-from ptqpipe.qtensor import from_blocks
-from ptqpipe.search import exact
-from ptqpipe.search.brute_force import all_scales
-from ptqpipe.search.objective import importance_blocks, magnitude_blocks, scores
+from ptqpipe.numerics.formats import Format
+from ptqpipe.numerics.kernels import cpu, triton
+from ptqpipe.numerics.qtensor import from_blocks
+from ptqpipe.numerics.search import exact
+from ptqpipe.numerics.search.brute_force import all_scales
+from ptqpipe.numerics.search.objective import importance_blocks, magnitude_blocks, scores
 from tests.kernels.cpu_cases import score_every_code
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from ptqpipe.errors import FormatError, NumericsError, UsageError
-from ptqpipe.formats import CODECS, Format, get_format, unpack
-from ptqpipe.qtensor import code_values, encode, scale_values, squared_error
-from ptqpipe.search import (
+from ptqpipe.numerics.formats import CODECS, Format, get_format, unpack
+from ptqpipe.numerics.qtensor import code_values, encode, scale_values, squared_error
+from ptqpipe.numerics.search import (
     absmax,
     absmax_pz,
     exact,
@@ -24,7 +24,7 @@ from ptqpipe.search import (
     search_names,
     window,
 )
-from ptqpipe.search.objective import magnitude_blocks, scores
+from ptqpipe.numerics.search.objective import magnitude_blocks, scores
 from tests.search import cases
 
 PLAIN = get_format("e2m1/4/e4m3")

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import CODECS, Format, get_format
-from ptqpipe.qtensor import scale_values
-from ptqpipe.search import brute_force
-from ptqpipe.search.brute_force import all_scales
-from ptqpipe.search.objective import importance_blocks, magnitude_blocks, scores
+from ptqpipe.numerics.formats import CODECS, Format, get_format
+from ptqpipe.numerics.qtensor import scale_values
+from ptqpipe.numerics.search import brute_force
+from ptqpipe.numerics.search.brute_force import all_scales
+from ptqpipe.numerics.search.objective import importance_blocks, magnitude_blocks, scores
 from tests.search import cases
 
 

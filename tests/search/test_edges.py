@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ptqpipe.formats import get_format
-from ptqpipe.search import brute_force, exact
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.search import brute_force, exact
 from tests.search import cases, edges
 
 

@@ -8,10 +8,10 @@ import torch
 
 import ptqpipe
 from ptqpipe.algorithms import LoadedWeight, Task, joined, rtn
-from ptqpipe.formats import get_format
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.search.enlarged import MOST, SHARE, enlarge, factor_for
 from ptqpipe.options import SEARCHES, CodeOptions
-from ptqpipe.qtensor import QTensor
-from ptqpipe.search.enlarged import MOST, SHARE, enlarge, factor_for
 from tests import tiny
 
 

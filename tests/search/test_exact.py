@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import CODECS, Format, get_codec, get_format
-from ptqpipe.qtensor import encode, round_to, squared_error
-from ptqpipe.search import _grid, brute_force, exact, window
+from ptqpipe.numerics.formats import CODECS, Format, get_codec, get_format
+from ptqpipe.numerics.qtensor import encode, round_to, squared_error
+from ptqpipe.numerics.search import _grid, brute_force, exact, window
 from tests.search import cases
 
 DEPLOYED = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8")

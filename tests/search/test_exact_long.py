@@ -7,13 +7,13 @@ import torch
 
 from ptqpipe import quantize
 from ptqpipe.errors import NumericsError
-from ptqpipe.formats import CODECS, Format, get_format
-from ptqpipe.kernels.importance import column_weights
-from ptqpipe.qtensor import encode, squared_error
-from ptqpipe.search import _long, _long_floor, _long_strip, absmax, brute_force, exact
-from ptqpipe.search._grid import element_grid, ladder
-from ptqpipe.search._long_strip import strips
-from ptqpipe.search.objective import magnitude_blocks, scores
+from ptqpipe.numerics.formats import CODECS, Format, get_format
+from ptqpipe.numerics.kernels.importance import column_weights
+from ptqpipe.numerics.qtensor import encode, squared_error
+from ptqpipe.numerics.search import _long, _long_floor, _long_strip, absmax, brute_force, exact
+from ptqpipe.numerics.search._grid import element_grid, ladder
+from ptqpipe.numerics.search._long_strip import strips
+from ptqpipe.numerics.search.objective import magnitude_blocks, scores
 from tests.search import cases
 
 CHANNEL, TENSOR = get_format("fp8_channel"), get_format("fp8_tensor")

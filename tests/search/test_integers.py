@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 import ptqpipe
 from ptqpipe.errors import NumericsError
-from ptqpipe.formats import FORMATS, Format
-from ptqpipe.kernels import cpu
-from ptqpipe.qtensor import QTensor, encode, squared_error
-from ptqpipe.search import exact
-from ptqpipe.search.least import best_scales, nearest_codes
-from ptqpipe.search.objective import importance_blocks, magnitude_blocks, scores
+from ptqpipe.numerics.formats import FORMATS, Format
+from ptqpipe.numerics.kernels import cpu
+from ptqpipe.numerics.qtensor import QTensor, encode, squared_error
+from ptqpipe.numerics.search import exact
+from ptqpipe.numerics.search.least import best_scales, nearest_codes
+from ptqpipe.numerics.search.objective import importance_blocks, magnitude_blocks, scores
 from tests import tiny
 
 NAMES = ("int4_g32", "int4_g128", "int8_channel", "int8_signed_channel")

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ptqpipe.formats import Format, get_format
-from ptqpipe.search import brute_force
-from ptqpipe.search.brute_force import all_scales
-from ptqpipe.search.least import best_scales
-from ptqpipe.search.objective import importance_blocks, magnitude_blocks, scores
+from ptqpipe.numerics.formats import Format, get_format
+from ptqpipe.numerics.search import brute_force
+from ptqpipe.numerics.search.brute_force import all_scales
+from ptqpipe.numerics.search.least import best_scales
+from ptqpipe.numerics.search.objective import importance_blocks, magnitude_blocks, scores
 
 
 def matrices(rows: int, columns: int) -> Iterator[torch.Tensor]:

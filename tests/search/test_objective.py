@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import CODECS, get_format
-from ptqpipe.kernels.importance import normalize_importance
-from ptqpipe.qtensor import QTensor, encode, magnitude_codes, squared_error
-from ptqpipe.search.objective import (
+from ptqpipe.numerics.formats import CODECS, get_format
+from ptqpipe.numerics.kernels.importance import normalize_importance
+from ptqpipe.numerics.qtensor import QTensor, encode, magnitude_codes, squared_error
+from ptqpipe.numerics.search.objective import (
     LANES,
     exact_weights,
     importance_blocks,

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
-from ptqpipe.formats import CODECS, Format, get_format
-from ptqpipe.kernels import cpu
-from ptqpipe.search.brute_force import search as brute_force
+from ptqpipe.numerics.formats import CODECS, Format, get_format
+from ptqpipe.numerics.kernels import cpu
+from ptqpipe.numerics.search.brute_force import search as brute_force
 from tests.search import hostile
 
 BLOCKS = {  # format: examples of 12 kinds x 12 blocks

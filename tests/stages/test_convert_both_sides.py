@@ -13,7 +13,7 @@ from ptqpipe.calibration.store import outputs_of
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.evaluation.text import SAMPLE
 from ptqpipe.machine import Machine
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting import module_of
 from ptqpipe.stages import demo

@@ -21,7 +21,7 @@ import ptqpipe
 from ptqpipe.algorithms import gptq
 from ptqpipe.errors import PtqError, RecipeError, UsageError
 from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting import QuantizeUnit
 from ptqpipe.rewriting.conversion import Conversion

@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from ptqpipe.cli import main
-from ptqpipe.kernels import cpu_library
+from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.stages import doctor
 
 

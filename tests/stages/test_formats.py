@@ -9,9 +9,9 @@ from click.testing import CliRunner
 from ptqpipe.cli import main
 from ptqpipe.containers import container_names, get_container
 from ptqpipe.folding import ROTATIONS
+from ptqpipe.numerics.schemes import SCHEMES
+from ptqpipe.numerics.search import search_names
 from ptqpipe.readers import READERS
-from ptqpipe.schemes import SCHEMES
-from ptqpipe.search import search_names
 from ptqpipe.stages import formats
 from ptqpipe.transforms import SCALINGS
 

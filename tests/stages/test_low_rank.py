@@ -19,7 +19,7 @@ from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, FormatError, RecipeError, UsageError
 from ptqpipe.machine import Machine
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.stages import demo
 from ptqpipe.stages.convert.prepare import prepare

@@ -16,7 +16,7 @@ from ptqpipe.algorithms.knapsack import solve
 from ptqpipe.algorithms.metric import output_error
 from ptqpipe.cli import main
 from ptqpipe.errors import OutputError, UsageError
-from ptqpipe.qtensor import squared_error
+from ptqpipe.numerics.qtensor import squared_error
 from ptqpipe.recipe import exact_patterns, load_recipe, matches
 from ptqpipe.source import Source
 from ptqpipe.stages.convert.prepare import prepare

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 import ptqpipe
 from ptqpipe.cli import main
+from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.recipe import Recipe, Rule
-from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
 

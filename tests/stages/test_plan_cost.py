@@ -14,9 +14,9 @@ from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
 from ptqpipe.inputs import InputStatistics, WeightGradients
 from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
-from ptqpipe.rotation import rotated
+from ptqpipe.numerics.rotation import rotated
+from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.plan import cost
 from ptqpipe.stages.plan.metric import ByTokens, ByWindows

@@ -11,11 +11,11 @@ import ptqpipe
 from ptqpipe.algorithms import quantizer, recheck, rtn
 from ptqpipe.algorithms.unit import LoadedWeight, Promise, Task
 from ptqpipe.errors import NumericsError
-from ptqpipe.formats import get_format, pack
 from ptqpipe.inputs import Moments
+from ptqpipe.numerics.formats import get_format, pack
+from ptqpipe.numerics.qtensor import QTensor, encode
+from ptqpipe.numerics.schemes import SCHEMES
 from ptqpipe.options import ALGORITHMS, CodeOptions
-from ptqpipe.qtensor import QTensor, encode
-from ptqpipe.schemes import SCHEMES
 from tests import tiny
 
 LIED = "model.layers.1.self_attn.o_proj.weight"

@@ -18,7 +18,7 @@ import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError, PtqError, UsageError
 from ptqpipe.machine import Machine
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.rewriting import Done
 from ptqpipe.stages.dequantize import _rounded, dequantize
 from ptqpipe.stages.relayout.run import relayout

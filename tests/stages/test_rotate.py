@@ -18,7 +18,7 @@ import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import FormatError, PtqError, RecipeError, UsageError
 from ptqpipe.inputs import Moments
-from ptqpipe.rotation import rotated
+from ptqpipe.numerics.rotation import rotated
 from ptqpipe.runtime import load
 from tests import families, tiny
 from tests.algorithms.inputs import inputs_of_llama, second_moment, write_statistics

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.qtensor import QTensor
 from tests import tiny
 
 

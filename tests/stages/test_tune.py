@@ -26,9 +26,9 @@ from ptqpipe.checkpoint import tensor_file
 from ptqpipe.cli import main
 from ptqpipe.errors import NumericsError, OutputError, UsageError
 from ptqpipe.evaluation.text import SAMPLE
-from ptqpipe.formats import get_format
-from ptqpipe.kernels import cpu_library
 from ptqpipe.machine import LARGE_MATRIX, Machine
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting import conversion
 from ptqpipe.rounding import Rounding

@@ -19,8 +19,8 @@ from ptqpipe.checkpoint import CheckpointReader, Finished
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.text import SAMPLE
-from ptqpipe.formats import get_format
 from ptqpipe.machine import Machine
+from ptqpipe.numerics.formats import get_format
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import TRAINED_FILE, Rounding
 from ptqpipe.stages import demo

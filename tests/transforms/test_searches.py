@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from ptqpipe.formats import get_format
 from ptqpipe.inputs import InputStatistics
-from ptqpipe.qtensor import encode
-from ptqpipe.search import get_search
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.qtensor import encode
+from ptqpipe.numerics.search import get_search
 from ptqpipe.transforms import aqas, awq, smooth_swiglu, smoothquant
 from ptqpipe.transforms._search import draw, moment_of
 from ptqpipe.transforms.problem import Consumer, Problem, SolveOptions

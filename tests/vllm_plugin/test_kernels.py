@@ -27,10 +27,10 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms import current_platform
 
 import ptqpipe.vllm_plugin as plugin
-from ptqpipe.formats import FORMATS
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.formats import FORMATS
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.schemes import Activation
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.schemes import Activation
 
 if not current_platform.is_cpu():
     pytest.skip("these kernels are for vLLM's CPU build", allow_module_level=True)

@@ -17,6 +17,8 @@ from ptqpipe.containers import get_container
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError
 from ptqpipe.families import doubts, facts_of, is_known
 from ptqpipe.machine import without_collections
+from ptqpipe.numerics.schemes import get_scheme
+from ptqpipe.numerics.search import get_search
 from ptqpipe.options import ALGORITHMS, AUTO, CodeOptions
 from ptqpipe.plan import Plan, check_ignored, make_plan
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe, matches
@@ -34,8 +36,6 @@ from ptqpipe.rewriting import (
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import ROUNDING_FILE, TRAINED_REASON, Rounding
 from ptqpipe.runtime.expected import unlike_model
-from ptqpipe.schemes import get_scheme
-from ptqpipe.search import get_search
 from ptqpipe.source import Source
 from ptqpipe.statistics import Statistics
 

@@ -7,7 +7,7 @@ chooses scales alone. docs/calibration.md shows the table (`markdown`).
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ptqpipe.schemes import Activation, Scheme
+from ptqpipe.numerics.schemes import Activation, Scheme
 
 
 class Way(NamedTuple):

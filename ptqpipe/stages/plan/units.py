@@ -16,10 +16,10 @@ from ptqpipe.algorithms import Sink, Task, UnitResult, Weight, rtn
 from ptqpipe.containers import Container, Part
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import FormatError, RecipeError, UsageError
+from ptqpipe.numerics.schemes import Scheme, get_scheme
 from ptqpipe.plan import Unit, make_plan
 from ptqpipe.recipe import Recipe, Rule, exact_patterns, parse_recipe
 from ptqpipe.rewriting import Outputs, container_of, outputs_of
-from ptqpipe.schemes import Scheme, get_scheme
 from ptqpipe.slices import Member
 from ptqpipe.source import Source
 from ptqpipe.tensor_names import expert_of, experts_of

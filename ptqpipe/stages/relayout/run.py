@@ -18,8 +18,8 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, TensorSpec, check_disjoint
 from ptqpipe.containers import ConfigRequest, Container, Role, get_container
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
-from ptqpipe.formats import get_format
 from ptqpipe.machine import Share
+from ptqpipe.numerics.formats import get_format
 from ptqpipe.plan import is_matrix
 from ptqpipe.record import TAKEN_OVER, UNKNOWN, read_record, self_faults
 from ptqpipe.rewriting import (

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.containers import part_bytes
-from ptqpipe.kernels import cpu
 from ptqpipe.machine import counting_bar
+from ptqpipe.numerics.kernels import cpu
 from ptqpipe.quantities import disk_size
 from ptqpipe.source import Source
 

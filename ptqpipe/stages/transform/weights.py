@@ -14,12 +14,12 @@ from ptqpipe.algorithms import quantize_rows
 from ptqpipe.checkpoint import CheckpointReader
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.folding import RUN, Edge, Folding, Matrix, Op, apply
-from ptqpipe.formats import Format
-from ptqpipe.global_scale import absmax_global
 from ptqpipe.inputs import InputStatistics
-from ptqpipe.kernels.decoding import decoded
+from ptqpipe.numerics.formats import Format
+from ptqpipe.numerics.global_scale import absmax_global
+from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.schemes import Activation
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.schemes import Activation
 from ptqpipe.statistics import Statistics
 from ptqpipe.transforms import Consumer, Problem, Quantize
 

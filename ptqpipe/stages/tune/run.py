@@ -37,9 +37,9 @@ from ptqpipe.calibration.runner import BATCH_TOKENS, Block, MtpBlock, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_place
 from ptqpipe.errors import UsageError
-from ptqpipe.kernels.decoding import decoded
 from ptqpipe.machine import BASE_BYTES, Machine, compute_threads, counting_bar, peak_bytes, threads
-from ptqpipe.qtensor import QTensor
+from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import ROUNDING_FILE

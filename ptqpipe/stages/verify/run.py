@@ -18,6 +18,7 @@ from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import StoredWeight, is_kv_scale
 from ptqpipe.errors import UsageError
 from ptqpipe.machine import counting_bar, default_workers, one_thread_each
+from ptqpipe.numerics.search.proof import Optimality
 from ptqpipe.origins import Origins
 from ptqpipe.plan import Unit
 from ptqpipe.record import Record, claims_ownership, read_record
@@ -25,7 +26,6 @@ from ptqpipe.rewriting import BIAS_REASON as CORRECTED, Outputs, as_quantized, d
 from ptqpipe.rewriting.output_error import tuned_judgement
 from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.runtime.expected import unlike_model
-from ptqpipe.search.proof import Optimality
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.verify.text import VerifyReport, header
 from ptqpipe.statistics import Statistics

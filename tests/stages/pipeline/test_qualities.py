@@ -16,10 +16,10 @@ from ptqpipe.cli import main
 from ptqpipe.containers import get_container
 from ptqpipe.errors import WrongOutput
 from ptqpipe.folded import encoded
+from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.options import RecipeOptions
 from ptqpipe.readers import READERS
 from ptqpipe.runtime import load_model
-from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.pipeline.prepare import prepare
 from ptqpipe.stages.pipeline.table import FP8, TABLE, Way, kind_of, markdown
 from ptqpipe.stages.transform.factors import find_factors

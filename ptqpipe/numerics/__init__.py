@@ -1,0 +1,1 @@
+"""Numbers: formats, schemes, quantized tensors, searches for scales, kernels."""
