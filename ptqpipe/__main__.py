@@ -40,7 +40,7 @@ def _import_nothing_from_the_working_folder() -> None:
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.environ.get("PYTHONPATH") else []
     dropped = {os.path.abspath(entry) for entry in entries if not os.path.isabs(entry)} - set(entries)
     sys.path[:] = [entry for entry in sys.path if entry not in dropped]
-    from ptqpipe.processes import safe_environment
+    from ptqpipe.run.processes import safe_environment
 
     inherited = dict(os.environ)
     os.environ.clear()

@@ -16,9 +16,9 @@ import yaml
 
 from ptqpipe.checkpoint import hub_name, name_of, write_file
 from ptqpipe.errors import one_line
-from ptqpipe.quantities import disk_size
 from ptqpipe.record import text_data
 from ptqpipe.regular_file import read_regular
+from ptqpipe.run.quantities import disk_size
 from ptqpipe.source import Source
 
 CARD = "README.md"

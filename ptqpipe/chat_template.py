@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.errors import UsageError, one_line
-from ptqpipe.processes import safe_environment
+from ptqpipe.run.processes import safe_environment
 
 RENDER_S = 10.0  # for one text; a template takes milliseconds
 _RENDERER = Path(__file__).with_name("chat_renderer.py")

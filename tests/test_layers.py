@@ -276,7 +276,7 @@ def test_commands_import_all_that_their_rows_say() -> None:
     ("path", "source", "crosses"),
     [
         ("stages/plan/run.py", "from ptqpipe.stages.plan import cost", False),
-        ("stages/plan/run.py", "from ptqpipe.quantities import sqnr_db", False),
+        ("stages/plan/run.py", "from ptqpipe.run.quantities import sqnr_db", False),
         ("stages/plan/run.py", "from ptqpipe.stages.verify.run import verify", True),
         ("stages/common.py", "from ptqpipe.stages import convert", True),
         ("stages/demo.py", "from ptqpipe.stages.verify import run", False),

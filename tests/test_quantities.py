@@ -3,7 +3,7 @@
 import pytest
 
 from ptqpipe.cli.parameters import Size
-from ptqpipe.quantities import disk_size, memory_size, number, option_size, option_size_above, scientific
+from ptqpipe.run.quantities import disk_size, memory_size, number, option_size, option_size_above, scientific
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from labs.allreduce_simulator.partials import read_partials
 from labs.allreduce_simulator.request import BreakEven, codecs_of, error_rows, request_of, sources_of, time_rows
 from labs.allreduce_simulator.text import as_dict, error_text, time_text
 from ptqpipe.errors import UsageError
-from ptqpipe.quantities import bytes_of
+from ptqpipe.run.quantities import bytes_of
 
 
 def size(text: str) -> int:

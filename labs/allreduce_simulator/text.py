@@ -8,7 +8,7 @@ from labs.allreduce_simulator.compare import TimeRow
 from labs.allreduce_simulator.error import ErrorRow
 from labs.allreduce_simulator.request import BreakEven
 from labs.allreduce_simulator.topologies import Topology
-from ptqpipe.quantities import memory_size, number, table
+from ptqpipe.run.quantities import memory_size, number, table
 
 _OF_BOTH = " / of its median block"
 _COLUMNS = (1 << 20, 16 << 20, 64 << 20)  # bytes of the messages whose speed-up the table shows

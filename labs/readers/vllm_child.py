@@ -60,7 +60,7 @@ class Answer:
 
 def run(python: str, request: Request, *, environment: dict[str, str], limit_s: int) -> Answer:
     """Runs a request with another interpreter, and clears away what vLLM leaves."""
-    from ptqpipe.processes import ProcessTree
+    from ptqpipe.run.processes import ProcessTree
 
     one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if request.tensor_parallel == 1 else {}
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w+", errors="replace") as log:

@@ -20,7 +20,7 @@ from ptqpipe.api.data import Data, data_names
 from ptqpipe.api.result import Result
 from ptqpipe.errors import PtqWarning, UsageError
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT
-from ptqpipe.quantities import disk_size, number
+from ptqpipe.run.quantities import disk_size, number
 from ptqpipe.stages import diff as diff_stage, inspect as inspect_stage
 from ptqpipe.stages.evaluate import run as evaluate_stage, text as evaluate_text
 from ptqpipe.stages.report.compare import compare

@@ -34,8 +34,8 @@ from ptqpipe.api.result import Result
 from ptqpipe.checkpoint import Finished
 from ptqpipe.errors import PtqWarning
 from ptqpipe.options import PipelineOptions, RecipeOptions, recipe_path
-from ptqpipe.quantities import disk_size, number
 from ptqpipe.rewriting import Done
+from ptqpipe.run.quantities import disk_size, number
 from ptqpipe.stages import generate as generate_stage
 from ptqpipe.stages.calibrate import run as calibrate_stage, text as calibrate_text
 from ptqpipe.stages.convert import run as convert_stage

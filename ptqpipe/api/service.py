@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from ptqpipe.api.calls import Keywords, command, folder_of
 from ptqpipe.errors import PtqError, UsageError
-from ptqpipe.processes import own_command, safe_environment
+from ptqpipe.run.processes import own_command, safe_environment
 
 # The options of ``ptqpipe serve`` that concern this package's own engine, by their names with underscores.
 OPTIONS: Keywords = {

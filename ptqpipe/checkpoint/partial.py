@@ -37,8 +37,8 @@ from ptqpipe.checkpoint.journal import (
 )
 from ptqpipe.checkpoint.lock import RankLock, lock_folder, refuse_held
 from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, WrongOutput, write_failure
-from ptqpipe.quantities import disk_size
 from ptqpipe.regular_file import read_json
+from ptqpipe.run.quantities import disk_size
 
 #: Folders that hold .safetensors and are no models, by the file that each has.
 KINDS: Final = MappingProxyType({"stats.json": "statistics", "rounding.json": "learned codes"})

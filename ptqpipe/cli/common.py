@@ -29,8 +29,8 @@ from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, failure, first
 from ptqpipe.options import PipelineOptions, RecipeOptions, pipeline_fields, recipe_fields
 
 if TYPE_CHECKING:
-    from ptqpipe.machine import Machine, Ranks
     from ptqpipe.rewriting import Run
+    from ptqpipe.run.machine import Machine, Ranks
 
 T = TypeVar("T")
 
@@ -244,14 +244,14 @@ def machine_of(workers: int | None, device: str, max_memory: int, *, progress: b
     """
     import torch
 
-    from ptqpipe.machine import Machine, compute_threads, default_workers
+    from ptqpipe.run.machine import Machine, compute_threads, default_workers
 
     if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
         raise UsageError(f"--device {device!r} is unknown; use cpu, cuda or cuda:N")
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
             raise UsageError(f"--device {device} needs a GPU that torch can use; none is visible, use --device cpu")
-        from ptqpipe.machine import require_device_kernels
+        from ptqpipe.run.machine import require_device_kernels
 
         require_device_kernels()
         device = device if ":" in device else f"cuda:{_environment('LOCAL_RANK', 0, least=0)}"
@@ -280,7 +280,7 @@ def devices_of(device: str) -> list[str]:
 
 def ranks_of() -> "Ranks":
     """This process among those of a torchrun, joined by gloo; rank 0 of 1 without one."""
-    from ptqpipe.machine import Ranks
+    from ptqpipe.run.machine import Ranks
 
     world = _environment("WORLD_SIZE", 1, least=1)
     if world == 1:
@@ -288,7 +288,7 @@ def ranks_of() -> "Ranks":
     rank = _environment("RANK", None, least=0)
     if rank >= world:
         raise UsageError(f"RANK is {rank} of WORLD_SIZE {world}, expected less; start with torchrun, or unset both")
-    from ptqpipe.processes import join_group, join_remedy
+    from ptqpipe.run.processes import join_group, join_remedy
 
     try:
         join_group(rank, world)

@@ -30,8 +30,8 @@ from ptqpipe.errors import UsageError
 from ptqpipe.options import PipelineOptions
 
 if TYPE_CHECKING:
-    from ptqpipe.machine import Machine
     from ptqpipe.rewriting.conversion import Conversion
+    from ptqpipe.run.machine import Machine
 
 
 @command(
@@ -72,7 +72,7 @@ def convert(given: Given) -> None:
         _pipeline(given, work)
         return
     from ptqpipe.checkpoint import check_output
-    from ptqpipe.machine import without_collections
+    from ptqpipe.run.machine import without_collections
     from ptqpipe.stages.convert import run as stage, text as tables
     from ptqpipe.stages.convert.prepare import best_with, prepare
     from ptqpipe.stages.pipeline.call import for_reader

@@ -13,7 +13,7 @@ import click
 
 from ptqpipe.errors import PtqError, one_line
 from ptqpipe.options import described, pipeline_fields, recipe_fields, recipe_path, spelled, type_of
-from ptqpipe.quantities import bytes_of
+from ptqpipe.run.quantities import bytes_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -206,7 +206,7 @@ def serve(given: Given) -> None:
     if _handed_to_vllm(given):
         return
     from ptqpipe.checkpoint import resolve_source
-    from ptqpipe.processes import own_command
+    from ptqpipe.run.processes import own_command
     from ptqpipe.stages.serve import run as stage
 
     serving = given.into(

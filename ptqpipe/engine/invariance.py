@@ -9,7 +9,7 @@ import torch
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.runner import ModelRunner
 from ptqpipe.errors import UsageError
-from ptqpipe.quantities import number
+from ptqpipe.run.quantities import number
 
 _TOKENS = 96
 _CUTS = (1, 2, 9, 26, 59)  # where the steps end: one token, few, and more than the kernels' tiles

@@ -24,7 +24,7 @@ from ptqpipe.engine.probe import ATTENTION, STATES, check_tokens, kinds_of, mtp_
 from ptqpipe.engine.states import States
 from ptqpipe.engine.whole import WholeStep, whole_step
 from ptqpipe.errors import UsageError
-from ptqpipe.quantities import option_size
+from ptqpipe.run.quantities import option_size
 
 if TYPE_CHECKING:
     from ptqpipe.engine.overlap import Overlap

@@ -24,7 +24,7 @@ import torch
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.evaluation.log_probabilities import MOST, decode, encode
 from ptqpipe.evaluation.scores import Window, batches, model_logits, vocabulary_of, windows as windows_of
-from ptqpipe.quantities import memory_size
+from ptqpipe.run.quantities import memory_size
 
 LAYOUT = 2
 DEFAULT_LIMIT = 16 * 2**30  # bytes on disk

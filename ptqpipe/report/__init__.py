@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ptqpipe.errors import UsageError, missing_package
-from ptqpipe.quantities import decibels
 from ptqpipe.report.content import (
     Codes,
     Histogram,
@@ -31,6 +30,7 @@ from ptqpipe.rewriting.output_error import (
     tuned_from,
     tuned_judgement,
 )
+from ptqpipe.run.quantities import decibels
 
 FORMATS = ("html", "md")
 # What tells a report from other files, so that an earlier one may be replaced and nothing else: it says so itself.

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ptqpipe.quantities import decibels
 from ptqpipe.rewriting.output_error import TunedBlock, can_be_proven, mean_known
+from ptqpipe.run.quantities import decibels
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 
 from markupsafe import Markup
 
-from ptqpipe.quantities import decibels
 from ptqpipe.report import charts, numbers
 from ptqpipe.report.content import Report, ReportedWeight, pooled_mse
 from ptqpipe.report.roles import RoleRow, how, mean_choices, row_label, shown
+from ptqpipe.run.quantities import decibels
 
 LEAST_DB = 1.0  # how long the axis of decibels is at least
 WORST_ROWS = 10

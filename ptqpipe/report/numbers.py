@@ -1,6 +1,6 @@
 """Numbers as people read them: shares, decibels, counts. Text only."""
 
-from ptqpipe.quantities import number, three_digits
+from ptqpipe.run.quantities import number, three_digits
 
 
 def count(value: float) -> str:

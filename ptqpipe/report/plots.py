@@ -11,10 +11,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ptqpipe.quantities import disk_size, scientific
 from ptqpipe.report import numbers
 from ptqpipe.report.charts import NARROW, WIDE
 from ptqpipe.report.svg import Axis, canvas, colour, line, marker, node, text
+from ptqpipe.run.quantities import disk_size, scientific
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 26, 44
 _LETTER = 6.5  # about the width of one below an axis

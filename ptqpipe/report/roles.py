@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from markupsafe import Markup, escape
 
 from ptqpipe.errors import one_line
-from ptqpipe.quantities import decibels
 from ptqpipe.report.content import Codes, Report, ReportedWeight, ScaleChoice, pooled_mse
 from ptqpipe.report.svg import ROLES
+from ptqpipe.run.quantities import decibels
 
 _WALK = (
     *("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate", "router"),

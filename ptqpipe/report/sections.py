@@ -7,12 +7,12 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ptqpipe.quantities import decibels
 from ptqpipe.report import charts, numbers
 from ptqpipe.report.content import Histogram, KeptTensor, Report, ReportedWeight, pooled_mse
 from ptqpipe.report.errors import Drawn, both
 from ptqpipe.report.roles import family, how, place, shown
 from ptqpipe.rewriting.output_error import mean_known
+from ptqpipe.run.quantities import decibels
 
 
 def recovery(report: Report) -> float | None:

@@ -19,7 +19,6 @@ from ptqpipe.checkpoint import CheckpointWriter, NotFinite, TensorWriter, margin
 from ptqpipe.containers import WHOLE_ROLES, Part, Role, encode_part, part_offset
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import NumericsError
-from ptqpipe.machine import Share
 from ptqpipe.measured import Changes, certificate, changes_of, counting
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.plan import Unit
@@ -30,6 +29,7 @@ from ptqpipe.rewriting.outputs import MeanErrors, OutputJob, Outputs, QuantizeUn
 from ptqpipe.rewriting.run import CopyTensor, Rewrite, merged, named_source, write_whole
 from ptqpipe.rewriting.units import learned_codes, low_rank_bytes, quantize_unit
 from ptqpipe.rounding import TRAINED_REASON, Rounding
+from ptqpipe.run.machine import Share
 from ptqpipe.slices import Member
 from ptqpipe.source import Scratch, Source, SourceRows
 from ptqpipe.statistics import Statistics

@@ -15,8 +15,8 @@ from ptqpipe.checkpoint import CheckpointWriter, TensorSpec
 from ptqpipe.containers import Container, container_names, get_container, kv_scale, quantization_config
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.families import in_mtp_layers, language_config, mtp_layer, outside_language_model
-from ptqpipe.machine import Job
 from ptqpipe.rewriting.run import write_whole
+from ptqpipe.run.machine import Job
 from ptqpipe.source import Source
 from ptqpipe.statistics import Statistics
 

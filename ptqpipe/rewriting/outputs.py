@@ -32,7 +32,6 @@ from ptqpipe.containers import (
 from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import CheckpointError, NumericsError, UnfitFormat, UsageError
 from ptqpipe.families import UNLIKE_EXPERTS, Fact, fails_either_way, family_of
-from ptqpipe.machine import Job
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.plan import Kept, Plan, Unit, make_plan
 from ptqpipe.readers import check_experts, check_rotation
@@ -40,6 +39,7 @@ from ptqpipe.recipe import Recipe, failing_facts
 from ptqpipe.rewriting.kv_cache import WriteCacheScales, cache_specs, config_with_cache
 from ptqpipe.rewriting.run import CopyTensor, write_whole
 from ptqpipe.rounding import TRAINED_REASON
+from ptqpipe.run.machine import Job
 from ptqpipe.slices import Member
 from ptqpipe.source import Source
 from ptqpipe.tensor_names import experts_of

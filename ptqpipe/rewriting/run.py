@@ -37,7 +37,7 @@ from ptqpipe.checkpoint import (
 )
 from ptqpipe.errors import OutputError
 from ptqpipe.families import check_config
-from ptqpipe.machine import (
+from ptqpipe.run.machine import (
     BASE_BYTES,
     WORKER_BYTES,
     J,
@@ -51,7 +51,7 @@ from ptqpipe.machine import (
     progress_bar,
     run_jobs,
 )
-from ptqpipe.quantities import disk_size, memory_size
+from ptqpipe.run.quantities import disk_size, memory_size
 from ptqpipe.source import Source
 
 

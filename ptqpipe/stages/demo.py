@@ -15,14 +15,14 @@ import torch
 from ptqpipe.checkpoint import RECORD_FILE, Paths, check_place, locked, output_errors
 from ptqpipe.errors import CheckpointError, OutputExists
 from ptqpipe.evaluation import perplexity, score
-from ptqpipe.machine import Machine, one_thread_each
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.quantities import disk_size, sqnr_db
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.regular_file import read_json
 from ptqpipe.rewriting import Done
 from ptqpipe.rows import begin_token
+from ptqpipe.run.machine import Machine, one_thread_each
+from ptqpipe.run.quantities import disk_size, sqnr_db
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.source import Source
 from ptqpipe.stages.convert.prepare import prepare

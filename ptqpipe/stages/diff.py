@@ -20,7 +20,7 @@ from ptqpipe.containers import HF_QUANT_CONFIG, Role, decode_input_global
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.json_values import finite, json_differences
 from ptqpipe.origins import Origins
-from ptqpipe.quantities import number, sqnr_db, table
+from ptqpipe.run.quantities import number, sqnr_db, table
 from ptqpipe.slices import Member, Slice
 from ptqpipe.source import Source, SourceRows, row_runs
 from ptqpipe.tensor_names import name_pattern, role_of

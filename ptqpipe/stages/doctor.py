@@ -16,7 +16,7 @@ from urllib import error, request
 from ptqpipe._version import __version__
 from ptqpipe.errors import first_line
 from ptqpipe.numerics.kernels import cpu_library
-from ptqpipe.quantities import counted, disk_size, memory_size
+from ptqpipe.run.quantities import counted, disk_size, memory_size
 from ptqpipe.runtime.memory import available_bytes
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512vbmi", "amx_tile", "asimd", "asimddp")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.numerics.schemes import SCHEMES, Activation, Scheme
-from ptqpipe.quantities import table
 from ptqpipe.readers import READERS, evidence
+from ptqpipe.run.quantities import table
 
 SHAPE = (4096, 4096)  # of the weight whose bits are told
 LINE = 80  # columns

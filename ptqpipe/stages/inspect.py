@@ -19,7 +19,7 @@ from ptqpipe.families import check_config, doubts
 from ptqpipe.numerics.formats import Codec
 from ptqpipe.numerics.qtensor import scale_faults, used_blocks
 from ptqpipe.options import AUTO
-from ptqpipe.quantities import disk_size, number, scientific, table
+from ptqpipe.run.quantities import disk_size, number, scientific, table
 from ptqpipe.runtime.expected import unlike_model
 from ptqpipe.source import Source
 from ptqpipe.tensor_names import name_pattern, role_of

@@ -26,11 +26,11 @@ from ptqpipe.calibration.whole import LayerForward, Whole
 from ptqpipe.checkpoint import BlockFolder, CheckpointReader, is_sealed, output_errors, write_tensors
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.text import SAMPLE, read_text
-from ptqpipe.machine import BASE_BYTES, Machine, counting_bar
 from ptqpipe.plan import Unit
-from ptqpipe.quantities import option_size, option_size_above
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import Rounding, relative_change, sha256_of
+from ptqpipe.run.machine import BASE_BYTES, Machine, counting_bar
+from ptqpipe.run.quantities import option_size, option_size_above
 from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.tuning import codes as codes_of
 from ptqpipe.tuning.block import BlockWork

@@ -13,8 +13,8 @@ from ptqpipe.measured import CHANGES, Measured, measure_weight, prove_weight, us
 from ptqpipe.numerics.formats import Format, get_format
 from ptqpipe.numerics.qtensor import Illegal, illegal_numbers
 from ptqpipe.numerics.search.proof import Optimality
-from ptqpipe.quantities import number
 from ptqpipe.record import UNKNOWN, Claim, Record
+from ptqpipe.run.quantities import number
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.verification.claims import SUM_TOLERANCE, check_hashes, check_numbers
 from ptqpipe.verification.findings import Findings

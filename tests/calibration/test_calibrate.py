@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ptqpipe import machine as machine_module
 from ptqpipe.calibration import runner
 from ptqpipe.calibration.activations import OnDisk
 from ptqpipe.calibration.data import load_samples
@@ -24,7 +23,8 @@ from ptqpipe.checkpoint.block_folder import Finished
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.cli.common import devices_of
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, UsageError
-from ptqpipe.machine import Machine
+from ptqpipe.run import machine as machine_module
+from ptqpipe.run.machine import Machine
 from ptqpipe.stages.calibrate import run as calibrate_run, run as stage
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.statistics import BLOCK, Statistics

@@ -14,7 +14,7 @@ from ptqpipe.calibration.data import load_samples
 from ptqpipe.calibration.pairs import PAIRS, places_of
 from ptqpipe.calibration.reverse import draw_labels
 from ptqpipe.errors import UsageError
-from ptqpipe.machine import Machine, Ranks
+from ptqpipe.run.machine import Machine, Ranks
 from ptqpipe.stages.calibrate import run as stage
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.statistics import Statistics

@@ -13,7 +13,7 @@ import pytest
 
 from ptqpipe.cli import foreign
 from ptqpipe.errors import PtqWarning
-from ptqpipe.machine import counting_bar
+from ptqpipe.run.machine import counting_bar
 
 
 def child(body: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ptqpipe.cli import next_steps
-from ptqpipe.quantities import table
+from ptqpipe.run.quantities import table
 from tests import tiny
 from tests.cli.calls import run
 

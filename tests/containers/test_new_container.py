@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import ptqpipe
 from ptqpipe import containers
 from ptqpipe.errors import FormatError, PtqError, UsageError
-from ptqpipe.machine import Machine
+from ptqpipe.run.machine import Machine
 from ptqpipe.stages.diff import diff
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.relayout.run import relayout

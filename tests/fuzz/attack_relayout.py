@@ -29,9 +29,9 @@ from safetensors.torch import load_file
 import ptqpipe
 from ptqpipe.containers import container_names, quantization_config
 from ptqpipe.errors import FormatError, PtqError, UsageError
-from ptqpipe.machine import Machine
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.rewriting import Done
+from ptqpipe.run.machine import Machine
 from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.verify.run import verify
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import ptqpipe
-from ptqpipe import processes
+from ptqpipe.run import processes
 from ptqpipe.stages.serve.run import ServeOptions, serving
 from tests.engine.models import DEMO
 from tests.server.test_processes import started

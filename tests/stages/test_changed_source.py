@@ -16,7 +16,7 @@ from ptqpipe.checkpoint.header import parse_file
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.errors import CheckpointError, OutputError
-from ptqpipe.machine import Machine
+from ptqpipe.run.machine import Machine
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.dequantize import dequantize
 from ptqpipe.stages.relayout.run import relayout

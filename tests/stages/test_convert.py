@@ -17,10 +17,10 @@ from safetensors import safe_open
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError, OutputError, UsageError
-from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import SCHEMES
 from ptqpipe.recipe import RecipeOptions
+from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.convert.text import converted_text

@@ -12,10 +12,10 @@ import ptqpipe
 from ptqpipe.calibration.store import outputs_of
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.evaluation.text import SAMPLE
-from ptqpipe.machine import Machine
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting import module_of
+from ptqpipe.run.machine import Machine
 from ptqpipe.stages import demo
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.convert.prepare import prepare

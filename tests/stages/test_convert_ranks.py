@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.cli import main
-from ptqpipe.machine import Machine
 from ptqpipe.recipe import RecipeOptions
+from ptqpipe.run.machine import Machine
 from ptqpipe.stages import demo
 from ptqpipe.stages.tune import run as tune
 from ptqpipe.tuning.options import TuneOptions

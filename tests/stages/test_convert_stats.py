@@ -20,11 +20,11 @@ from safetensors import safe_open
 import ptqpipe
 from ptqpipe.algorithms import gptq
 from ptqpipe.errors import PtqError, RecipeError, UsageError
-from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting import QuantizeUnit
 from ptqpipe.rewriting.conversion import Conversion
+from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.stages.convert import text as convert_text
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert

@@ -9,13 +9,13 @@ from click import Option
 
 from ptqpipe.cli import main
 from ptqpipe.containers import container_names, get_container
-from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.numerics.schemes import SCHEMES
-from ptqpipe.quantities import memory_size
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting import QuantizeUnit
 from ptqpipe.rewriting.conversion import Conversion
+from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
+from ptqpipe.run.quantities import memory_size
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.text import header_text, plan_text
 from tests import tiny

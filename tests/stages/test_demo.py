@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ptqpipe.machine import Machine
+from ptqpipe.run.machine import Machine
 from ptqpipe.stages import demo
 
 ROWS = [

@@ -18,9 +18,9 @@ import ptqpipe
 from ptqpipe.checkpoint import file_sha256
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.machine import Machine
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.recipe import Recipe, RecipeOptions, Rule
+from ptqpipe.run.machine import Machine
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.loading import default_length, positions_of
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate

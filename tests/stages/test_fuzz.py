@@ -25,9 +25,9 @@ from safetensors import deserialize
 import ptqpipe
 from ptqpipe.checkpoint.partial import Paths
 from ptqpipe.errors import PtqError
-from ptqpipe.machine import Machine
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting.conversion import Conversion
+from ptqpipe.run.machine import Machine
 from ptqpipe.runtime.expected import unlike_model
 from ptqpipe.stages.convert import text as tables
 from ptqpipe.stages.convert.prepare import prepare

@@ -10,8 +10,8 @@ import pytest
 
 from ptqpipe.checkpoint.journal import run_id_of
 from ptqpipe.errors import OutputError
-from ptqpipe.machine import Job, MemoryPool, run_jobs
 from ptqpipe.rewriting import records_of
+from ptqpipe.run.machine import Job, MemoryPool, run_jobs
 
 SECONDS = 30  # far above what any thread takes
 SHORT = 0.05  # what a thread that must wait is watched for

@@ -18,9 +18,9 @@ import ptqpipe
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, FormatError, RecipeError, UsageError
-from ptqpipe.machine import Machine
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
+from ptqpipe.run.machine import Machine
 from ptqpipe.stages import demo
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert

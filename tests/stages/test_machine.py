@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ptqpipe import machine
 from ptqpipe.cli.common import machine_of
-from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
+from ptqpipe.run import machine
+from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
 
 NOWHERE = list(range(100_000, 100_040))  # processors of which the kernel knows no siblings
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import AlreadyComplete, CheckpointError, FormatError, NumericsError, OutputError, UsageError
-from ptqpipe.machine import Machine
 from ptqpipe.recipe import RecipeOptions
+from ptqpipe.run.machine import Machine
 from ptqpipe.stages.convert import text as tables
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert

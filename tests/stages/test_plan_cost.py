@@ -13,9 +13,9 @@ import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
 from ptqpipe.inputs import InputStatistics, WeightGradients
-from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.numerics.schemes import get_scheme
+from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.source import Source
 from ptqpipe.stages.plan import cost

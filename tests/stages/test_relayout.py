@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError, PtqError, UsageError
-from ptqpipe.machine import Machine
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.rewriting import Done
+from ptqpipe.run.machine import Machine
 from ptqpipe.stages.dequantize import _rounded, dequantize
 from ptqpipe.stages.relayout.run import relayout
 from tests import tiny

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from ptqpipe import chat_template
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, PtqError, UsageError
-from ptqpipe.processes import join_remedy
+from ptqpipe.run.processes import join_remedy
 from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.server.run import bind
 from ptqpipe.stages.serve import run as stage

@@ -393,7 +393,7 @@ def test_any_number_of_workers_and_runs_that_were_interrupted_write_the_same_byt
     stats = make_statistics(model, tmp_path / "stats", ids)
     options = TransformOptions("aqas,rotate", block=16, format="mxfp4", shard_bytes=60_000)
     want = tiny.bytes_of(run(model, tmp_path / "one", options, stats).out)
-    machine = ptqpipe.machine.Machine(workers=3)
+    machine = ptqpipe.run.machine.Machine(workers=3)
     transform(model, tmp_path / "three", stats=stats, options=options, machine=machine)
     assert tiny.bytes_of(tmp_path / "three") == want
     real, written = CheckpointWriter._write, 0
@@ -406,7 +406,7 @@ def test_any_number_of_workers_and_runs_that_were_interrupted_write_the_same_byt
         real(self, *args, **kwargs)
 
     monkeypatch.setattr(CheckpointWriter, "_write", interrupted)
-    single = ptqpipe.machine.Machine(workers=1)
+    single = ptqpipe.run.machine.Machine(workers=1)
     with pytest.raises(KeyboardInterrupt):
         transform(model, tmp_path / "out", stats=stats, options=options, machine=single)
     assert not (tmp_path / "out").exists()

@@ -26,12 +26,12 @@ from ptqpipe.checkpoint import tensor_file
 from ptqpipe.cli import main
 from ptqpipe.errors import NumericsError, OutputError, UsageError
 from ptqpipe.evaluation.text import SAMPLE
-from ptqpipe.machine import LARGE_MATRIX, Machine
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting import conversion
 from ptqpipe.rounding import Rounding
+from ptqpipe.run.machine import LARGE_MATRIX, Machine
 from ptqpipe.runtime import compiled, load_model
 from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.stages import demo
@@ -69,8 +69,8 @@ def test_small_weights_are_computed_by_one_thread(
     large: int, threads: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two would wait for each other longer than they compute: ten times the seconds on a busy machine."""
-    monkeypatch.setattr("ptqpipe.machine.LARGE_MATRIX", large)
-    monkeypatch.setattr("ptqpipe.machine.processors", lambda: [0, 1])
+    monkeypatch.setattr("ptqpipe.run.machine.LARGE_MATRIX", large)
+    monkeypatch.setattr("ptqpipe.run.machine.processors", lambda: [0, 1])
 
     def begins(line: str) -> None:
         assert torch.get_num_threads() == threads

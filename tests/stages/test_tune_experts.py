@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ptqpipe.calibration.activations import OnDisk
-from ptqpipe.machine import Machine
 from ptqpipe.recipe import RecipeOptions
+from ptqpipe.run.machine import Machine
 from ptqpipe.stages.tune import run as tune
 from ptqpipe.tuning import in_order
 from ptqpipe.tuning.options import TuneOptions

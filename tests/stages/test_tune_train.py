@@ -19,10 +19,10 @@ from ptqpipe.checkpoint import CheckpointReader, Finished
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.text import SAMPLE
-from ptqpipe.machine import Machine
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import TRAINED_FILE, Rounding
+from ptqpipe.run.machine import Machine
 from ptqpipe.stages import demo
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.tune import run as tune

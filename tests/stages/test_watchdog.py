@@ -133,7 +133,7 @@ time.sleep(60)
 """
 CHILD = """
 import sys, time
-from ptqpipe.processes import end_with_parent
+from ptqpipe.run.processes import end_with_parent
 end_with_parent({parent})
 print("here", flush=True)
 time.sleep(60)

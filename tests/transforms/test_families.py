@@ -18,7 +18,7 @@ from ptqpipe.families.table import FAMILIES
 from ptqpipe.folding import Structure, find_structure, move_factors, rotate_residual, rotate_values
 from ptqpipe.folding.structure import Norm
 from ptqpipe.folding.tensors import Op, apply
-from ptqpipe.machine import Machine
+from ptqpipe.run.machine import Machine
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import transform

@@ -18,10 +18,10 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from ptqpipe import processes
 from ptqpipe.cli import main
 from ptqpipe.errors import PtqError, UsageError
-from ptqpipe.processes import SHM, ProcessTree
+from ptqpipe.run import processes
+from ptqpipe.run.processes import SHM, ProcessTree
 from ptqpipe.stages.serve import vllm as stage
 from ptqpipe.stages.serve.vllm import Environment, VllmService, command, environment, find_environment
 
@@ -374,7 +374,7 @@ def test_vllm_is_asked_to_end_when_its_supervisor_is_killed(tmp_path: Path) -> N
         f"pathlib.Path({str(tmp_path / 'here')!r}).touch(); time.sleep(60)"
     )
     code = (
-        "import os, sys, time; from ptqpipe.processes import ProcessTree; "
+        "import os, sys, time; from ptqpipe.run.processes import ProcessTree; "
         f"ProcessTree.start([sys.executable, '-c', {child!r}], dict(os.environ)); time.sleep(60)"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", code])

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptqpipe.checkpoint import Finished
-from ptqpipe.quantities import memory_size, number, table
+from ptqpipe.run.quantities import memory_size, number, table
 from ptqpipe.statistics import Statistics
 from ptqpipe.tensor_names import name_pattern, role_of
 

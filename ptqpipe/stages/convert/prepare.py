@@ -16,7 +16,6 @@ from ptqpipe.checkpoint.adapter import ADAPTER_CONFIG
 from ptqpipe.containers import get_container
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError
 from ptqpipe.families import doubts, facts_of, is_known
-from ptqpipe.machine import without_collections
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.numerics.search import get_search
 from ptqpipe.options import ALGORITHMS, AUTO, CodeOptions
@@ -35,6 +34,7 @@ from ptqpipe.rewriting import (
 )
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import ROUNDING_FILE, TRAINED_REASON, Rounding
+from ptqpipe.run.machine import without_collections
 from ptqpipe.runtime.expected import unlike_model
 from ptqpipe.source import Source
 from ptqpipe.statistics import Statistics

@@ -6,10 +6,10 @@ What ``prepare.py`` has decided from headers runs here; the jobs are those of ``
 from typing import Unpack
 
 from ptqpipe.errors import UsageError
-from ptqpipe.machine import Machine
-from ptqpipe.quantities import option_size, option_size_above
 from ptqpipe.rewriting import Done, QuantizeUnit, Run, rewrite
 from ptqpipe.rewriting.conversion import Conversion
+from ptqpipe.run.machine import Machine
+from ptqpipe.run.quantities import option_size, option_size_above
 
 
 def convert(conversion: Conversion, **run: Unpack[Run]) -> Done | None:

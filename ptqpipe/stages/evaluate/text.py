@@ -10,8 +10,8 @@ from ptqpipe.errors import OutputExists, PtqError
 from ptqpipe.evaluation.card_section import write_quality
 from ptqpipe.evaluation.result import is_result
 from ptqpipe.evaluation.verdict import verdict
-from ptqpipe.quantities import number, table
 from ptqpipe.regular_file import read_json
+from ptqpipe.run.quantities import number, table
 
 _NAME = 16  # characters of the name of a text or task
 

@@ -24,8 +24,8 @@ from ptqpipe.folding import find_structure
 from ptqpipe.inputs import EXPERT_ROWS, OUT_ROWS
 from ptqpipe.options import PipelineOptions
 from ptqpipe.origins import Origins
-from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.rows import files_of
+from ptqpipe.run.quantities import disk_size, memory_size
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
 from ptqpipe.slices import Member
 from ptqpipe.source import Source

@@ -47,10 +47,10 @@ from ptqpipe.checkpoint import (
 )
 from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, PtqError, UsageError, WrongOutput
 from ptqpipe.evaluation.result import is_result
-from ptqpipe.machine import Machine, bars_of
 from ptqpipe.options import PipelineOptions, RecipeOptions
-from ptqpipe.quantities import disk_size
 from ptqpipe.report import is_report
+from ptqpipe.run.machine import Machine, bars_of
+from ptqpipe.run.quantities import disk_size
 from ptqpipe.stages.pipeline import text
 from ptqpipe.stages.pipeline.ledger import Ledger
 from ptqpipe.stages.pipeline.prepare import prepare

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptqpipe.evaluation.verdict import verdict
-from ptqpipe.machine import peak_bytes
-from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.rewriting.output_error import judgement
+from ptqpipe.run.machine import peak_bytes
+from ptqpipe.run.quantities import disk_size, memory_size
 from ptqpipe.stages.convert.text import kept_damaged, kept_not_finite
 
 if TYPE_CHECKING:

@@ -32,13 +32,13 @@ import torch
 from ptqpipe.algorithms import gathered_bytes
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.inputs import InputStatistics, WeightGradients
-from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine, MemoryPool, counting_bar, one_thread_each
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.numerics.schemes import Activation, Scheme
 from ptqpipe.plan import Unit
-from ptqpipe.quantities import option_size, option_size_above
 from ptqpipe.rewriting.moments import module_of
+from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine, MemoryPool, counting_bar, one_thread_each
+from ptqpipe.run.quantities import option_size, option_size_above
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.slices import Member
 from ptqpipe.source import Source, SourceRows

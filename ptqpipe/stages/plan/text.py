@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from ptqpipe.quantities import disk_size, number, scientific, table
+from ptqpipe.run.quantities import disk_size, number, scientific, table
 from ptqpipe.slices import Member
 from ptqpipe.stages.plan.run import MixedPlan
 from ptqpipe.stages.plan.units import KEEP

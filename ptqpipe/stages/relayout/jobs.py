@@ -17,11 +17,11 @@ from ptqpipe.containers import Container, Part, Role, StoredWeight, Target, kv_s
 from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.families import family_of
-from ptqpipe.machine import Job
 from ptqpipe.numerics.formats import CODECS, Codec
 from ptqpipe.numerics.qtensor import scale_values
 from ptqpipe.numerics.schemes import Scheme
 from ptqpipe.rewriting import CopyTensor
+from ptqpipe.run.machine import Job
 from ptqpipe.source import Source
 
 _OTHER_SPELLING = {

@@ -18,7 +18,6 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, TensorSpec, check_disjoint
 from ptqpipe.containers import ConfigRequest, Container, Role, get_container
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
-from ptqpipe.machine import Share
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.plan import is_matrix
 from ptqpipe.record import TAKEN_OVER, UNKNOWN, read_record, self_faults
@@ -33,6 +32,7 @@ from ptqpipe.rewriting import (
     parts_of_stage,
     rewrite,
 )
+from ptqpipe.run.machine import Share
 from ptqpipe.source import Source
 from ptqpipe.stages.relayout.jobs import (
     Moved,

@@ -6,8 +6,8 @@ from typing import Any
 
 from ptqpipe.checkpoint import name_of, write_file
 from ptqpipe.errors import UsageError
-from ptqpipe.machine import Machine
 from ptqpipe.report import Report, render_comparison
+from ptqpipe.run.machine import Machine
 from ptqpipe.stages.report.find import find_evaluation, read_source
 from ptqpipe.stages.report.run import gather, target_of
 

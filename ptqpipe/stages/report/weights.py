@@ -13,11 +13,11 @@ import torch
 
 from ptqpipe.containers import StoredWeight
 from ptqpipe.errors import UsageError
-from ptqpipe.machine import Machine, counting_bar
 from ptqpipe.measured import prove_weight
 from ptqpipe.origins import Origins
 from ptqpipe.record import Record
 from ptqpipe.report import Histogram, Proof, ReportedWeight, ScaleChoice, WorstBlock
+from ptqpipe.run.machine import Machine, counting_bar
 from ptqpipe.scan import STORED, Scan, codes_of, compare_choices, scale_axis
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.tensor_names import expert_of, layer_of, role_of

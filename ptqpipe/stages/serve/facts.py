@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.containers import part_bytes
-from ptqpipe.machine import counting_bar
 from ptqpipe.numerics.kernels import cpu
-from ptqpipe.quantities import disk_size
+from ptqpipe.run.machine import counting_bar
+from ptqpipe.run.quantities import disk_size
 from ptqpipe.source import Source
 
 _SHOWN = 3  # formats of a model with many

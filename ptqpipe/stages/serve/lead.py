@@ -19,8 +19,8 @@ from ptqpipe.engine.ranks import Leader, agree, follow
 from ptqpipe.engine.runner import CacheOptions, ModelRunner, check_model
 from ptqpipe.engine.speculative import Drafter
 from ptqpipe.errors import PtqError
-from ptqpipe.machine import resident_bytes
-from ptqpipe.quantities import memory_size
+from ptqpipe.run.machine import resident_bytes
+from ptqpipe.run.quantities import memory_size
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.fill import watched
 from ptqpipe.runtime.invariant import make_batch_invariant

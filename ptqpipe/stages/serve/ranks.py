@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ptqpipe.errors import UsageError, first_line
-from ptqpipe.processes import LOOPBACK, end_with_parent, join_group, join_remedy, safe_environment
+from ptqpipe.run.processes import LOOPBACK, end_with_parent, join_group, join_remedy, safe_environment
 from ptqpipe.runtime.memory import available_bytes
 from ptqpipe.stages.serve.watchdog import LOOK_S, STOPPED_S, Stopped
 
@@ -75,7 +75,7 @@ class Place:
 
     def threads(self) -> int:
         """The physical cores less one, for the server, divided among the ranks of this machine; at least 1."""
-        from ptqpipe.machine import compute_threads
+        from ptqpipe.run.machine import compute_threads
 
         return max(1, (compute_threads() - 1) // self.local)
 

@@ -16,7 +16,7 @@ from ptqpipe.calibration.capture import StopForward
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.engine.images import DEEP, Images, Seen
 from ptqpipe.errors import PtqError, UsageError, first_line
-from ptqpipe.quantities import memory_size
+from ptqpipe.run.quantities import memory_size
 from ptqpipe.runtime.language_model import image_parts
 from ptqpipe.source import Source
 

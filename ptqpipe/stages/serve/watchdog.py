@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from ptqpipe.processes import is_stopped
+from ptqpipe.run.processes import is_stopped
 
 WAIT_S = 60.0  # of one sum
 STOPPED_S = 10.0

@@ -18,8 +18,8 @@ from ptqpipe.checkpoint import FOLDING_FILE, BlockFolder, Finished, Mode, read_j
 from ptqpipe.errors import UsageError
 from ptqpipe.folded import encoded
 from ptqpipe.folding import ROTATIONS
-from ptqpipe.machine import Machine, one_thread_each, peak_bytes, progress_bar, run_jobs
 from ptqpipe.rewriting import named_source, records_of
+from ptqpipe.run.machine import Machine, one_thread_each, peak_bytes, progress_bar, run_jobs
 from ptqpipe.source import Source
 from ptqpipe.stages.transform.plan import Component, TransformOptions
 from ptqpipe.stages.transform.run import Transformation, check_memory, prepare

@@ -16,10 +16,10 @@ import torch
 from ptqpipe.errors import NumericsError, OutputError, UsageError
 from ptqpipe.folded import encoded
 from ptqpipe.folding import STREAM, Edge, Matrix, Norm, Structure, turns
-from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.numerics.schemes import get_scheme
+from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.runtime.activations import GROUP
 from ptqpipe.stages.transform.plan import TransformOptions, block_of
 from ptqpipe.stages.transform.weights import Weights, input_quantizer

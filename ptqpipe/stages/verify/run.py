@@ -17,7 +17,6 @@ from typing import Any
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import StoredWeight, is_kv_scale
 from ptqpipe.errors import UsageError
-from ptqpipe.machine import counting_bar, default_workers, one_thread_each
 from ptqpipe.numerics.search.proof import Optimality
 from ptqpipe.origins import Origins
 from ptqpipe.plan import Unit
@@ -25,6 +24,7 @@ from ptqpipe.record import Record, claims_ownership, read_record
 from ptqpipe.rewriting import BIAS_REASON as CORRECTED, Outputs, as_quantized, describe_statistics
 from ptqpipe.rewriting.output_error import tuned_judgement
 from ptqpipe.rounding import TRAINED_REASON
+from ptqpipe.run.machine import counting_bar, default_workers, one_thread_each
 from ptqpipe.runtime.expected import unlike_model
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.verify.text import VerifyReport, header

@@ -7,8 +7,8 @@ from typing import Any
 from click.testing import CliRunner
 
 from ptqpipe.cli import main
-from ptqpipe.machine import Machine
 from ptqpipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.run.machine import Machine
 from ptqpipe.stages.pipeline import run as stage
 
 LENGTH = 24

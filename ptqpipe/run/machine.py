@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from ptqpipe.errors import UsageError, printable
-from ptqpipe.quantities import disk_size, memory_size, option_size, three_digits
+from ptqpipe.run.quantities import disk_size, memory_size, option_size, three_digits
 
 # What a process holds before any weight, and what one worker holds beside a cached unit (chunks, samples, temporaries).
 BASE_BYTES = 420 << 20

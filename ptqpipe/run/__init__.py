@@ -1,0 +1,1 @@
+"""Threads, memory, processes and quantities; no byte of a checkpoint depends on them."""
