@@ -15,9 +15,9 @@ from typing import Any
 import yaml
 
 from ptqpipe.checkpoint import hub_name, name_of, write_file
+from ptqpipe.checkpoint.regular_file import read_regular
 from ptqpipe.errors import one_line
 from ptqpipe.record import text_data
-from ptqpipe.regular_file import read_regular
 from ptqpipe.run.quantities import disk_size
 from ptqpipe.source import Source
 

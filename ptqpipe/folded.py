@@ -26,7 +26,7 @@ from ptqpipe.checkpoint import (
     bytes_of,
     read_json_object,
 )
-from ptqpipe.dtypes import DTYPES
+from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.errors import CheckpointError
 from ptqpipe.folding import (
     ROTATIONS,

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
+from ptqpipe.checkpoint.regular_file import read_regular
 from ptqpipe.errors import UsageError, missing_package, one_line
-from ptqpipe.regular_file import read_regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.containers import HF_QUANT_CONFIG
+from ptqpipe.checkpoint.layouts import HF_QUANT_CONFIG
+from ptqpipe.checkpoint.regular_file import read_json
 from ptqpipe.families import language_config
-from ptqpipe.regular_file import read_json
 
 _WORDS = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json")
 _CAUSAL = re.compile(r"\w*(ForCausalLM|LMHeadModel|ForConditionalGeneration|LMHeadModelV2)")

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ptqpipe.containers import Container, StoredWeight, kv_scale
+from ptqpipe.checkpoint.layouts import Container, StoredWeight, kv_scale
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.schemes import Abilities, get_scheme
 from ptqpipe.plan import make_plan

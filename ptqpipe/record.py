@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader, vouches_for_itself
-from ptqpipe.containers import quantization_config
+from ptqpipe.checkpoint.layouts import quantization_config
+from ptqpipe.checkpoint.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.errors import CheckpointError, one_line
-from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
 UNKNOWN = "unknown"  # the search of a weight whose numbers another tool made
 TAKEN_OVER = "not quantized in the checkpoint whose layout was changed"  # why a tensor of such a checkpoint is kept

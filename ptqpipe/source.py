@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ptqpipe.checkpoint import FOLDING_FILE, CheckpointReader, Memory
-from ptqpipe.containers import (
+from ptqpipe.checkpoint.layouts import (
     FLOAT_MODEL,
     HF_QUANT_CONFIG,
     Container,

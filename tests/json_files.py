@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 
 import ptqpipe
 from ptqpipe.checkpoint.files import read_json_object, scan_folder
+from ptqpipe.checkpoint.layouts import detect_container, get_container, merged_config
 from ptqpipe.checkpoint.partial import completed_run
 from ptqpipe.checkpoint.reader import CheckpointReader
-from ptqpipe.containers import detect_container, get_container, merged_config
 from ptqpipe.errors import PtqError
 from ptqpipe.evaluation.result import read_result
 from ptqpipe.evaluation.text import read_text as read_tokens

@@ -2,8 +2,8 @@
 
 import pytest
 
+from ptqpipe.checkpoint.patterns import alike
 from ptqpipe.families import COMMON, FAMILIES
-from ptqpipe.patterns import alike
 from ptqpipe.recipe import matches
 
 NAMES = [

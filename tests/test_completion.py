@@ -9,8 +9,8 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
+from ptqpipe.checkpoint.layouts import container_names
 from ptqpipe.cli import main
-from ptqpipe.containers import container_names
 from ptqpipe.numerics.schemes import SCHEMES
 from ptqpipe.numerics.search import search_names
 from ptqpipe.recipe import named_recipes

@@ -13,7 +13,7 @@ import transformers as t
 from transformers.models.auto import modeling_auto
 
 import ptqpipe
-from ptqpipe.containers import get_container
+from ptqpipe.checkpoint.layouts import get_container
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.plan import make_plan

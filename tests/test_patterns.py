@@ -8,10 +8,10 @@ import re
 
 import pytest
 
-from ptqpipe.containers import get_container
+from ptqpipe.checkpoint.layouts import get_container
+from ptqpipe.checkpoint.patterns import Expression
 from ptqpipe.errors import CheckpointError, RecipeError
 from ptqpipe.families import DEFAULT_KEEP
-from ptqpipe.patterns import Expression
 from ptqpipe.recipe import matches
 from ptqpipe.recipe.model import check_pattern
 
@@ -103,7 +103,7 @@ class Timed:
 
     def __init__(self, spent: list[tuple[float, bool]], monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock, self.spent = 0.0, spent
-        monkeypatch.setattr("ptqpipe.patterns.time.thread_time", lambda: self.clock)
+        monkeypatch.setattr("ptqpipe.checkpoint.patterns.time.thread_time", lambda: self.clock)
 
     def match(self, name: str, *, timeout: float) -> None:
         seconds, fires = self.spent.pop(0)

@@ -12,11 +12,11 @@ import pytest
 from ptqpipe.checkpoint.files import INDEX_NAME
 from ptqpipe.checkpoint.partial import completed_run
 from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.checkpoint.regular_file import read_regular, read_regular_text
 from ptqpipe.errors import PtqError
 from ptqpipe.evaluation.result import read_result
 from ptqpipe.evaluation.text import read_text
 from ptqpipe.recipe.file import load_recipe
-from ptqpipe.regular_file import read_regular, read_regular_text
 from ptqpipe.rounding import Rounding
 from ptqpipe.rows import read_rows
 from ptqpipe.runtime.loading import load_tokenizer, read_config

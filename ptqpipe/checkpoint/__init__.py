@@ -34,6 +34,7 @@ from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
 from ptqpipe.checkpoint.finite import NotFinite
 from ptqpipe.checkpoint.header import TensorEntry, parse_file, pread_exactly, shown
 from ptqpipe.checkpoint.held import holding
+from ptqpipe.checkpoint.hub import cached_file, check_disjoint, hub_name, name_of, nearest_path, resolve_source
 from ptqpipe.checkpoint.journal import Journal, RunIdentity, journal_name, read_journal, run_id_of
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.lock import RankLock, holder_of, locked, refuse_held
@@ -53,6 +54,5 @@ from ptqpipe.checkpoint.partial import (
 )
 from ptqpipe.checkpoint.reader import CheckpointReader, Memory
 from ptqpipe.checkpoint.single_file import check_file, write_file
-from ptqpipe.checkpoint.source import cached_file, check_disjoint, hub_name, name_of, nearest_path, resolve_source
 from ptqpipe.checkpoint.tensor_file import is_sealed, write_tensors
 from ptqpipe.checkpoint.writer import COPY_BYTES, CheckpointWriter, Mode, TensorWriter

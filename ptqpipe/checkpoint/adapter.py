@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ptqpipe.checkpoint.header import shown
+from ptqpipe.checkpoint.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.errors import CheckpointError
-from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 

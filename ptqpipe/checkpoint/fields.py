@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ptqpipe.checkpoint.header import shown
+from ptqpipe.checkpoint.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.errors import CheckpointError, read_failure
-from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
 COUNT: Final = "a count"
 NUMBER: Final = "a number"

@@ -24,8 +24,8 @@ from typing import Any, Final, NoReturn
 
 from ptqpipe.checkpoint.adapter import ADAPTER_CONFIG, adapter_error, are_adapters, is_adapter_file
 from ptqpipe.checkpoint.header import FileHeader, parse_file, parse_json_object, shown
+from ptqpipe.checkpoint.regular_file import MAX_JSON_BYTES, kind_of, read_regular
 from ptqpipe.errors import CheckpointError, read_failure
-from ptqpipe.regular_file import MAX_JSON_BYTES, kind_of, read_regular
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"

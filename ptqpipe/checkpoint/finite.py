@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from ptqpipe.dtypes import DTYPES
+from ptqpipe.checkpoint.dtypes import DTYPES
 
 
 class NotFinite:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn
 
-from ptqpipe.dtypes import DTYPES
+from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.errors import CheckpointError, read_failure
 
 #: The dtypes of less than a byte, in bits. Their bytes are read, copied and written; no torch tensor is made of them.

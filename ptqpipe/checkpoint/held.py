@@ -16,8 +16,8 @@ from typing import Final
 import torch
 
 from ptqpipe.checkpoint.direct import bytes_of
+from ptqpipe.checkpoint.dtypes import DTYPE_NAMES
 from ptqpipe.checkpoint.header import FileHeader, TensorEntry, header_of
-from ptqpipe.dtypes import DTYPE_NAMES
 
 Files = Mapping[str, tuple[Mapping[str, torch.Tensor], Mapping[str, str]]]
 """Name of a file -> (its tensors by name, contiguous; its metadata)."""

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.files import INDEX_NAME, SINGLE_NAME
 from ptqpipe.checkpoint.header import FileHeader, header_bytes, header_of, quoted, shown, tensor_bytes
-from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import OutputError, UsageError
 
 MIN_SHARD_BYTES: Final = 256 * 2**20

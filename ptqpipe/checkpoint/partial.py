@@ -36,8 +36,8 @@ from ptqpipe.checkpoint.journal import (
     read_journals,
 )
 from ptqpipe.checkpoint.lock import RankLock, lock_folder, refuse_held
+from ptqpipe.checkpoint.regular_file import read_json
 from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, WrongOutput, write_failure
-from ptqpipe.regular_file import read_json
 from ptqpipe.run.quantities import disk_size
 
 #: Folders that hold .safetensors and are no models, by the file that each has.

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from ptqpipe.checkpoint.direct import bytes_of
+from ptqpipe.checkpoint.dtypes import DTYPE_NAMES
 from ptqpipe.checkpoint.header import header_bytes
 from ptqpipe.checkpoint.partial import output_errors
-from ptqpipe.dtypes import DTYPE_NAMES
 
 #: The metadata of a sealed file: the sha256 of all of its bytes as they are with zeros there. It stands first.
 _SEAL, _OPEN, _SEAL_WITHIN = "sha256", "0" * 64, 4096

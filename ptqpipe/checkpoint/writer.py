@@ -20,6 +20,7 @@ from typing import Any, Final, Literal
 import torch
 
 from ptqpipe.checkpoint.direct import OutputFile, bytes_of, margin
+from ptqpipe.checkpoint.dtypes import DTYPE_NAMES
 from ptqpipe.checkpoint.finish import add_files, check_shards, check_units, checked_names
 from ptqpipe.checkpoint.header import shown
 from ptqpipe.checkpoint.journal import Journal, Piece, RunIdentity, fdatasync, journal_name, read_journals
@@ -28,7 +29,6 @@ from ptqpipe.checkpoint.lock import RankLock
 from ptqpipe.checkpoint.open_files import OpenFiles
 from ptqpipe.checkpoint.partial import Paths, check_space, discard, fsync_folder, join, output_errors, prepare, publish
 from ptqpipe.checkpoint.reader import CheckpointReader
-from ptqpipe.dtypes import DTYPE_NAMES
 from ptqpipe.errors import OutputError
 
 #: A batch goes to the journal when this many bytes or seconds have gathered.

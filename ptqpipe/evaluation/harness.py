@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from ptqpipe.checkpoint.regular_file import MAX_TEXT_BYTES, read_regular_text
 from ptqpipe.errors import PtqWarning, UsageError, first_line, missing_package, read_failure, tokenizer_errors
-from ptqpipe.regular_file import MAX_TEXT_BYTES, read_regular_text
 
 LOCAL_TASKS = Path(__file__).resolve().parent / "tasks"
 RESAMPLES = 1000

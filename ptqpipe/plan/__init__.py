@@ -9,7 +9,7 @@ the *kept* ones, with the reason. No weight is read. The plan must not know how 
     make.py    which tensors could be quantized (matrices, experts of stacks, Conv1D), with the rules of a recipe
 """
 
-from ptqpipe.dtypes import FLOAT_DTYPES
+from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
 from ptqpipe.plan.make import (
     check_ignored,
     conv1d_leaves,

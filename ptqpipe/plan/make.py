@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ptqpipe.dtypes import FLOAT_DTYPES
+from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError, did_you_mean
 from ptqpipe.families import OUTSIDE, check_config, family_of, head_counts, uncounted_layers
 from ptqpipe.numerics.formats import Format

@@ -16,8 +16,8 @@ import torch
 from ptqpipe._version import __version__
 from ptqpipe.algorithms import UnitResult, WeightError, check_decode, gathered_bytes
 from ptqpipe.checkpoint import CheckpointWriter, NotFinite, TensorWriter, margin
-from ptqpipe.containers import WHOLE_ROLES, Part, Role, encode_part, part_offset
-from ptqpipe.dtypes import DTYPES
+from ptqpipe.checkpoint.dtypes import DTYPES
+from ptqpipe.checkpoint.layouts import WHOLE_ROLES, Part, Role, encode_part, part_offset
 from ptqpipe.errors import NumericsError
 from ptqpipe.measured import Changes, certificate, changes_of, counting
 from ptqpipe.numerics.qtensor import QTensor

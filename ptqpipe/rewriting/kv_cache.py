@@ -12,7 +12,7 @@ import torch
 
 from ptqpipe.algorithms import fp8_scale
 from ptqpipe.checkpoint import CheckpointWriter, TensorSpec
-from ptqpipe.containers import Container, container_names, get_container, kv_scale, quantization_config
+from ptqpipe.checkpoint.layouts import Container, container_names, get_container, kv_scale, quantization_config
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.families import in_mtp_layers, language_config, mtp_layer, outside_language_model
 from ptqpipe.rewriting.run import write_whole

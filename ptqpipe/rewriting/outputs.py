@@ -19,7 +19,8 @@ import torch
 
 from ptqpipe.algorithms import Sink, Weight
 from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec
-from ptqpipe.containers import (
+from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
+from ptqpipe.checkpoint.layouts import (
     HF_QUANT_CONFIG,
     ConfigRequest,
     Container,
@@ -29,7 +30,7 @@ from ptqpipe.containers import (
     merged_config,
     remembered,
 )
-from ptqpipe.dtypes import FLOAT_DTYPES
+from ptqpipe.checkpoint.tensor_names import experts_of
 from ptqpipe.errors import CheckpointError, NumericsError, UnfitFormat, UsageError
 from ptqpipe.families import UNLIKE_EXPERTS, Fact, fails_either_way, family_of
 from ptqpipe.numerics.qtensor import QTensor
@@ -42,7 +43,6 @@ from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.run.machine import Job
 from ptqpipe.slices import Member
 from ptqpipe.source import Source
-from ptqpipe.tensor_names import experts_of
 
 BIAS_REASON = "bias corrected by the mean error of its weight"
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field as field_of
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.checkpoint.regular_file import kind_of
 from ptqpipe.errors import UsageError
 from ptqpipe.images import has_image
-from ptqpipe.regular_file import kind_of
 from ptqpipe.rows.chats import Messages, is_turn
 from ptqpipe.rows.files import TABLES, dataset_rows, stored_rows, suffix_of
 from ptqpipe.rows.names import check_there

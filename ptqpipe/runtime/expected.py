@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.dtypes import DTYPES
+from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.errors import PtqError
 from ptqpipe.families import in_mtp_layers, is_plain_decoder, layer_count, misfits, uncounted_layers
 from ptqpipe.runtime.creating import create_config, quiet

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.containers import StoredWeight
+from ptqpipe.checkpoint.layouts import StoredWeight
 from ptqpipe.errors import UsageError
 from ptqpipe.families import in_mtp_layers
 from ptqpipe.runtime.activations import GROUP, InputQuantizer

@@ -32,7 +32,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ptqpipe.containers import container_names, get_container, has_integers
+from ptqpipe.checkpoint.layouts import container_names, get_container, has_integers
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime.creating import no_place
 from ptqpipe.runtime.fill import Filling, override_loading, prepare

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ptqpipe.checkpoint import refuse_pipes
-from ptqpipe.dtypes import FLOATS
+from ptqpipe.checkpoint.dtypes import FLOATS
 from ptqpipe.errors import (
     CheckpointError,
     PtqWarning,

@@ -11,7 +11,7 @@ from math import gcd, prod
 import torch
 
 from ptqpipe.checkpoint import CheckpointReader, bytes_of
-from ptqpipe.containers import Part, Role, StoredWeight, decode_low_rank, part_bytes, scale_codes
+from ptqpipe.checkpoint.layouts import Part, Role, StoredWeight, decode_low_rank, part_bytes, scale_codes
 from ptqpipe.errors import FormatError
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.qtensor import QTensor

@@ -12,7 +12,7 @@ from types import EllipsisType
 
 import torch
 
-from ptqpipe.containers import kv_scale
+from ptqpipe.checkpoint.layouts import kv_scale
 from ptqpipe.runtime.shard_read import Range, read_box, read_part
 from ptqpipe.source import Source
 

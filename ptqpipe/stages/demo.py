@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from ptqpipe.checkpoint import RECORD_FILE, Paths, check_place, locked, output_errors
+from ptqpipe.checkpoint.regular_file import read_json
 from ptqpipe.errors import CheckpointError, OutputExists
 from ptqpipe.evaluation import perplexity, score
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.regular_file import read_json
 from ptqpipe.rewriting import Done
 from ptqpipe.rows import begin_token
 from ptqpipe.run.machine import Machine, one_thread_each

@@ -15,8 +15,8 @@ import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, TensorSpec, check_disjoint
-from ptqpipe.containers import DECODED_ROLES, Role, StoredWeight, kv_scale, without_quantization
-from ptqpipe.dtypes import FLOATS
+from ptqpipe.checkpoint.dtypes import FLOATS
+from ptqpipe.checkpoint.layouts import DECODED_ROLES, Role, StoredWeight, kv_scale, without_quantization
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.rewriting import CopyTensor, Done, Rewrite, Run, merged, named_source, parts_of_stage, rewrite
 from ptqpipe.run.machine import Job, Share

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from ptqpipe.card import CARD, is_ours
-from ptqpipe.containers import HF_QUANT_CONFIG, Role, decode_input_global
-from ptqpipe.dtypes import DTYPES
-from ptqpipe.json_values import finite, json_differences
+from ptqpipe.checkpoint.dtypes import DTYPES
+from ptqpipe.checkpoint.json_values import finite, json_differences
+from ptqpipe.checkpoint.layouts import HF_QUANT_CONFIG, Role, decode_input_global
+from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
 from ptqpipe.origins import Origins
 from ptqpipe.run.quantities import number, sqnr_db, table
 from ptqpipe.slices import Member, Slice
 from ptqpipe.source import Source, SourceRows, row_runs
-from ptqpipe.tensor_names import name_pattern, role_of
 
 _ROUNDED = 1e-6  # a reciprocal's reciprocal may be the next float32
 SHOWN = 8  # lines of one kind that the text lists

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from ptqpipe.checkpoint import RECORD_FILE
-from ptqpipe.containers import HF_QUANT_CONFIG, Role, StoredWeight, is_kv_scale, quantization_config, scale_codes
+from ptqpipe.checkpoint.layouts import (
+    HF_QUANT_CONFIG,
+    Role,
+    StoredWeight,
+    is_kv_scale,
+    quantization_config,
+    scale_codes,
+)
+from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
 from ptqpipe.errors import CheckpointError
 from ptqpipe.families import check_config, doubts
 from ptqpipe.numerics.formats import Codec
@@ -22,7 +30,6 @@ from ptqpipe.options import AUTO
 from ptqpipe.run.quantities import disk_size, number, scientific, table
 from ptqpipe.runtime.expected import unlike_model
 from ptqpipe.source import Source
-from ptqpipe.tensor_names import name_pattern, role_of
 
 LEAST_SHARE = 0.01  # of blocks at the least or the largest scale: more is worth a line
 GLOBAL_SPREAD = 1000.0  # largest over smallest global scale of a role

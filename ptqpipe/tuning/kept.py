@@ -13,7 +13,7 @@ import torch
 
 from ptqpipe.calibration.end_to_end import Float
 from ptqpipe.calibration.skeleton import MTP, Skeleton
-from ptqpipe.dtypes import DTYPES
+from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.global_scale import canonical
 from ptqpipe.numerics.qtensor import QTensor

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader, run_id_of
-from ptqpipe.containers import Part, get_container, is_kv_scale, quantization_config
-from ptqpipe.dtypes import FLOATS
+from ptqpipe.checkpoint.dtypes import FLOATS
+from ptqpipe.checkpoint.layouts import Part, get_container, is_kv_scale, quantization_config
 from ptqpipe.errors import CheckpointError, PtqError, RecipeError
 from ptqpipe.measured import certificate
 from ptqpipe.numerics.search import get_search

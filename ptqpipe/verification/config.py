@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ptqpipe.containers import (
+from ptqpipe.checkpoint.json_values import short_json
+from ptqpipe.checkpoint.layouts import (
     HF_QUANT_CONFIG,
     ConfigRequest,
     Lists,
@@ -23,7 +24,6 @@ from ptqpipe.containers import (
 )
 from ptqpipe.errors import PtqError
 from ptqpipe.families import check_config as check_names, doubts, facts_of, fails_either_way
-from ptqpipe.json_values import short_json
 from ptqpipe.plan import conv1d_leaves, is_matrix
 from ptqpipe.recipe import failing_facts, matches
 from ptqpipe.source import Source

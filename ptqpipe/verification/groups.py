@@ -8,10 +8,17 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ptqpipe.containers import HF_QUANT_CONFIG, Role, StoredWeight, announces_kv_cache, is_kv_scale, kv_scale_place
+from ptqpipe.checkpoint.layouts import (
+    HF_QUANT_CONFIG,
+    Role,
+    StoredWeight,
+    announces_kv_cache,
+    is_kv_scale,
+    kv_scale_place,
+)
+from ptqpipe.checkpoint.tensor_names import expert_of, experts_of
 from ptqpipe.families import DEFAULT_FUSE, UNLIKE_EXPERTS, output_rows
 from ptqpipe.source import Source
-from ptqpipe.tensor_names import expert_of, experts_of
 from ptqpipe.verification.findings import Findings
 
 _GLOBALS = (Role.GLOBAL, Role.GLOBAL_DIVISOR)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ptqpipe.checkpoint import RECORD_FILE, run_id_of
-from ptqpipe.containers import Role
+from ptqpipe.checkpoint.json_values import json_differences
+from ptqpipe.checkpoint.layouts import Role
 from ptqpipe.errors import CheckpointError
-from ptqpipe.json_values import json_differences
 from ptqpipe.measured import prove_joint
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search.proof import Optimality

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from ptqpipe.checkpoint import NotFinite
-from ptqpipe.containers import StoredWeight, is_kv_scale
+from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
 from ptqpipe.origins import Origins
 from ptqpipe.source import Source
 from ptqpipe.verification.files import changed

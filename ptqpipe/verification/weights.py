@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ptqpipe.checkpoint import RECORD_FILE
-from ptqpipe.containers import Role, StoredWeight
+from ptqpipe.checkpoint.layouts import Role, StoredWeight
 from ptqpipe.measured import CHANGES, Measured, measure_weight, prove_weight, usual_error
 from ptqpipe.numerics.formats import Format, get_format
 from ptqpipe.numerics.qtensor import Illegal, illegal_numbers

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import ptqpipe
 from ptqpipe.calibration.kv import check_seen
-from ptqpipe.containers import get_container
+from ptqpipe.checkpoint.layouts import get_container
 from ptqpipe.errors import UsageError
 from ptqpipe.rewriting import cache_specs
 from ptqpipe.runtime.loading import read_config

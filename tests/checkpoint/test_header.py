@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 
+from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.header import SUB_BYTE_BITS, header_bytes, parse_file, tensor_bytes
-from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import CheckpointError
 from tests.checkpoint.builders import entry, one_line, raw_file, u8_file
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ptqpipe.checkpoint import CheckpointReader, holding, resolve_source
-from ptqpipe.dtypes import DTYPES
+from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.errors import CheckpointError
 from ptqpipe.runtime.saving import save_but_weights
 

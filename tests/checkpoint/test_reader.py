@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ptqpipe.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from ptqpipe.checkpoint.reader import CheckpointReader
-from ptqpipe.dtypes import DTYPE_NAMES, DTYPES
 from ptqpipe.errors import CheckpointError
 from tests.checkpoint.builders import entry, index_file, one_line, raw_file, u8_file
 

@@ -1,11 +1,11 @@
-"""Claims about ptqpipe.checkpoint.source: what a user may name as a model, and what is said when it will not do."""
+"""Claims about ptqpipe.checkpoint.hub: what a user may name as a model, and what is said when it will not do."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from ptqpipe.checkpoint.source import check_disjoint, resolve_source
+from ptqpipe.checkpoint.hub import check_disjoint, resolve_source
 from ptqpipe.errors import CheckpointError, PtqError, UsageError
 from tests.checkpoint.builders import one_line, u8_file
 

@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file
 
 from ptqpipe.checkpoint import writer as writer_module
+from ptqpipe.checkpoint.dtypes import DTYPE_NAMES
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.partial import completed_run
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter
-from ptqpipe.dtypes import DTYPE_NAMES
 from ptqpipe.errors import CheckpointError, OutputError
 from tests.checkpoint.builders import one_line
 from tests.checkpoint.runs import (

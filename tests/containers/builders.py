@@ -11,7 +11,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from ptqpipe.containers import ConfigRequest, Container, Names, StoredWeight, Target, decode, encode_part, get_container
+from ptqpipe.checkpoint.layouts import (
+    ConfigRequest,
+    Container,
+    Names,
+    StoredWeight,
+    Target,
+    decode,
+    encode_part,
+    get_container,
+)
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.global_scale import absmax_global
 from ptqpipe.numerics.qtensor import QTensor, encode, magnitude_codes, to_blocks

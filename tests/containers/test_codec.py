@@ -9,7 +9,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 
-from ptqpipe.containers import (
+from ptqpipe.checkpoint.layouts import (
     ConfigRequest,
     Part,
     Role,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ptqpipe.containers import _config_groups
-from ptqpipe.containers._config_groups import resolver
+from ptqpipe.checkpoint.layouts import _config_groups
+from ptqpipe.checkpoint.layouts._config_groups import resolver
 
 GROUPS = [
     (["Linear"], "class"),

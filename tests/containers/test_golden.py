@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ptqpipe.containers import (
+from ptqpipe.checkpoint.layouts import (
     ConfigRequest,
     Role,
     Target,

@@ -11,8 +11,8 @@ import pytest
 from compressed_tensors.utils.match import match_name
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from ptqpipe.containers import get_container
-from ptqpipe.containers._lists import Lists, called, wholes
+from ptqpipe.checkpoint.layouts import get_container
+from ptqpipe.checkpoint.layouts._lists import Lists, called, wholes
 from ptqpipe.errors import CheckpointError
 
 MODULES = [

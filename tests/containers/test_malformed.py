@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.containers import ConfigRequest, Target, detect_container, get_container, merged_config
+from ptqpipe.checkpoint.layouts import ConfigRequest, Target, detect_container, get_container, merged_config
 from ptqpipe.errors import CheckpointError
 from ptqpipe.numerics.schemes import get_scheme
 from tests.containers.builders import Checkpoint, absmax, stored_parts

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import ptqpipe
-from ptqpipe import containers
+from ptqpipe.checkpoint import layouts as containers
 from ptqpipe.errors import FormatError, PtqError, UsageError
 from ptqpipe.run.machine import Machine
 from ptqpipe.stages.diff import diff
@@ -23,9 +23,9 @@ from tests import tiny
 MODULE = '''
 """A layout of NVFP4 weights and of nothing else."""
 
-from ptqpipe.containers._config import check_parts, matrix_shape, quantization_config, refuse, without_quantization
-from ptqpipe.containers._lists import Lists
-from ptqpipe.containers._types import Part, Role, StoredWeight
+from ptqpipe.checkpoint.layouts._config import check_parts, matrix_shape, quantization_config, refuse, without_quantization
+from ptqpipe.checkpoint.layouts._lists import Lists
+from ptqpipe.checkpoint.layouts._types import Part, Role, StoredWeight
 from ptqpipe.numerics.schemes import Abilities, KvCache, get_scheme
 
 QUANT_METHOD = "drawer"
@@ -94,7 +94,7 @@ def drawer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (folder / "drawer.py").write_text(MODULE)
     monkeypatch.setattr(containers, "__path__", [*containers.__path__, str(folder)])
     yield "drawer"
-    sys.modules.pop("ptqpipe.containers.drawer", None)
+    sys.modules.pop("ptqpipe.checkpoint.layouts.drawer", None)
     vars(containers).pop("drawer", None)
 
 

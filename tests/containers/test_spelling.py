@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptqpipe.containers import ConfigRequest, Role, container_names, get_container
+from ptqpipe.checkpoint.layouts import ConfigRequest, Role, container_names, get_container
 from ptqpipe.errors import FormatError, UsageError
 from ptqpipe.numerics.formats import CODECS, FORMATS
 from ptqpipe.numerics.schemes import SCHEMES, Activation, Scheme, get_scheme

@@ -14,8 +14,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from ptqpipe.containers import ConfigRequest, Target, decode, encode_part, get_container
-from ptqpipe.containers._config import _NO_PER_EXPERT_NAMES, _ONLY_COMPRESSED_TENSORS
+from ptqpipe.checkpoint.layouts import ConfigRequest, Target, decode, encode_part, get_container
+from ptqpipe.checkpoint.layouts._config import _NO_PER_EXPERT_NAMES, _ONLY_COMPRESSED_TENSORS
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.readers import READERS, evidence
 from ptqpipe.runtime.hf import register, unregister

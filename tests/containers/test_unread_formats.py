@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from compressed_tensors.config import CompressionFormat
 
-from ptqpipe.containers import get_container
+from ptqpipe.checkpoint.layouts import get_container
 from ptqpipe.errors import CheckpointError
 
 M = "model.layers.0.mlp.up_proj"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.containers import ConfigRequest, Target, get_container
+from ptqpipe.checkpoint.layouts import ConfigRequest, Target, get_container
 from ptqpipe.numerics.schemes import get_scheme
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed here; it pins its own transformers")

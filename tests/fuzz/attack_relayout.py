@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file
 
 import ptqpipe
-from ptqpipe.containers import container_names, quantization_config
+from ptqpipe.checkpoint.layouts import container_names, quantization_config
 from ptqpipe.errors import FormatError, PtqError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.rewriting import Done

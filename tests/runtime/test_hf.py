@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.quantizers import auto
 
-from ptqpipe.containers import get_container
+from ptqpipe.checkpoint.layouts import get_container
 from ptqpipe.errors import CheckpointError, PtqError, UsageError
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.check import check_load

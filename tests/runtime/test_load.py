@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ptqpipe
-from ptqpipe.containers import ConfigRequest, Target, encode_part, get_container
+from ptqpipe.checkpoint.layouts import ConfigRequest, Target, encode_part, get_container
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.runtime import load_model

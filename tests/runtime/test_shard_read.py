@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ptqpipe.checkpoint.layouts import Role, StoredWeight
 from ptqpipe.checkpoint.reader import CheckpointReader
-from ptqpipe.containers import Role, StoredWeight
 from ptqpipe.errors import FormatError
 from ptqpipe.runtime.shard_read import Range, read_box, read_part
 from ptqpipe.source import Source

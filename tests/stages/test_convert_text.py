@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from click import Option
 
+from ptqpipe.checkpoint.layouts import container_names, get_container
 from ptqpipe.cli import main
-from ptqpipe.containers import container_names, get_container
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.numerics.schemes import SCHEMES
 from ptqpipe.recipe import RecipeOptions

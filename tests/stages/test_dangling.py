@@ -13,8 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
-from ptqpipe.containers import dangling
-from ptqpipe.dtypes import DTYPE_NAMES
+from ptqpipe.checkpoint.dtypes import DTYPE_NAMES
+from ptqpipe.checkpoint.layouts import dangling
 from ptqpipe.errors import CheckpointError
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.verify.run import verify

@@ -6,8 +6,8 @@ import sys
 
 from click.testing import CliRunner
 
+from ptqpipe.checkpoint.layouts import container_names, get_container
 from ptqpipe.cli import main
-from ptqpipe.containers import container_names, get_container
 from ptqpipe.folding import ROTATIONS
 from ptqpipe.numerics.schemes import SCHEMES
 from ptqpipe.numerics.search import search_names

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import ptqpipe
-from ptqpipe.checkpoint import name_of, source
+from ptqpipe.checkpoint import hub as source, name_of
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
 from ptqpipe.stages import demo

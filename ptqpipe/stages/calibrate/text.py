@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptqpipe.checkpoint import Finished
+from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
 from ptqpipe.run.quantities import memory_size, number, table
 from ptqpipe.statistics import Statistics
-from ptqpipe.tensor_names import name_pattern, role_of
 
 MOST_NAMES = 8  # of what no sample reached
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import check_disjoint, name_of, resolve_source
 from ptqpipe.checkpoint.adapter import ADAPTER_CONFIG
-from ptqpipe.containers import get_container
+from ptqpipe.checkpoint.layouts import get_container
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError
 from ptqpipe.families import doubts, facts_of, is_known
 from ptqpipe.numerics.schemes import get_scheme

@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
 from ptqpipe.errors import one_line
 from ptqpipe.kinds import has_tokenizer, may_continue_text
 from ptqpipe.numerics.kernels import cpu
@@ -16,7 +17,6 @@ from ptqpipe.rewriting.output_error import can_be_proven, chosen_by_data, judged
 from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.run.machine import WORKER_BYTES, Machine
 from ptqpipe.run.quantities import disk_size, memory_size, number, option_size, option_size_above, sqnr_db, table
-from ptqpipe.tensor_names import name_pattern, role_of
 
 
 def header_text(work: Conversion, machine: Machine) -> str:

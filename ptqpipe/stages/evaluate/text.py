@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.checkpoint import RECORD_FILE, check_file, name_of, write_file
+from ptqpipe.checkpoint.regular_file import read_json
 from ptqpipe.errors import OutputExists, PtqError
 from ptqpipe.evaluation.card_section import write_quality
 from ptqpipe.evaluation.result import is_result
 from ptqpipe.evaluation.verdict import verdict
-from ptqpipe.regular_file import read_json
 from ptqpipe.run.quantities import number, table
 
 _NAME = 16  # characters of the name of a text or task

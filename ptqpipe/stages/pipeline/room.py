@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ptqpipe.calibration.paired_experts import STREAMS
 from ptqpipe.calibration.pairs import LEAST, most_pairs
 from ptqpipe.calibration.reverse import enough, least_step, streams
+from ptqpipe.checkpoint.tensor_names import layer_of
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT
 from ptqpipe.evaluation.log_probabilities import MOST
 from ptqpipe.evaluation.scores import scoring_bytes
@@ -34,7 +35,6 @@ from ptqpipe.stages.pipeline.table import Way
 from ptqpipe.stages.transform.learn import ELEMENTS, STATES, TEMPORARIES
 from ptqpipe.stages.transform.plan import TransformOptions, matrix_bytes
 from ptqpipe.statistics import of_all_experts
-from ptqpipe.tensor_names import layer_of
 from ptqpipe.transforms import BATCH, transform_names
 
 # Bytes for each channel of a matrix, in float32: maximum, mean, second moment and that of the held-out samples, and the

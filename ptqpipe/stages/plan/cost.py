@@ -30,6 +30,7 @@ from functools import cache
 import torch
 
 from ptqpipe.algorithms import gathered_bytes
+from ptqpipe.checkpoint.tensor_names import role_of
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.inputs import InputStatistics, WeightGradients
 from ptqpipe.numerics.qtensor import QTensor
@@ -45,7 +46,6 @@ from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.plan.metric import ByTokens, ByWindows, Total, joint
 from ptqpipe.stages.plan.units import Group, quantize_as
 from ptqpipe.statistics import BLOCK, Statistics
-from ptqpipe.tensor_names import role_of
 
 Costs = Mapping[tuple[str, str], float]
 """(group id, option name) -> cost. Keeping costs nothing and is left out."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ptqpipe.checkpoint.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.cache import KeptLogits
 from ptqpipe.evaluation.scores import score
@@ -22,7 +23,6 @@ from ptqpipe.evaluation.text import read_text
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Scheme
 from ptqpipe.plan import Unit
-from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.run.machine import counting_bar
 from ptqpipe.runtime.find_weight import find_place
 from ptqpipe.runtime.loading import check_length, default_length, load, load_tokenizer, read_config

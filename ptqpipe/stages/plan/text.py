@@ -4,11 +4,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from ptqpipe.checkpoint.tensor_names import layer_of, role_of
 from ptqpipe.run.quantities import disk_size, number, scientific, table
 from ptqpipe.slices import Member
 from ptqpipe.stages.plan.run import MixedPlan
 from ptqpipe.stages.plan.units import KEEP
-from ptqpipe.tensor_names import layer_of, role_of
 
 NO_GAP = 1e-9  # of the cost: below it is the rounding of sums
 

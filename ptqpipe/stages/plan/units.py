@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptqpipe.algorithms import Sink, Task, UnitResult, Weight, rtn
-from ptqpipe.containers import Container, Part
-from ptqpipe.dtypes import DTYPES
+from ptqpipe.checkpoint.dtypes import DTYPES
+from ptqpipe.checkpoint.layouts import Container, Part
+from ptqpipe.checkpoint.tensor_names import expert_of, experts_of
 from ptqpipe.errors import FormatError, RecipeError, UsageError
 from ptqpipe.numerics.schemes import Scheme, get_scheme
 from ptqpipe.plan import Unit, make_plan
@@ -22,7 +23,6 @@ from ptqpipe.recipe import Recipe, Rule, exact_patterns, parse_recipe
 from ptqpipe.rewriting import Outputs, container_of, outputs_of
 from ptqpipe.slices import Member
 from ptqpipe.source import Source
-from ptqpipe.tensor_names import expert_of, experts_of
 
 KEEP = "keep"
 DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ptqpipe.checkpoint import COPY_BYTES, CheckpointReader, CheckpointWriter, TensorSpec
-from ptqpipe.containers import Container, Part, Role, StoredWeight, Target, kv_scale, scale_codes
-from ptqpipe.dtypes import FLOAT_DTYPES
+from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
+from ptqpipe.checkpoint.layouts import Container, Part, Role, StoredWeight, Target, kv_scale, scale_codes
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.families import family_of
 from ptqpipe.numerics.formats import CODECS, Codec

@@ -16,7 +16,7 @@ from typing import Any, Unpack
 
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, TensorSpec, check_disjoint
-from ptqpipe.containers import ConfigRequest, Container, Role, get_container
+from ptqpipe.checkpoint.layouts import ConfigRequest, Container, Role, get_container
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.plan import is_matrix

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader
+from ptqpipe.checkpoint.regular_file import read_json
 from ptqpipe.errors import PtqError
-from ptqpipe.regular_file import read_json
 from ptqpipe.stages.evaluate.text import default_out
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import check_file, name_of, write_file
-from ptqpipe.containers import is_kv_scale
+from ptqpipe.checkpoint.layouts import is_kv_scale
+from ptqpipe.checkpoint.tensor_names import layer_of, role_of
 from ptqpipe.errors import CheckpointError, UsageError, one_line
 from ptqpipe.evaluation.result import read_result
 from ptqpipe.evaluation.verdict import thresholds, verdict
@@ -40,7 +41,6 @@ from ptqpipe.stages.report.weights import (
     worst_blocks,
 )
 from ptqpipe.stages.verify.run import verify
-from ptqpipe.tensor_names import layer_of, role_of
 
 # What the ending of a report's name says that it is; without an ending it is HTML.
 KINDS = {"": "html", ".html": "html", ".htm": "html", ".md": "md", ".markdown": "md"}

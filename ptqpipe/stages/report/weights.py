@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ptqpipe.containers import StoredWeight
+from ptqpipe.checkpoint.layouts import StoredWeight
+from ptqpipe.checkpoint.tensor_names import expert_of, layer_of, role_of
 from ptqpipe.errors import UsageError
 from ptqpipe.measured import prove_weight
 from ptqpipe.origins import Origins
@@ -20,7 +21,6 @@ from ptqpipe.report import Histogram, Proof, ReportedWeight, ScaleChoice, WorstB
 from ptqpipe.run.machine import Machine, counting_bar
 from ptqpipe.scan import STORED, Scan, codes_of, compare_choices, scale_axis
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.tensor_names import expert_of, layer_of, role_of
 from ptqpipe.verification.groups import fused_groups
 
 WORST_SHOWN = 12

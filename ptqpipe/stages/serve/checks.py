@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptqpipe.chat_template import TemplateError, compile_template, render
+from ptqpipe.checkpoint.regular_file import MAX_RECIPE_BYTES, read_regular_text
 from ptqpipe.errors import PtqError, UsageError, missing_package, one_line
-from ptqpipe.regular_file import MAX_RECIPE_BYTES, read_regular_text
 
 if TYPE_CHECKING:
     from ptqpipe.stages.serve.ranks import Place

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.containers import part_bytes
+from ptqpipe.checkpoint.layouts import part_bytes
 from ptqpipe.numerics.kernels import cpu
 from ptqpipe.run.machine import counting_bar
 from ptqpipe.run.quantities import disk_size

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptqpipe.checkpoint import TensorSpec
-from ptqpipe.dtypes import FLOAT_DTYPES, FLOATS
+from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES, FLOATS
 from ptqpipe.errors import UsageError
 from ptqpipe.folding import BLOCKS, ROTATIONS, Edge, Matrix, Structure, get_rotation, grouped, rotated_tensors
 from ptqpipe.numerics.schemes import Activation, get_scheme

@@ -19,7 +19,7 @@ import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec, check_disjoint, resolve_source
-from ptqpipe.dtypes import FLOAT_DTYPES
+from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.folding import ROTATIONS, Edge, Op, Structure, find_structure, get_rotation, is_exact, move_factors
 from ptqpipe.numerics.schemes import get_scheme

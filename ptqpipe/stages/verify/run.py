@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.checkpoint import RECORD_FILE
-from ptqpipe.containers import StoredWeight, is_kv_scale
+from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.search.proof import Optimality
 from ptqpipe.origins import Origins

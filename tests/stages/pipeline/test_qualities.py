@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
+from ptqpipe.checkpoint.layouts import get_container
 from ptqpipe.cli import main
-from ptqpipe.containers import get_container
 from ptqpipe.errors import WrongOutput
 from ptqpipe.folded import encoded
 from ptqpipe.numerics.schemes import get_scheme

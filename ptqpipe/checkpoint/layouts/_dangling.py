@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from ptqpipe.containers._kv import is_kv_scale
-from ptqpipe.containers._types import Names
+from ptqpipe.checkpoint.layouts._kv import is_kv_scale
+from ptqpipe.checkpoint.layouts._types import Names
 
 _BARE = ("F8_E4M3", "F8_E5M2")  # and their other spellings: floats of which a cast makes a weight
 _FLOATS = frozenset({"F32", "F16", "BF16"})

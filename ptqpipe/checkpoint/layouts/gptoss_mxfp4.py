@@ -8,7 +8,7 @@ gpt-oss alone: in any other model they leave the weights out.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ptqpipe.containers._config import (
+from ptqpipe.checkpoint.layouts._config import (
     FLOAT_MODEL,
     check_parts,
     kept_stacks,
@@ -19,8 +19,8 @@ from ptqpipe.containers._config import (
     structure,
     without_quantization,
 )
-from ptqpipe.containers._lists import Lists, as_transformers, is_stack, listed
-from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
+from ptqpipe.checkpoint.layouts._lists import Lists, as_transformers, is_stack, listed
+from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import FORMATS
 from ptqpipe.numerics.schemes import Abilities, Activation, Scheme

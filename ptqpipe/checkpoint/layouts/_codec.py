@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from ptqpipe.containers._types import Load, Part, Role, StoredWeight
-from ptqpipe.dtypes import DTYPE_NAMES, DTYPES, FLOATS
+from ptqpipe.checkpoint.dtypes import DTYPE_NAMES, DTYPES, FLOATS
+from ptqpipe.checkpoint.layouts._types import Load, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError
 from ptqpipe.numerics.formats import CODECS, Format
 from ptqpipe.numerics.qtensor import Factors, QTensor, scale_values

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ptqpipe.containers._config import quant_method
-from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Container, Names, Part, StoredWeight, Target
+from ptqpipe.checkpoint.layouts._config import quant_method
+from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Container, Names, Part, StoredWeight, Target
 from ptqpipe.errors import FormatError
 from ptqpipe.numerics.schemes import Scheme
 

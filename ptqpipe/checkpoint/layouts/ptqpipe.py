@@ -21,10 +21,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ptqpipe.containers._codec import scale_dtype
-from ptqpipe.containers._config import check_parts, quantization_config, scheme_for, without_quantization
-from ptqpipe.containers._lists import Lists
-from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
+from ptqpipe.checkpoint.layouts._codec import scale_dtype
+from ptqpipe.checkpoint.layouts._config import check_parts, quantization_config, scheme_for, without_quantization
+from ptqpipe.checkpoint.layouts._lists import Lists
+from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import Format, get_codec, get_format
 from ptqpipe.numerics.schemes import LOW_RANK_DTYPES, ROTATION_BLOCKS, Abilities, Activation, KvCache, LowRank, Scheme

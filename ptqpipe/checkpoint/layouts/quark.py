@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ptqpipe.containers._codec import with_scale_dtype
-from ptqpipe.containers._config import as_found, matrix_shape, quantization_config, scheme_for, stored_grid
-from ptqpipe.containers._lists import Lists, by_expressions, by_wildcards, is_head, listed
-from ptqpipe.containers._read_only import ReadOnly
-from ptqpipe.containers._types import Names, Part, Role, StoredWeight
+from ptqpipe.checkpoint.layouts._codec import with_scale_dtype
+from ptqpipe.checkpoint.layouts._config import as_found, matrix_shape, quantization_config, scheme_for, stored_grid
+from ptqpipe.checkpoint.layouts._lists import Lists, by_expressions, by_wildcards, is_head, listed
+from ptqpipe.checkpoint.layouts._read_only import ReadOnly
+from ptqpipe.checkpoint.layouts._types import Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError
 from ptqpipe.numerics.formats import FORMATS
 from ptqpipe.numerics.schemes import Abilities, Activation

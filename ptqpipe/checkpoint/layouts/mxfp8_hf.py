@@ -7,9 +7,9 @@ refuses it. Reading takes both names.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ptqpipe.containers._config import expert_name_warnings, quantization_config, sglang_scale_warnings
-from ptqpipe.containers._scale_inv import ScaleInv, stored_weights_of
-from ptqpipe.containers._types import Names, StoredWeight, Target
+from ptqpipe.checkpoint.layouts._config import expert_name_warnings, quantization_config, sglang_scale_warnings
+from ptqpipe.checkpoint.layouts._scale_inv import ScaleInv, stored_weights_of
+from ptqpipe.checkpoint.layouts._types import Names, StoredWeight, Target
 from ptqpipe.errors import CheckpointError
 from ptqpipe.numerics.schemes import Abilities, get_scheme
 

@@ -12,7 +12,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, cast
 
-from ptqpipe.containers._codec import (
+from ptqpipe.checkpoint.layouts._codec import (
     WHOLE_ROLES,
     decode,
     decode_input_global,
@@ -22,7 +22,7 @@ from ptqpipe.containers._codec import (
     part_offset,
     scale_codes,
 )
-from ptqpipe.containers._config import (
+from ptqpipe.checkpoint.layouts._config import (
     FLOAT_MODEL,
     HF_QUANT_CONFIG,
     merged_config,
@@ -31,12 +31,12 @@ from ptqpipe.containers._config import (
     same_value,
     without_quantization,
 )
-from ptqpipe.containers._dangling import Dangling, dangling
-from ptqpipe.containers._integers import has_integers
-from ptqpipe.containers._kv import announces_kv_cache, is_kv_scale, kv_scale, kv_scale_place
-from ptqpipe.containers._lists import Lists, contradicted, is_stack
-from ptqpipe.containers._read_only import is_read_only
-from ptqpipe.containers._types import (
+from ptqpipe.checkpoint.layouts._dangling import Dangling, dangling
+from ptqpipe.checkpoint.layouts._integers import has_integers
+from ptqpipe.checkpoint.layouts._kv import announces_kv_cache, is_kv_scale, kv_scale, kv_scale_place
+from ptqpipe.checkpoint.layouts._lists import Lists, contradicted, is_stack
+from ptqpipe.checkpoint.layouts._read_only import is_read_only
+from ptqpipe.checkpoint.layouts._types import (
     DECODED_ROLES,
     ConfigRequest,
     Container,

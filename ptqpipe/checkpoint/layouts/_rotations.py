@@ -13,10 +13,10 @@ change of inputs or outputs makes another model than the weights alone, so that 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ptqpipe.containers._config import strings
-from ptqpipe.containers._config_groups import resolver
-from ptqpipe.containers._patterns import name_patterns
-from ptqpipe.containers._types import Target, schemes_of
+from ptqpipe.checkpoint.layouts._config import strings
+from ptqpipe.checkpoint.layouts._config_groups import resolver
+from ptqpipe.checkpoint.layouts._patterns import name_patterns
+from ptqpipe.checkpoint.layouts._types import Target, schemes_of
 from ptqpipe.errors import CheckpointError
 from ptqpipe.numerics.schemes import ROTATION_BLOCKS
 

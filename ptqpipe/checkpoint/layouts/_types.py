@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ptqpipe.containers._lists import Lists
+from ptqpipe.checkpoint.layouts._lists import Lists
 from ptqpipe.errors import FormatError
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.qtensor import QTensor

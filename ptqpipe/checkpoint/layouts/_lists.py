@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from fnmatch import translate
 from typing import Any
 
+from ptqpipe.checkpoint.patterns import alike, expression
+from ptqpipe.checkpoint.tensor_names import experts_of
 from ptqpipe.errors import CheckpointError, one_line
-from ptqpipe.patterns import alike, expression
-from ptqpipe.tensor_names import experts_of
 
 # A language model within another model: the files, transformers and vLLM name its modules by different ones of these.
 _ROOTS = ("model.language_model.", "language_model.model.", "language_model.", "model.")

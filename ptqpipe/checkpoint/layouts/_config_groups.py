@@ -6,10 +6,10 @@ Knows the keys of a group and how readers match targets; must not know formats, 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ptqpipe.containers._config import quantization_config, strings
-from ptqpipe.containers._lists import Lists, by_expressions, listed, matched
+from ptqpipe.checkpoint.json_values import short_json
+from ptqpipe.checkpoint.layouts._config import quantization_config, strings
+from ptqpipe.checkpoint.layouts._lists import Lists, by_expressions, listed, matched
 from ptqpipe.errors import CheckpointError, one_line
-from ptqpipe.json_values import short_json
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ptqpipe.containers._codec import FLOAT_SCALES, scale_codes
-from ptqpipe.containers._config import (
+from ptqpipe.checkpoint.layouts._codec import FLOAT_SCALES, scale_codes
+from ptqpipe.checkpoint.layouts._config import (
     FLOAT_MODEL,
     as_found,
     kept_experts,
@@ -26,8 +26,8 @@ from ptqpipe.containers._config import (
     structure,
     without_quantization,
 )
-from ptqpipe.containers._lists import Lists, as_transformers, is_head, listed
-from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Load, Names, Part, Role, StoredWeight
+from ptqpipe.checkpoint.layouts._lists import Lists, as_transformers, is_head, listed
+from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Load, Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError
 from ptqpipe.numerics.formats import CODECS, FORMATS, Format
 from ptqpipe.numerics.qtensor import QTensor

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ptqpipe.containers._codec import scale_dtype, with_scale_dtype
-from ptqpipe.containers._config import (
+from ptqpipe.checkpoint.layouts._codec import scale_dtype, with_scale_dtype
+from ptqpipe.checkpoint.layouts._config import (
     FLOAT_MODEL,
     as_found,
     expert_name_warnings,
@@ -28,21 +28,30 @@ from ptqpipe.containers._config import (
     structure,
     without_quantization,
 )
-from ptqpipe.containers._config_groups import as_written_today, check_formats, group_faults, lists, resolver
-from ptqpipe.containers._integers import (
+from ptqpipe.checkpoint.layouts._config_groups import as_written_today, check_formats, group_faults, lists, resolver
+from ptqpipe.checkpoint.layouts._integers import (
     described_integers,
     integer_parts,
     integer_stacks,
     stored_integers,
     stored_stack,
 )
-from ptqpipe.containers._patterns import name_patterns
-from ptqpipe.containers._rotations import described_rotations, stored_rotations
-from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target, schemes_of
+from ptqpipe.checkpoint.layouts._patterns import name_patterns
+from ptqpipe.checkpoint.layouts._rotations import described_rotations, stored_rotations
+from ptqpipe.checkpoint.layouts._types import (
+    ConfigFiles,
+    ConfigRequest,
+    Names,
+    Part,
+    Role,
+    StoredWeight,
+    Target,
+    schemes_of,
+)
+from ptqpipe.checkpoint.tensor_names import experts_of
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import FORMATS, Format
 from ptqpipe.numerics.schemes import Abilities, Activation, KvCache, Scheme
-from ptqpipe.tensor_names import experts_of
 
 QUANT_METHOD = "compressed-tensors"
 ABILITIES = Abilities(rotation=True, kv_cache=KvCache(r"\1.\2_scale", written=True))

@@ -7,13 +7,13 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ptqpipe.containers._codec import FLOAT_SCALES
-from ptqpipe.containers._lists import wholes
-from ptqpipe.containers._types import Names, Part, Role, Target
+from ptqpipe.checkpoint.layouts._codec import FLOAT_SCALES
+from ptqpipe.checkpoint.layouts._lists import wholes
+from ptqpipe.checkpoint.layouts._types import Names, Part, Role, Target
+from ptqpipe.checkpoint.tensor_names import experts_of
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.schemes import SCHEMES, Activation, Scheme
-from ptqpipe.tensor_names import experts_of
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 """ModelOpt's own config file, which describes the quantization once more, or alone."""

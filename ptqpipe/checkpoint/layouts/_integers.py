@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ptqpipe.containers._codec import FLOAT_SCALES, scale_dtype
-from ptqpipe.containers._config import FLOAT_MODEL, check_parts, matrix_shape, scheme_for, stored_grid
-from ptqpipe.containers._types import Load, Names, Part, Role, StoredWeight
+from ptqpipe.checkpoint.layouts._codec import FLOAT_SCALES, scale_dtype
+from ptqpipe.checkpoint.layouts._config import FLOAT_MODEL, check_parts, matrix_shape, scheme_for, stored_grid
+from ptqpipe.checkpoint.layouts._types import Load, Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import CODECS, WHOLE, Format, unpack
 from ptqpipe.numerics.qtensor import QTensor

@@ -8,8 +8,9 @@ same: vLLM and SGLang prefer the first, TensorRT-LLM the second. Knows the layou
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ptqpipe.containers._codec import with_scale_dtype
-from ptqpipe.containers._config import (
+from ptqpipe.checkpoint.json_values import short_json
+from ptqpipe.checkpoint.layouts._codec import with_scale_dtype
+from ptqpipe.checkpoint.layouts._config import (
     FLOAT_MODEL,
     HF_QUANT_CONFIG,
     as_found,
@@ -26,13 +27,12 @@ from ptqpipe.containers._config import (
     structure,
     without_quantization,
 )
-from ptqpipe.containers._lists import Lists, by_wildcards, called, components, is_head, listed
-from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
+from ptqpipe.checkpoint.layouts._lists import Lists, by_wildcards, called, components, is_head, listed
+from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
+from ptqpipe.checkpoint.tensor_names import experts_of
 from ptqpipe.errors import CheckpointError, FormatError
-from ptqpipe.json_values import short_json
 from ptqpipe.numerics.formats import FORMATS, Format, get_format
 from ptqpipe.numerics.schemes import Abilities, Activation, KvCache, Scheme
-from ptqpipe.tensor_names import experts_of
 
 QUANT_METHOD = "modelopt"
 ABILITIES = Abilities(

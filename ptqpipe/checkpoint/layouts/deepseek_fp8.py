@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ptqpipe.containers._config import expert_name_warnings, quantization_config, sglang_scale_warnings
-from ptqpipe.containers._scale_inv import ScaleInv, stored_weights_of
-from ptqpipe.containers._types import ConfigRequest, Names, Part, StoredWeight, Target, schemes_of
+from ptqpipe.checkpoint.layouts._config import expert_name_warnings, quantization_config, sglang_scale_warnings
+from ptqpipe.checkpoint.layouts._scale_inv import ScaleInv, stored_weights_of
+from ptqpipe.checkpoint.layouts._types import ConfigRequest, Names, Part, StoredWeight, Target, schemes_of
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import FORMATS, Format
 from ptqpipe.numerics.schemes import Abilities, Activation, Scheme, get_scheme

@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ptqpipe.containers._config import HF_QUANT_CONFIG, quantization_config
-from ptqpipe.containers._types import ConfigFiles, Container, Part, Role
+from ptqpipe.checkpoint.layouts._config import HF_QUANT_CONFIG, quantization_config
+from ptqpipe.checkpoint.layouts._types import ConfigFiles, Container, Part, Role
 
 _NAME = re.compile(r"(.*?)\.(?:[kv]_proj\.)?([kv])_scale")
 _ANY = re.compile(r"(.*?)\.(?:[kvq]_proj\.)?([kvq])_scale")
