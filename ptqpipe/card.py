@@ -17,9 +17,9 @@ import yaml
 from ptqpipe.checkpoint import hub_name, name_of, write_file
 from ptqpipe.checkpoint.regular_file import read_regular
 from ptqpipe.errors import one_line
+from ptqpipe.models.source import Source
 from ptqpipe.record import text_data
 from ptqpipe.run.quantities import disk_size
-from ptqpipe.source import Source
 
 CARD = "README.md"
 ORIGINAL = "README.original.md"  # the source's card, where it is another's and not large

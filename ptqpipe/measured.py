@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ptqpipe.models.source import Source, SourceRows, row_runs
 from ptqpipe.numerics.formats import Format, unpack
 from ptqpipe.numerics.global_scale import absmax_divisor, absmax_global
 from ptqpipe.numerics.kernels.decoding import decoded, same_numbers
@@ -29,7 +30,6 @@ from ptqpipe.numerics.qtensor import (
 )
 from ptqpipe.numerics.search.enlarged import enlarge
 from ptqpipe.numerics.search.proof import Optimality, chosen_scale, cost, prove
-from ptqpipe.source import Source, SourceRows, row_runs
 
 _SAMPLE_RUNS = 4
 _EXACT = 1e-12  # a relative MSE below float32 rounding

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from ptqpipe.checkpoint.layouts import Container, StoredWeight, kv_scale
 from ptqpipe.errors import UsageError
+from ptqpipe.models.slices import Member, Slice
+from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.schemes import Abilities, get_scheme
 from ptqpipe.plan import make_plan
 from ptqpipe.recipe import Recipe, Rule
-from ptqpipe.slices import Member, Slice
-from ptqpipe.source import Source, SourceRows
 
 
 @dataclass(frozen=True, slots=True)

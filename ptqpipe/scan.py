@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ptqpipe.algorithms import total_error
+from ptqpipe.models.source import Source, SourceRows, row_runs
 from ptqpipe.numerics.formats import Codec, Format
 from ptqpipe.numerics.global_scale import (
     SAMPLE_ALL,
@@ -26,7 +27,6 @@ from ptqpipe.numerics.global_scale import (
 )
 from ptqpipe.numerics.qtensor import Illegal, QTensor, check_finite, illegal_numbers, scale_values, to_blocks
 from ptqpipe.report import Codes, ScaleChoice, WorstBlock
-from ptqpipe.source import Source, SourceRows, row_runs
 
 ABSMAX = "abs-max"
 STORED = "as stored"

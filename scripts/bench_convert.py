@@ -190,9 +190,9 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
 
     from ptqpipe.algorithms import rtn
     from ptqpipe.algorithms.unit import Task
+    from ptqpipe.models.source import SourceRows
     from ptqpipe.recipe import RecipeOptions
     from ptqpipe.rewriting import QuantizeUnit
-    from ptqpipe.source import SourceRows
     from ptqpipe.stages.convert.prepare import prepare
 
     torch.set_num_threads(1)

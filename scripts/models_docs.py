@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.families import COMMON, FAMILIES, Fact
-from ptqpipe.readers import READERS
+from ptqpipe.models.families import COMMON, FAMILIES, Fact
+from ptqpipe.models.reader_facts import READERS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 HEAD = """# Model families
 
 What ptqpipe knows about model families beyond tensor names and shapes. `python scripts/models_docs.py` writes this
-page from `ptqpipe/families/table.py`, which `convert`, `verify`, `plan`, `calibrate` and `transform` also use. A family
+page from `ptqpipe/models/families/table.py`, which `convert`, `verify`, `plan`, `calibrate` and `transform` also use. A family
 without a row here is converted by the rules for every model.
 
 Every row is tested with a tiny model in its vendor's layout: `convert`, `verify --source` and, if transformers supports

@@ -26,6 +26,7 @@ from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import PtqError
 from ptqpipe.evaluation.result import read_result
 from ptqpipe.evaluation.text import read_text as read_tokens
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.plan import make_plan
 from ptqpipe.recipe import Recipe
@@ -34,7 +35,6 @@ from ptqpipe.record import read_record
 from ptqpipe.rounding import Rounding
 from ptqpipe.rows import read_rows
 from ptqpipe.runtime.loading import load_tokenizer, read_config, read_generation_config
-from ptqpipe.source import Source
 from ptqpipe.stages.evaluate.text import check_target
 from ptqpipe.stages.inspect import inspect, render as render_inspected, to_json as inspected_json
 from ptqpipe.statistics import Statistics

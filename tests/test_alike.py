@@ -3,7 +3,7 @@
 import pytest
 
 from ptqpipe.checkpoint.patterns import alike
-from ptqpipe.families import COMMON, FAMILIES
+from ptqpipe.models.families import COMMON, FAMILIES
 from ptqpipe.recipe import matches
 
 NAMES = [

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from ptqpipe.cli import main
 from ptqpipe.errors import PtqError
-from ptqpipe.families import check_config, doubts
+from ptqpipe.models.families import check_config, doubts
 from ptqpipe.stages.serve.run import ServeOptions, serving
 from tests import families, processors, tiny
 from tests.engine import images

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from ptqpipe.models.reader_facts import READERS, evidence
 from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.readers import READERS, evidence
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError
-from ptqpipe.families import check_config, doubts, misfits
+from ptqpipe.models.families import check_config, doubts, misfits
+from ptqpipe.models.source import Source
 from ptqpipe.runtime import expected
 from ptqpipe.runtime.expected import unlike_model
-from ptqpipe.source import Source
 from tests import families, family_rows, tiny
 
 Tensors = dict[str, torch.Tensor]

@@ -13,7 +13,7 @@ import torch
 
 import ptqpipe
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.families import (
+from ptqpipe.models.families import (
     FAMILIES,
     Family,
     facts_of,

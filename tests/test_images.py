@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from ptqpipe.errors import UsageError
-from ptqpipe.images import decode_images, digest_of, read_image, split_content
+from ptqpipe.models.images import decode_images, digest_of, read_image, split_content
 from ptqpipe.rows import Messages, row_tokens
 from tests.processors import data_uri, picture, png
 

@@ -10,8 +10,8 @@ import pytest
 
 import ptqpipe
 from ptqpipe.errors import UsageError
-from ptqpipe.families import family_of
-from ptqpipe.readers import READERS
+from ptqpipe.models.families import family_of
+from ptqpipe.models.reader_facts import READERS
 from tests import families, family_rows
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,7 +11,7 @@ import pytest
 from ptqpipe.checkpoint.layouts import get_container
 from ptqpipe.checkpoint.patterns import Expression
 from ptqpipe.errors import CheckpointError, RecipeError
-from ptqpipe.families import DEFAULT_KEEP
+from ptqpipe.models.families import DEFAULT_KEEP
 from ptqpipe.recipe import matches
 from ptqpipe.recipe.model import check_pattern
 

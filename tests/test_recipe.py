@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import FormatError, RecipeError, UsageError
-from ptqpipe.families import DEFAULT_FUSE, Keep
+from ptqpipe.models.families import DEFAULT_FUSE, Keep
 from ptqpipe.numerics.schemes import SCHEMES, get_scheme
 from ptqpipe.options import CheckpointOptions, CodeOptions, described, recipe_fields, recipe_path
 from ptqpipe.recipe import (

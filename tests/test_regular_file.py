@@ -16,11 +16,11 @@ from ptqpipe.checkpoint.regular_file import read_regular, read_regular_text
 from ptqpipe.errors import PtqError
 from ptqpipe.evaluation.result import read_result
 from ptqpipe.evaluation.text import read_text
+from ptqpipe.models.source import Source
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.rounding import Rounding
 from ptqpipe.rows import read_rows
 from ptqpipe.runtime.loading import load_tokenizer, read_config
-from ptqpipe.source import Source
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.serve.checks import read_template
 from ptqpipe.statistics import Statistics

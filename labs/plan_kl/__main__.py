@@ -25,11 +25,11 @@ from ptqpipe.calibration.store import OUTPUTS_FILE
 from ptqpipe.evaluation.cache import KeptLogits
 from ptqpipe.evaluation.scores import score
 from ptqpipe.evaluation.text import read_text
+from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.kernels.cpu_library import processor
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime.find_weight import find_place
 from ptqpipe.runtime.loading import load_model, load_tokenizer
-from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed
 from ptqpipe.stages.plan.units import DEFAULT_FORMATS, KEEP
 from ptqpipe.statistics import STATS_FILE

@@ -29,8 +29,8 @@ from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.reverse import draw_labels, reverse
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
+from ptqpipe.models.source import Source
 from ptqpipe.runtime.loading import load_model
-from ptqpipe.source import Source
 from ptqpipe.stages.plan.metric import ByTokens, ByWindows
 
 

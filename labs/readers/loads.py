@@ -49,7 +49,7 @@ def tensors_of(folder: Path) -> Tensors:
 def tensors_of_drafts(folder: Path) -> Tensors:
     """Those of the multi-token prediction layer alone, without its number, which readers' models for drafts do not
     have. Its copies of the embedding and the head are left out: these models share the main one's."""
-    from ptqpipe.families import mtp_layer
+    from ptqpipe.models.families import mtp_layer
 
     layer = mtp_layer(json.loads((folder / "config.json").read_text()))
     found = {name.replace(layer, "drafts.").replace(".experts.", ".experts_"): value
@@ -252,7 +252,7 @@ def family_models(kinds: Iterable[str], scratch: Path, *, drafts: bool = False) 
 
 def outputs_of(reader: str) -> list[str]:
     """SCHEME@CONTAINER of everything that ``convert --for`` writes for a reader."""
-    from ptqpipe.readers import READERS
+    from ptqpipe.models.reader_facts import READERS
 
     return [f"{scheme}@{container}" for scheme, found in READERS[reader].items() for container in found]
 

@@ -14,7 +14,7 @@ from itertools import permutations
 
 import torch
 
-from ptqpipe.slices import Member
+from ptqpipe.models.slices import Member
 
 _EXPERT = re.compile(r"(?<=\.)\d+(?=\.[^.]*(\.weight)?$)")
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import CheckpointError, first_line, is_no_memory, one_line
+from ptqpipe.models.language_model import with_cache
 from ptqpipe.runtime.creating import WITHOUT_RUN
-from ptqpipe.runtime.language_model import with_cache
 
 Arguments = list[tuple[tuple[Any, ...], dict[str, Any]]]
 """What each block is given beside hidden states: by place, and by name."""

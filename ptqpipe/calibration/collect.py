@@ -16,7 +16,7 @@ from ptqpipe.calibration.experts import SIDES, gate_and_up, is_product, is_stack
 from ptqpipe.calibration.moments import LARGEST, RunningMoments
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import not_finite
-from ptqpipe.families import Family, family_of
+from ptqpipe.models.families import Family, family_of
 from ptqpipe.runtime.experts import first_stack, is_turned
 from ptqpipe.statistics import of_all_experts
 

@@ -24,7 +24,7 @@ import torch
 
 from ptqpipe.checkpoint import file_sha256
 from ptqpipe.errors import UsageError
-from ptqpipe.images import decode_images, digest_of, read_image, split_content
+from ptqpipe.models.images import decode_images, digest_of, read_image, split_content
 from ptqpipe.rows import (
     Messages,
     Notes,

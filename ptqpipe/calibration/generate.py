@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import UsageError, not_finite
-from ptqpipe.runtime.language_model import cache_name
+from ptqpipe.models.language_model import cache_name
 from ptqpipe.runtime.loading import check_length
 
 DRAWN = -1  # a token that the model is still to choose

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import UsageError, not_finite
-from ptqpipe.runtime.language_model import cache_name
+from ptqpipe.models.language_model import cache_name
 
 _PLAIN = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _WATCHED = _PLAIN | {"attention", "hybrid"}  # beside layers, or parts of one, of other kinds

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import CheckpointError, first_line, is_no_memory, missing_package
-from ptqpipe.families import check_experts
-from ptqpipe.runtime.creating import WITHOUT_RUN, empty_model, lacks, other_shape, quiet
-from ptqpipe.runtime.language_model import (
+from ptqpipe.models.families import check_experts
+from ptqpipe.models.language_model import (
     causal_model_of,
     image_model_of,
     image_parts,
@@ -26,10 +25,11 @@ from ptqpipe.runtime.language_model import (
     lacks_head,
     without_head,
 )
+from ptqpipe.models.source import Source
+from ptqpipe.runtime.creating import WITHOUT_RUN, empty_model, lacks, other_shape, quiet
 from ptqpipe.runtime.loading import config_of
 from ptqpipe.runtime.mtp import add_mtp, find_mtp
 from ptqpipe.runtime.state import LazyTensor, lazy_state
-from ptqpipe.source import Source
 
 MTP = "mtp"  # the name of the multi-token prediction layer in the model
 

@@ -10,6 +10,7 @@ the *kept* ones, with the reason. No weight is read. The plan must not know how 
 """
 
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
+from ptqpipe.models.slices import Member, Slice
 from ptqpipe.plan.make import (
     check_ignored,
     conv1d_leaves,
@@ -19,4 +20,3 @@ from ptqpipe.plan.make import (
     unmatched_patterns,
 )
 from ptqpipe.plan.types import Kept, Plan, Unit
-from ptqpipe.slices import Member, Slice

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ptqpipe.errors import RecipeError
-from ptqpipe.families import output_rows
+from ptqpipe.models.families import output_rows
+from ptqpipe.models.slices import Member, Shapes
 from ptqpipe.recipe import Rule
-from ptqpipe.slices import Member, Shapes
 
 
 def fused_groups(candidates: Mapping[str, Member], fuse: Sequence[Sequence[str]]) -> list[list[str]]:

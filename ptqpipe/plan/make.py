@@ -13,7 +13,8 @@ from typing import Any
 
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError, did_you_mean
-from ptqpipe.families import OUTSIDE, check_config, family_of, head_counts, uncounted_layers
+from ptqpipe.models.families import OUTSIDE, check_config, family_of, head_counts, uncounted_layers
+from ptqpipe.models.slices import Member, Shapes, Slice
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.schemes import Abilities, Scheme
 from ptqpipe.plan.groups import (
@@ -25,7 +26,6 @@ from ptqpipe.plan.groups import (
 )
 from ptqpipe.plan.types import Kept, Plan, Unit
 from ptqpipe.recipe import BY_RECIPE, IGNORED, Recipe, Rule, matches
-from ptqpipe.slices import Member, Shapes, Slice
 
 # Stacks of Granite and JetMoE: a gate's and an up part's rows, and what follows them.
 _LINEARS = ("input_linear", "output_linear")

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from ptqpipe.models.slices import Member
 from ptqpipe.numerics.schemes import Scheme
 from ptqpipe.recipe import Rule
-from ptqpipe.slices import Member
 
 
 @dataclass(frozen=True, slots=True)

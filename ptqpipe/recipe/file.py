@@ -22,7 +22,7 @@ import yaml
 
 from ptqpipe.checkpoint.regular_file import MAX_RECIPE_BYTES, read_regular_text
 from ptqpipe.errors import PtqError, RecipeError, UsageError, did_you_mean, one_line, read_failure
-from ptqpipe.families import DEFAULT_KEEP, Keep
+from ptqpipe.models.families import DEFAULT_KEEP, Keep
 from ptqpipe.numerics.schemes import SCHEMES, get_scheme
 from ptqpipe.options import ALGORITHMS, RecipeOptions
 from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Recipe, Rule

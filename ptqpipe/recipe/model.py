@@ -15,7 +15,7 @@ from typing import Any
 
 from ptqpipe.checkpoint.patterns import alike, expression
 from ptqpipe.errors import PtqError, RecipeError, UsageError, one_line
-from ptqpipe.families import DEFAULT_FUSE, DEFAULT_KEEP, Fact, Keep, facts_of, fuse_of
+from ptqpipe.models.families import DEFAULT_FUSE, DEFAULT_KEEP, Fact, Keep, facts_of, fuse_of
 from ptqpipe.numerics.schemes import MIXED, ROTATION_BLOCKS, Activation, LowRank, Scheme, get_scheme
 from ptqpipe.options import INPUT_AMAX, CheckpointOptions, CodeOptions, check_options
 

@@ -20,6 +20,8 @@ from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.layouts import WHOLE_ROLES, Part, Role, encode_part, part_offset
 from ptqpipe.errors import NumericsError
 from ptqpipe.measured import Changes, certificate, changes_of, counting
+from ptqpipe.models.slices import Member
+from ptqpipe.models.source import Scratch, Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.plan import Unit
 from ptqpipe.rewriting.consume import Consumed
@@ -30,8 +32,6 @@ from ptqpipe.rewriting.run import CopyTensor, Rewrite, merged, named_source, wri
 from ptqpipe.rewriting.units import learned_codes, low_rank_bytes, quantize_unit
 from ptqpipe.rounding import TRAINED_REASON, Rounding
 from ptqpipe.run.machine import Share
-from ptqpipe.slices import Member
-from ptqpipe.source import Scratch, Source, SourceRows
 from ptqpipe.statistics import Statistics
 
 # A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.

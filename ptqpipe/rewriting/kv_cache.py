@@ -14,10 +14,10 @@ from ptqpipe.algorithms import fp8_scale
 from ptqpipe.checkpoint import CheckpointWriter, TensorSpec
 from ptqpipe.checkpoint.layouts import Container, container_names, get_container, kv_scale, quantization_config
 from ptqpipe.errors import NumericsError, UsageError
-from ptqpipe.families import in_mtp_layers, language_config, mtp_layer, outside_language_model
+from ptqpipe.models.families import in_mtp_layers, language_config, mtp_layer, outside_language_model
+from ptqpipe.models.source import Source
 from ptqpipe.rewriting.run import write_whole
 from ptqpipe.run.machine import Job
-from ptqpipe.source import Source
 from ptqpipe.statistics import Statistics
 
 CACHE_REASON = "scale of the FP8 kv cache"

@@ -21,14 +21,14 @@ from ptqpipe.algorithms.columns import has_block_scales
 from ptqpipe.checkpoint import OF_WEIGHTS, name_of
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.inputs import OUT_ROWS, Moments
+from ptqpipe.models.slices import Member
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.plan import Plan, Unit
 from ptqpipe.recipe import Recipe
 from ptqpipe.rewriting.outputs import corrected_biases
 from ptqpipe.rounding import Rounding
-from ptqpipe.slices import Member
-from ptqpipe.source import Source
 from ptqpipe.statistics import KnownInputs, Statistics
 
 OUTPUT_BYTES = 36  # for each number of the moments of gradients, as read and as they are factored

@@ -32,17 +32,17 @@ from ptqpipe.checkpoint.layouts import (
 )
 from ptqpipe.checkpoint.tensor_names import experts_of
 from ptqpipe.errors import CheckpointError, NumericsError, UnfitFormat, UsageError
-from ptqpipe.families import UNLIKE_EXPERTS, Fact, fails_either_way, family_of
+from ptqpipe.models.families import UNLIKE_EXPERTS, Fact, fails_either_way, family_of
+from ptqpipe.models.reader_facts import check_experts, check_rotation
+from ptqpipe.models.slices import Member
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.plan import Kept, Plan, Unit, make_plan
-from ptqpipe.readers import check_experts, check_rotation
 from ptqpipe.recipe import Recipe, failing_facts
 from ptqpipe.rewriting.kv_cache import WriteCacheScales, cache_specs, config_with_cache
 from ptqpipe.rewriting.run import CopyTensor, write_whole
 from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.run.machine import Job
-from ptqpipe.slices import Member
-from ptqpipe.source import Source
 
 BIAS_REASON = "bias corrected by the mean error of its weight"
 

@@ -36,7 +36,8 @@ from ptqpipe.checkpoint import (
     sealed,
 )
 from ptqpipe.errors import OutputError
-from ptqpipe.families import check_config
+from ptqpipe.models.families import check_config
+from ptqpipe.models.source import Source
 from ptqpipe.run.machine import (
     BASE_BYTES,
     WORKER_BYTES,
@@ -52,7 +53,6 @@ from ptqpipe.run.machine import (
     run_jobs,
 )
 from ptqpipe.run.quantities import disk_size, memory_size
-from ptqpipe.source import Source
 
 
 @dataclass(frozen=True, slots=True)

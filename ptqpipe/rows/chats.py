@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ptqpipe.errors import UsageError
-from ptqpipe.images import has_image
+from ptqpipe.models.images import has_image
 
 _ROLES, _CONTENTS = ("role", "from"), ("content", "value")
 _ROLE_OF = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from ptqpipe.checkpoint.regular_file import kind_of
 from ptqpipe.errors import UsageError
-from ptqpipe.images import has_image
+from ptqpipe.models.images import has_image
 from ptqpipe.rows.chats import Messages, is_turn
 from ptqpipe.rows.files import TABLES, dataset_rows, stored_rows, suffix_of
 from ptqpipe.rows.names import check_there

@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ptqpipe.chat_template import TemplateError, render
 from ptqpipe.errors import UsageError, tokenizer_errors
+from ptqpipe.models.chat_template import TemplateError, render
 from ptqpipe.rows.chats import Messages, text_in
 from ptqpipe.rows.forms import Notes, shows_images
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ptqpipe.errors import UsageError
-from ptqpipe.images import has_image
+from ptqpipe.models.images import has_image
 from ptqpipe.rows.chats import Messages, is_turn, messages_of, spoken, turns_of
 
 CHATS = ("messages", "conversations", "conversation")

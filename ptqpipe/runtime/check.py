@@ -7,13 +7,13 @@ of its ranks in the middle of loading. Reads no weight.
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.families import check_experts
+from ptqpipe.models.families import check_experts
+from ptqpipe.models.language_model import causal_model_of, keep_language_model
+from ptqpipe.models.source import Source
 from ptqpipe.runtime.creating import empty_model
 from ptqpipe.runtime.fill import completed, decide
-from ptqpipe.runtime.language_model import causal_model_of, keep_language_model
 from ptqpipe.runtime.loading import read_config, read_generation_config
 from ptqpipe.runtime.parallel import TensorParallel
-from ptqpipe.source import Source
 
 
 def check_load(ckpt: Path | str, *, tp: int = 1, packed: bool = True) -> Any:

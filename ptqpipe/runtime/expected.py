@@ -15,11 +15,11 @@ import torch
 
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.errors import PtqError
-from ptqpipe.families import in_mtp_layers, is_plain_decoder, layer_count, misfits, uncounted_layers
+from ptqpipe.models.families import in_mtp_layers, is_plain_decoder, layer_count, misfits, uncounted_layers
+from ptqpipe.models.source import Source
 from ptqpipe.runtime.creating import create_config, quiet
 from ptqpipe.runtime.fill import completed, instead_of_files
 from ptqpipe.runtime.state import parameter_names
-from ptqpipe.source import Source
 
 _MOST_LAYERS = 1000  # that a model is built of
 _MOST_TENSORS = 5000  # that transformers takes in in a second; experts one by one are many more

@@ -17,10 +17,11 @@ import torch
 
 from ptqpipe.checkpoint.layouts import StoredWeight
 from ptqpipe.errors import UsageError
-from ptqpipe.families import in_mtp_layers
+from ptqpipe.models.families import in_mtp_layers
+from ptqpipe.models.language_model import lacks_head, without_head
+from ptqpipe.models.source import Source
 from ptqpipe.runtime.activations import GROUP, InputQuantizer
 from ptqpipe.runtime.creating import other_shape
-from ptqpipe.runtime.language_model import lacks_head, without_head
 from ptqpipe.runtime.linear import PackedLinear
 from ptqpipe.runtime.names import Home, Homes, with_expert_names
 from ptqpipe.runtime.parallel import TensorParallel
@@ -28,7 +29,6 @@ from ptqpipe.runtime.replace import PackedPlace, packed_places
 from ptqpipe.runtime.shard import ShardPlan, axis_of, connect, is_transposed, make_plan, shrink
 from ptqpipe.runtime.simulate import input_quantizer, simulate_activations, simulate_kv_cache
 from ptqpipe.runtime.state import LazyTensor, Region, lazy_state, parameter_names
-from ptqpipe.source import Source
 
 Progress = Callable[[int, int], None]
 """(bytes of weights read so far, bytes in all), as they lie in the files: called after each weight, from any thread. An

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import CheckpointError
-from ptqpipe.slices import Member
+from ptqpipe.models.slices import Member
 
 
 def find_place(model: Any, member: Member, w: torch.Tensor) -> torch.Tensor:

@@ -34,11 +34,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ptqpipe.checkpoint.layouts import container_names, get_container, has_integers
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.models.source import Source
 from ptqpipe.runtime.creating import no_place
 from ptqpipe.runtime.fill import Filling, override_loading, prepare
 from ptqpipe.runtime.linear import PackedLinear
 from ptqpipe.runtime.parallel import AllReduce, TensorParallel
-from ptqpipe.source import Source
 
 METHOD = "ptqpipe"
 _CONTAINERS = {

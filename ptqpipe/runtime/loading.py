@@ -28,13 +28,13 @@ from ptqpipe.errors import (
     missing_package,
     one_line,
 )
-from ptqpipe.families import check_experts
+from ptqpipe.models.families import check_experts
+from ptqpipe.models.language_model import causal_model_of, keep_language_model, named_model_of
+from ptqpipe.models.source import Source
 from ptqpipe.runtime.creating import create_config, creating, lacks, no_place, other_shape, quiet
 from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare
-from ptqpipe.runtime.language_model import causal_model_of, keep_language_model, named_model_of
 from ptqpipe.runtime.mtp import add_mtp, find_mtp, require_mtp
 from ptqpipe.runtime.parallel import AllReduce, TensorParallel
-from ptqpipe.source import Source
 
 ActivationMode = Literal["simulated", "none"]
 _LONGEST = "max_position_embeddings"

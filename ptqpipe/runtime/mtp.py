@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.families import Mtp, family_of, layer_count
-from ptqpipe.runtime.language_model import with_cache
-from ptqpipe.source import Source
+from ptqpipe.models.families import Mtp, family_of, layer_count
+from ptqpipe.models.language_model import with_cache
+from ptqpipe.models.source import Source
 
 
 class MtpLayer(torch.nn.Module):

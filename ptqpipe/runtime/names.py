@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from ptqpipe.runtime.language_model import left_out_of
+from ptqpipe.models.language_model import left_out_of
 
 _FIRST_EXPERT = re.compile(r"\.experts\.0\.((gate|up|down)_proj|w[123])\.weight$")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")

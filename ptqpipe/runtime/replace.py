@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.creating import other_shape
@@ -20,7 +21,6 @@ from ptqpipe.runtime.linear import PackedLinear, Stacked, side_by_side
 from ptqpipe.runtime.names import Home
 from ptqpipe.runtime.shard_read import read_part
 from ptqpipe.runtime.state import Region
-from ptqpipe.source import Source
 
 Quantizers = Mapping[str, tuple[InputQuantizer, ...]]
 

@@ -13,10 +13,10 @@ import torch
 from ptqpipe.checkpoint import CheckpointReader, bytes_of
 from ptqpipe.checkpoint.layouts import Part, Role, StoredWeight, decode_low_rank, part_bytes, scale_codes
 from ptqpipe.errors import FormatError
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.runtime.scales import check_scales
-from ptqpipe.source import Source
 
 Range = tuple[int, int]
 

@@ -20,13 +20,13 @@ import torch
 
 from ptqpipe.checkpoint.layouts import Role, StoredWeight, kv_scale_place, quantization_config
 from ptqpipe.errors import CheckpointError, PtqWarning, UsageError
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.runtime.activations import InputQuantizer, round_to_e4m3
 from ptqpipe.runtime.experts import experts_forward, float_project, is_experts
 from ptqpipe.runtime.names import Home
 from ptqpipe.runtime.scales import check_positive
 from ptqpipe.runtime.shard import Cut
-from ptqpipe.source import Source
 
 
 def simulate_activations(

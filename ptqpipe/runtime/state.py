@@ -13,8 +13,8 @@ from types import EllipsisType
 import torch
 
 from ptqpipe.checkpoint.layouts import kv_scale
+from ptqpipe.models.source import Source
 from ptqpipe.runtime.shard_read import Range, read_box, read_part
-from ptqpipe.source import Source
 
 Index = EllipsisType | slice | int | tuple[EllipsisType | slice | int, ...]
 

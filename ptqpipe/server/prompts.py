@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ptqpipe.chat_template import TemplateError, render
 from ptqpipe.engine import ContextTooLong, Images
 from ptqpipe.errors import UsageError, tokenizer_errors
-from ptqpipe.images import decode_images, digest_of, read_image, split_content
+from ptqpipe.models.chat_template import TemplateError, render
+from ptqpipe.models.images import decode_images, digest_of, read_image, split_content
 from ptqpipe.server.errors import ApiError
 from ptqpipe.server.logprobs import TokenNames
 from ptqpipe.server.schema import Message

@@ -16,6 +16,7 @@ from ptqpipe.checkpoint import RECORD_FILE, Paths, check_place, locked, output_e
 from ptqpipe.checkpoint.regular_file import read_json
 from ptqpipe.errors import CheckpointError, OutputExists
 from ptqpipe.evaluation import perplexity, score
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.recipe import RecipeOptions
@@ -24,7 +25,6 @@ from ptqpipe.rows import begin_token
 from ptqpipe.run.machine import Machine, one_thread_each
 from ptqpipe.run.quantities import disk_size, sqnr_db
 from ptqpipe.runtime.loading import load_model, load_tokenizer
-from ptqpipe.source import Source
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.convert.text import by_role

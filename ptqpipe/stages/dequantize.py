@@ -18,9 +18,9 @@ from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, Tenso
 from ptqpipe.checkpoint.dtypes import FLOATS
 from ptqpipe.checkpoint.layouts import DECODED_ROLES, Role, StoredWeight, kv_scale, without_quantization
 from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.models.source import Source
 from ptqpipe.rewriting import CopyTensor, Done, Rewrite, Run, merged, named_source, parts_of_stage, rewrite
 from ptqpipe.run.machine import Job, Share
-from ptqpipe.source import Source
 
 RUN_ELEMENTS = 1 << 20  # weights that are decoded at a time: their float32 and its temporaries take some 20 bytes each
 

@@ -20,10 +20,10 @@ from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.json_values import finite, json_differences
 from ptqpipe.checkpoint.layouts import HF_QUANT_CONFIG, Role, decode_input_global
 from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
+from ptqpipe.models.slices import Member, Slice
+from ptqpipe.models.source import Source, SourceRows, row_runs
 from ptqpipe.origins import Origins
 from ptqpipe.run.quantities import number, sqnr_db, table
-from ptqpipe.slices import Member, Slice
-from ptqpipe.source import Source, SourceRows, row_runs
 
 _ROUNDED = 1e-6  # a reciprocal's reciprocal may be the next float32
 SHOWN = 8  # lines of one kind that the text lists

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.models.reader_facts import READERS, evidence
 from ptqpipe.numerics.schemes import SCHEMES, Activation, Scheme
-from ptqpipe.readers import READERS, evidence
 from ptqpipe.run.quantities import table
 
 SHAPE = (4096, 4096)  # of the weight whose bits are told

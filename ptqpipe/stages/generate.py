@@ -12,11 +12,11 @@ from ptqpipe.calibration.data import HELD_SHARE, check_seed
 from ptqpipe.calibration.generate import Texts, check_windows, generate as windows_of, threads_for
 from ptqpipe.checkpoint import Finished, check_file, resolve_source, write_file
 from ptqpipe.errors import OutputExists, UsageError
+from ptqpipe.models.language_model import with_note
+from ptqpipe.models.source import Source
 from ptqpipe.rows import Notes, files_of, read_rows, row_tokens
 from ptqpipe.run.machine import Machine, compute_threads, counting_bar, peak_bytes, threads
-from ptqpipe.runtime.language_model import with_note
 from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load, load_tokenizer, read_config
-from ptqpipe.source import Source
 
 HOTTEST = 2.0
 TOKEN_BYTES = 8  # of a token and its comma in the file, at most, but for vocabularies of millions

@@ -23,13 +23,13 @@ from ptqpipe.checkpoint.layouts import (
 )
 from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
 from ptqpipe.errors import CheckpointError
-from ptqpipe.families import check_config, doubts
+from ptqpipe.models.families import check_config, doubts
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import Codec
 from ptqpipe.numerics.qtensor import scale_faults, used_blocks
 from ptqpipe.options import AUTO
 from ptqpipe.run.quantities import disk_size, number, scientific, table
 from ptqpipe.runtime.expected import unlike_model
-from ptqpipe.source import Source
 
 LEAST_SHARE = 0.01  # of blocks at the least or the largest scale: more is worth a line
 GLOBAL_SPREAD = 1000.0  # largest over smallest global scale of a role

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from ptqpipe.errors import UsageError, did_you_mean
-from ptqpipe.folding import ROTATIONS
+from ptqpipe.models.folding import ROTATIONS
 from ptqpipe.transforms.learn_rotations import BATCH, Learned, Reader, Rounding, learn
 from ptqpipe.transforms.problem import Consumer, Problem, Quantize, Solution, SolveOptions
 

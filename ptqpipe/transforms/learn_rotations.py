@@ -24,7 +24,7 @@ from functools import partial
 
 import torch
 
-from ptqpipe.folding.tensors import hadamard
+from ptqpipe.models.folding.tensors import hadamard
 from ptqpipe.transforms.problem import Quantize
 
 BATCH = 1536  # inputs of each reader that a step sees at most, and that are judged at once

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ptqpipe.folding.tensors import power_of_two
 from ptqpipe.inputs import InputStatistics
+from ptqpipe.models.folding.tensors import power_of_two
 
 Quantize = Callable[[torch.Tensor], torch.Tensor]
 """float32 [N, K] -> its decode after quantization, float32 [N, K]."""

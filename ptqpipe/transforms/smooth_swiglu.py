@@ -6,7 +6,7 @@ Exact in every float dtype, since every f is a power of two. alpha = 1 takes the
 and puts it into the columns of down_proj. Source: Fishman et al., 2024 (arXiv 2409.12517), there for training in FP8.
 """
 
-from ptqpipe.folding.tensors import power_of_two
+from ptqpipe.models.folding.tensors import power_of_two
 from ptqpipe.transforms.problem import Problem, Solution, SolveOptions, spread
 
 EDGES: tuple[str, ...] = ("up",)

@@ -17,6 +17,8 @@ from ptqpipe.calibration.gradients import Gradients, by_checkpoint
 from ptqpipe.calibration.paired import Known, quantized_inputs
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.store import BlockInputs
+from ptqpipe.models.slices import Member, Slice
+from ptqpipe.models.source import SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.options import ALGORITHMS
@@ -25,8 +27,6 @@ from ptqpipe.recipe import Rule
 from ptqpipe.rewriting import module_of, quantize_unit
 from ptqpipe.rewriting.conversion import Conversion, check_kept_alive
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.slices import Member, Slice
-from ptqpipe.source import SourceRows
 from ptqpipe.statistics import KnownInputs
 
 

@@ -17,13 +17,13 @@ from ptqpipe.checkpoint.dtypes import FLOATS
 from ptqpipe.checkpoint.layouts import Part, get_container, is_kv_scale, quantization_config
 from ptqpipe.errors import CheckpointError, PtqError, RecipeError
 from ptqpipe.measured import certificate
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.search import get_search
 from ptqpipe.plan import Plan, Unit, make_plan
 from ptqpipe.recipe import Recipe
 from ptqpipe.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of, self_faults
 from ptqpipe.rewriting import CACHE_REASON, corrected_biases, run_parts_of, with_reasons
 from ptqpipe.rounding import relative_change, trained_of
-from ptqpipe.source import Source
 from ptqpipe.verification.findings import Findings
 from ptqpipe.verification.structure import compare_decoded
 

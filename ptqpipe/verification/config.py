@@ -23,10 +23,10 @@ from ptqpipe.checkpoint.layouts import (
     without_quantization,
 )
 from ptqpipe.errors import PtqError
-from ptqpipe.families import check_config as check_names, doubts, facts_of, fails_either_way
+from ptqpipe.models.families import check_config as check_names, doubts, facts_of, fails_either_way
+from ptqpipe.models.source import Source
 from ptqpipe.plan import conv1d_leaves, is_matrix
 from ptqpipe.recipe import failing_facts, matches
-from ptqpipe.source import Source
 from ptqpipe.verification.findings import Findings
 
 _EMBEDDING = re.compile(r"embed|\bwte\b|\bwpe\b|norm|position", re.IGNORECASE)

@@ -17,8 +17,8 @@ from ptqpipe.checkpoint.layouts import (
     kv_scale_place,
 )
 from ptqpipe.checkpoint.tensor_names import expert_of, experts_of
-from ptqpipe.families import DEFAULT_FUSE, UNLIKE_EXPERTS, output_rows
-from ptqpipe.source import Source
+from ptqpipe.models.families import DEFAULT_FUSE, UNLIKE_EXPERTS, output_rows
+from ptqpipe.models.source import Source
 from ptqpipe.verification.findings import Findings
 
 _GLOBALS = (Role.GLOBAL, Role.GLOBAL_DIVISOR)

@@ -18,14 +18,14 @@ from ptqpipe.checkpoint.json_values import json_differences
 from ptqpipe.checkpoint.layouts import Role
 from ptqpipe.errors import CheckpointError
 from ptqpipe.measured import prove_joint
+from ptqpipe.models.slices import Member
+from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search.proof import Optimality
 from ptqpipe.plan import Unit
 from ptqpipe.record import Claim, Record, object_of, text_of
 from ptqpipe.rewriting import Outputs, QuantizedRows, correct_unit, outputs_of, quantize_unit
 from ptqpipe.rounding import trained_of
-from ptqpipe.slices import Member
-from ptqpipe.source import Source, SourceRows
 from ptqpipe.statistics import Statistics
 from ptqpipe.verification.claims import SUM_TOLERANCE, check_numbers, check_reasons, conversion_parts, recipe_of
 from ptqpipe.verification.findings import Findings

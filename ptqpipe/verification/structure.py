@@ -13,8 +13,8 @@ import torch
 
 from ptqpipe.checkpoint import NotFinite
 from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
+from ptqpipe.models.source import Source
 from ptqpipe.origins import Origins
-from ptqpipe.source import Source
 from ptqpipe.verification.files import changed
 from ptqpipe.verification.findings import Findings
 

@@ -16,13 +16,13 @@ import ptqpipe
 from ptqpipe.algorithms import Task, UnitResult, rtn
 from ptqpipe.algorithms.unit import LoadedWeight, joined
 from ptqpipe.errors import NumericsError
+from ptqpipe.models.slices import Slice
+from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.formats import FORMATS, pack
 from ptqpipe.numerics.kernels import cpu
 from ptqpipe.numerics.kernels.cpu_carry import NO_PLACE, fp4_places, fp4_to_nvfp4, value_of
 from ptqpipe.numerics.qtensor import QTensor, encode
 from ptqpipe.numerics.search import brute_force
-from ptqpipe.slices import Slice
-from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.verify.run import verify
 from tests import families, tiny
 

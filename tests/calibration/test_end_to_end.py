@@ -14,7 +14,7 @@ from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.whole import Whole
 from ptqpipe.errors import NumericsError
-from ptqpipe.source import Source
+from ptqpipe.models.source import Source
 from tests.calibration.models import make_model, make_windows
 from tests.calibration.test_rounding import correlated, quantized
 

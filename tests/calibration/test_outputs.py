@@ -23,10 +23,10 @@ from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError
+from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.rotation import rotated_weight
 from ptqpipe.rewriting.moments import module_of
 from ptqpipe.run.machine import Machine
-from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.calibrate import run as stage
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.plan import cost

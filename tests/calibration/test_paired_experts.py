@@ -13,8 +13,8 @@ from ptqpipe.calibration.paired import Known, kept_streams
 from ptqpipe.calibration.paired_experts import StackInputs
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
+from ptqpipe.models.source import Source
 from ptqpipe.runtime.experts import first_stack
-from ptqpipe.source import Source
 from tests.calibration.models import LAYERS, make_model, make_windows, whole_model_inputs
 
 EXPERTS = 4

@@ -164,7 +164,7 @@ def test_what_they_take_at_most_is_what_is_kept_of_every_input(tmp_path: Path, m
     """Of a layer: q, k, v, gate and up with inputs counted each, and the largest input once more while its parts are
     joined."""
     from ptqpipe.calibration.skeleton import Skeleton
-    from ptqpipe.source import Source
+    from ptqpipe.models.source import Source
 
     path = make_model(tmp_path / "model", "llama")
     with Source.open(path) as source:

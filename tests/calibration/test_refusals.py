@@ -9,8 +9,8 @@ import torch
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import CheckpointError, PtqError
+from ptqpipe.models.source import Source
 from ptqpipe.runtime.creating import creating
-from ptqpipe.source import Source
 from tests.calibration.models import make_model, make_windows
 
 NO_MEMORY = (

@@ -17,7 +17,7 @@ from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
 from ptqpipe.inputs import OUT_ROWS
-from ptqpipe.source import Source
+from ptqpipe.models.source import Source
 from tests import tiny
 from tests.calibration.models import make_model, make_windows
 

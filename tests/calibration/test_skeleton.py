@@ -11,7 +11,7 @@ from ptqpipe.calibration import runner
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import CheckpointError
-from ptqpipe.source import Source
+from ptqpipe.models.source import Source
 from tests import family_rows
 from tests.calibration.models import make_model, make_windows
 

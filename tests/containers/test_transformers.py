@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from ptqpipe.checkpoint.layouts import ConfigRequest, Target, decode, encode_part, get_container
 from ptqpipe.checkpoint.layouts._config import _NO_PER_EXPERT_NAMES, _ONLY_COMPRESSED_TENSORS
+from ptqpipe.models.reader_facts import READERS, evidence
 from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.readers import READERS, evidence
 from ptqpipe.runtime.hf import register, unregister
 from tests.containers.builders import Checkpoint, absmax, quantize
 

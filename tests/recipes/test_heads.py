@@ -11,10 +11,10 @@ import pytest
 
 from ptqpipe.cli import main
 from ptqpipe.errors import PtqError, UsageError
-from ptqpipe.families import in_mtp_layers
+from ptqpipe.models.families import in_mtp_layers
+from ptqpipe.models.reader_facts import READERS
 from ptqpipe.numerics.schemes import SCHEMES
 from ptqpipe.options import RecipeOptions
-from ptqpipe.readers import READERS
 from ptqpipe.recipe import load_recipe, matches, named_recipes
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.stages.convert.prepare import prepare

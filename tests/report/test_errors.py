@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.global_scale import absmax_global, sample_rows
 from ptqpipe.numerics.qtensor import encode
@@ -14,7 +15,6 @@ from ptqpipe.recipe import RecipeOptions
 from ptqpipe.report.content import Report
 from ptqpipe.report.html import render_html
 from ptqpipe.report.markdown import render_markdown
-from ptqpipe.source import Source
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.report.run import gather

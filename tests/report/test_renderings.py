@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from ptqpipe.models.source import Source
 from ptqpipe.report import errors, roles
 from ptqpipe.report.content import Report
 from ptqpipe.report.html import render_html
 from ptqpipe.report.markdown import render_markdown
 from ptqpipe.run.machine import Machine
-from ptqpipe.source import Source
 from ptqpipe.stages.report.run import gather
 from tests.report.pages import NASTY, Page
 

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ptqpipe
+from ptqpipe.models.source import Source
 from ptqpipe.runtime import load_model
-from ptqpipe.source import Source
 from tests.conftest import shared_folder
 from tests.runtime import ranks
 from tests.runtime.models import CONFIGS, TOKENS, quantized

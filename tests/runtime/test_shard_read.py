@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from ptqpipe.checkpoint.layouts import Role, StoredWeight
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import FormatError
+from ptqpipe.models.source import Source
 from ptqpipe.runtime.shard_read import Range, read_box, read_part
-from ptqpipe.source import Source
 from tests.runtime.models import quantized
 from tests.runtime.ranks import CountedReads
 

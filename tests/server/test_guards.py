@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ptqpipe import chat_template
 from ptqpipe.cli import main
 from ptqpipe.engine.engine import ContextTooLong
+from ptqpipe.models import chat_template
 from ptqpipe.server import guards
 from ptqpipe.server.errors import ApiError
 from ptqpipe.server.prompts import Prompts

@@ -10,10 +10,10 @@ import pytest
 
 from ptqpipe.engine.service import Service, State
 from ptqpipe.errors import PtqError
+from ptqpipe.models.source import Source
 from ptqpipe.runtime import load
 from ptqpipe.runtime.fill import watched
 from ptqpipe.server.run import bind, run
-from ptqpipe.source import Source
 from ptqpipe.stages.serve.facts import LINE_S, LoadingBar, facts_of, heading, instructions
 from tests.engine.models import DEMO
 

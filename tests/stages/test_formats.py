@@ -8,10 +8,10 @@ from click.testing import CliRunner
 
 from ptqpipe.checkpoint.layouts import container_names, get_container
 from ptqpipe.cli import main
-from ptqpipe.folding import ROTATIONS
+from ptqpipe.models.folding import ROTATIONS
+from ptqpipe.models.reader_facts import READERS
 from ptqpipe.numerics.schemes import SCHEMES
 from ptqpipe.numerics.search import search_names
-from ptqpipe.readers import READERS
 from ptqpipe.stages import formats
 from ptqpipe.transforms import SCALINGS
 

@@ -16,9 +16,9 @@ from ptqpipe.algorithms.knapsack import solve
 from ptqpipe.algorithms.metric import output_error
 from ptqpipe.cli import main
 from ptqpipe.errors import OutputError, UsageError
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import squared_error
 from ptqpipe.recipe import exact_patterns, load_recipe, matches
-from ptqpipe.source import Source
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed, write_recipe

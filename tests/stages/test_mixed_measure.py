@@ -8,11 +8,11 @@ import torch
 
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.scores import score
+from ptqpipe.models.slices import Member, Slice
+from ptqpipe.models.source import Source
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.runtime.find_weight import find_place
 from ptqpipe.runtime.loading import load_model
-from ptqpipe.slices import Member, Slice
-from ptqpipe.source import Source
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.plan.measure import Measurement

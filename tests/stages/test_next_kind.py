@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import ptqpipe
 from ptqpipe.cli import main
-from ptqpipe.kinds import continues_text
+from ptqpipe.models.kinds import continues_text
 from ptqpipe.stages.report.find import find_source
 from tests import tiny
 

@@ -13,11 +13,11 @@ import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
 from ptqpipe.inputs import InputStatistics, WeightGradients
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.source import Source
 from ptqpipe.stages.plan import cost
 from ptqpipe.stages.plan.metric import ByTokens, ByWindows
 from ptqpipe.stages.plan.units import Group, find_groups, schemes_of

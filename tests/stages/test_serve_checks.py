@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ptqpipe import chat_template
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, PtqError, UsageError
+from ptqpipe.models import chat_template
 from ptqpipe.run.processes import join_remedy
 from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.server.run import bind

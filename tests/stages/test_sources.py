@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.models.source import Source
 from ptqpipe.runtime.shard_read import read_part
-from ptqpipe.source import Source
 from ptqpipe.stages.dequantize import dequantize
 from ptqpipe.stages.verify.run import verify
 from tests import families, tiny

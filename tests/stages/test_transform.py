@@ -18,8 +18,8 @@ from ptqpipe.checkpoint import OF_WEIGHTS, TensorSpec
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.cli import main
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, PtqError, UsageError
+from ptqpipe.models.source import Source
 from ptqpipe.rewriting import Done
-from ptqpipe.source import Source
 from ptqpipe.stages.transform.factors import find_factors
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import _beyond, transform

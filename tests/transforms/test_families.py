@@ -13,11 +13,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from ptqpipe.errors import UsageError
-from ptqpipe.families import Norms
-from ptqpipe.families.table import FAMILIES
-from ptqpipe.folding import Structure, find_structure, move_factors, rotate_residual, rotate_values
-from ptqpipe.folding.structure import Norm
-from ptqpipe.folding.tensors import Op, apply
+from ptqpipe.models.families import Norms
+from ptqpipe.models.families.table import FAMILIES
+from ptqpipe.models.folding import Structure, find_structure, move_factors, rotate_residual, rotate_values
+from ptqpipe.models.folding.structure import Norm
+from ptqpipe.models.folding.tensors import Op, apply
 from ptqpipe.run.machine import Machine
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.transform.plan import TransformOptions

@@ -3,9 +3,20 @@
 import pytest
 import torch
 
-from ptqpipe.folding import BLOCKS
-from ptqpipe.folding.structure import Edge, Matrix, Norm
-from ptqpipe.folding.tensors import RUN, Op, Reset, Rotate, Scale, apply, hadamard, is_exact, move_factors, power_of_two
+from ptqpipe.models.folding import BLOCKS
+from ptqpipe.models.folding.structure import Edge, Matrix, Norm
+from ptqpipe.models.folding.tensors import (
+    RUN,
+    Op,
+    Reset,
+    Rotate,
+    Scale,
+    apply,
+    hadamard,
+    is_exact,
+    move_factors,
+    power_of_two,
+)
 
 
 def dense(size: int, start: int, length: int, block: int) -> torch.Tensor:

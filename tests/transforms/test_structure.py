@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from ptqpipe.errors import CheckpointError, PtqError, UsageError
-from ptqpipe.folding.find_structure import find_structure
-from ptqpipe.folding.structure import Edge, Matrix, Norm
+from ptqpipe.models.folding.find_structure import find_structure
+from ptqpipe.models.folding.structure import Edge, Matrix, Norm
 from tests import tiny
 
 CONFIG: dict[str, Any] = tiny.LLAMA_CONFIG

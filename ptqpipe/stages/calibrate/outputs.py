@@ -13,10 +13,10 @@ from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import BlockRecord, write_outputs
 from ptqpipe.checkpoint import BlockFolder
 from ptqpipe.checkpoint.tensor_names import layer_of
+from ptqpipe.models.source import Source
 from ptqpipe.origins import Origins
 from ptqpipe.run.machine import BASE_BYTES, Machine, Ranks, counting_bar
 from ptqpipe.runtime.compiled import pass_dtype
-from ptqpipe.source import Source
 
 
 def learned_from(samples: Samples, world: int, *, pairs: bool = False) -> Samples:

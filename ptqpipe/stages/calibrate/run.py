@@ -32,11 +32,11 @@ from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import OUTPUTS, BlockRecord, digest_of, is_of_outputs, outputs_of, pairs_of, write_block
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, check_place, name_of, resolve_source
 from ptqpipe.errors import UsageError
+from ptqpipe.models.language_model import takes_images, with_note
+from ptqpipe.models.source import Source
 from ptqpipe.run.machine import BASE_BYTES, Machine, Ranks, compute_threads, counting_bar, peak_bytes, threads
 from ptqpipe.run.quantities import counted, disk_size, memory_size
-from ptqpipe.runtime.language_model import takes_images, with_note
 from ptqpipe.runtime.loading import DTYPES, config_of, default_length
-from ptqpipe.source import Source
 from ptqpipe.stages.calibrate.outputs import collect_outputs, learned_from
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
 

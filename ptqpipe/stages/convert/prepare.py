@@ -15,7 +15,8 @@ from ptqpipe.checkpoint import check_disjoint, name_of, resolve_source
 from ptqpipe.checkpoint.adapter import ADAPTER_CONFIG
 from ptqpipe.checkpoint.layouts import get_container
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError
-from ptqpipe.families import doubts, facts_of, is_known
+from ptqpipe.models.families import doubts, facts_of, is_known
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.numerics.search import get_search
 from ptqpipe.options import ALGORITHMS, AUTO, CodeOptions
@@ -36,7 +37,6 @@ from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import ROUNDING_FILE, TRAINED_REASON, Rounding
 from ptqpipe.run.machine import without_collections
 from ptqpipe.runtime.expected import unlike_model
-from ptqpipe.source import Source
 from ptqpipe.statistics import Statistics
 
 _AGAIN = "leave out what differs, or tune again with the same --format, --recipe, --container and --ignore"

@@ -6,7 +6,7 @@ from typing import Any
 
 from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
 from ptqpipe.errors import one_line
-from ptqpipe.kinds import has_tokenizer, may_continue_text
+from ptqpipe.models.kinds import has_tokenizer, may_continue_text
 from ptqpipe.numerics.kernels import cpu
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.plan import pattern_hint, unmatched_patterns

@@ -22,11 +22,12 @@ from ptqpipe.evaluation.result import kl_row, perplexity_row, result_json, task_
 from ptqpipe.evaluation.scores import Scores, Window, score, windows
 from ptqpipe.evaluation.text import SAMPLE, SAMPLE_NAME, Text, read_text
 from ptqpipe.evaluation.tokens import Decode, beginnings, continued, kl_by_position, kl_histogram, worst_tokens
+from ptqpipe.models.language_model import with_note
+from ptqpipe.models.source import Source
 from ptqpipe.report.run_facts import run_facts
 from ptqpipe.rows import check_once
 from ptqpipe.run.machine import counting_bar
 from ptqpipe.run.quantities import disk_size, option_size
-from ptqpipe.runtime.language_model import with_note
 from ptqpipe.runtime.loading import (
     check_device,
     default_length,
@@ -36,7 +37,6 @@ from ptqpipe.runtime.loading import (
     positions_of,
     read_config,
 )
-from ptqpipe.source import Source
 
 
 @dataclass(frozen=True, slots=True)

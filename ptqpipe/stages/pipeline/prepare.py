@@ -12,17 +12,17 @@ from ptqpipe.calibration.kv import check_seen
 from ptqpipe.checkpoint import Mode, check_disjoint, name_of, resolve_source
 from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.evaluation.text import check_text
-from ptqpipe.folding import find_structure
+from ptqpipe.models.folding import find_structure
+from ptqpipe.models.language_model import takes_images
+from ptqpipe.models.reader_facts import check_rotation
+from ptqpipe.models.source import Source
 from ptqpipe.options import PipelineOptions, RecipeOptions, check_options
-from ptqpipe.readers import check_rotation
 from ptqpipe.recipe import Recipe, build_recipe
 from ptqpipe.rewriting import cache_specs, container_of
 from ptqpipe.rows import weighted
 from ptqpipe.run.machine import Machine
 from ptqpipe.run.quantities import disk_size
-from ptqpipe.runtime.language_model import takes_images
 from ptqpipe.runtime.loading import default_length, load_tokenizer, read_config
-from ptqpipe.source import Source
 from ptqpipe.stages.convert.prepare import prepare as prepare_conversion
 from ptqpipe.stages.convert.text import missing_config, warnings_of
 from ptqpipe.stages.pipeline import call

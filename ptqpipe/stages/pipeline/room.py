@@ -21,15 +21,15 @@ from ptqpipe.checkpoint.tensor_names import layer_of
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT
 from ptqpipe.evaluation.log_probabilities import MOST
 from ptqpipe.evaluation.scores import scoring_bytes
-from ptqpipe.folding import find_structure
 from ptqpipe.inputs import EXPERT_ROWS, OUT_ROWS
+from ptqpipe.models.folding import find_structure
+from ptqpipe.models.slices import Member
+from ptqpipe.models.source import Source
 from ptqpipe.options import PipelineOptions
 from ptqpipe.origins import Origins
 from ptqpipe.rows import files_of
 from ptqpipe.run.quantities import disk_size, memory_size
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
-from ptqpipe.slices import Member
-from ptqpipe.source import Source
 from ptqpipe.stages.pipeline.call import own_weight
 from ptqpipe.stages.pipeline.table import Way
 from ptqpipe.stages.transform.learn import ELEMENTS, STATES, TEMPORARIES

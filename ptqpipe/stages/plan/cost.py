@@ -33,6 +33,8 @@ from ptqpipe.algorithms import gathered_bytes
 from ptqpipe.checkpoint.tensor_names import role_of
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.inputs import InputStatistics, WeightGradients
+from ptqpipe.models.slices import Member
+from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.numerics.schemes import Activation, Scheme
@@ -41,8 +43,6 @@ from ptqpipe.rewriting.moments import module_of
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine, MemoryPool, counting_bar, one_thread_each
 from ptqpipe.run.quantities import option_size, option_size_above
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.slices import Member
-from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.plan.metric import ByTokens, ByWindows, Total, joint
 from ptqpipe.stages.plan.units import Group, quantize_as
 from ptqpipe.statistics import BLOCK, Statistics

@@ -15,11 +15,11 @@ from typing import Any
 from ptqpipe.algorithms.knapsack import Allocation, require_scipy, solve
 from ptqpipe.checkpoint import check_file, name_of, resolve_source, write_file
 from ptqpipe.errors import UsageError
+from ptqpipe.models.source import Source
 from ptqpipe.recipe import recipe_text
 from ptqpipe.rewriting import check_model
 from ptqpipe.run.machine import Machine
 from ptqpipe.run.quantities import bytes_of, disk_size, option_size
-from ptqpipe.source import Source
 from ptqpipe.stages.plan.cost import Costs, choose_moment, estimate, knows_outputs
 from ptqpipe.stages.plan.measure import Measurement, measure
 from ptqpipe.stages.plan.units import (

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ptqpipe.checkpoint.tensor_names import layer_of, role_of
+from ptqpipe.models.slices import Member
 from ptqpipe.run.quantities import disk_size, number, scientific, table
-from ptqpipe.slices import Member
 from ptqpipe.stages.plan.run import MixedPlan
 from ptqpipe.stages.plan.units import KEEP
 

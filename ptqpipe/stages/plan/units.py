@@ -17,12 +17,12 @@ from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.layouts import Container, Part
 from ptqpipe.checkpoint.tensor_names import expert_of, experts_of
 from ptqpipe.errors import FormatError, RecipeError, UsageError
+from ptqpipe.models.slices import Member
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import Scheme, get_scheme
 from ptqpipe.plan import Unit, make_plan
 from ptqpipe.recipe import Recipe, Rule, exact_patterns, parse_recipe
 from ptqpipe.rewriting import Outputs, container_of, outputs_of
-from ptqpipe.slices import Member
-from ptqpipe.source import Source
 
 KEEP = "keep"
 DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)

@@ -16,13 +16,13 @@ from ptqpipe.checkpoint import COPY_BYTES, CheckpointReader, CheckpointWriter, T
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
 from ptqpipe.checkpoint.layouts import Container, Part, Role, StoredWeight, Target, kv_scale, scale_codes
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.families import family_of
+from ptqpipe.models.families import family_of
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import CODECS, Codec
 from ptqpipe.numerics.qtensor import scale_values
 from ptqpipe.numerics.schemes import Scheme
 from ptqpipe.rewriting import CopyTensor
 from ptqpipe.run.machine import Job
-from ptqpipe.source import Source
 
 _OTHER_SPELLING = {
     Role.GLOBAL: Role.GLOBAL_DIVISOR,

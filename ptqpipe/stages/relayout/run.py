@@ -18,6 +18,7 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, TensorSpec, check_disjoint
 from ptqpipe.checkpoint.layouts import ConfigRequest, Container, Role, get_container
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.plan import is_matrix
 from ptqpipe.record import TAKEN_OVER, UNKNOWN, read_record, self_faults
@@ -33,7 +34,6 @@ from ptqpipe.rewriting import (
     rewrite,
 )
 from ptqpipe.run.machine import Share
-from ptqpipe.source import Source
 from ptqpipe.stages.relayout.jobs import (
     Moved,
     MoveWeight,

@@ -18,6 +18,7 @@ from ptqpipe.checkpoint.tensor_names import layer_of, role_of
 from ptqpipe.errors import CheckpointError, UsageError, one_line
 from ptqpipe.evaluation.result import read_result
 from ptqpipe.evaluation.verdict import thresholds, verdict
+from ptqpipe.models.source import Source
 from ptqpipe.record import Record, claims_ownership, read_record
 from ptqpipe.report import KeptTensor, Report, check_kind, default_path, is_report, pooled_mse, render
 from ptqpipe.report.run_facts import run_facts
@@ -26,7 +27,6 @@ from ptqpipe.rewriting.output_error import judged_by, mean_known, samples_text, 
 from ptqpipe.run.machine import Machine, one_thread_each
 from ptqpipe.run.quantities import decibels
 from ptqpipe.scan import NAMES, SAMPLE, STORED, Scan, scan_weight
-from ptqpipe.source import Source
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.report.find import claims_own, find_evaluation, find_source
 from ptqpipe.stages.report.provenance import provenance, rules

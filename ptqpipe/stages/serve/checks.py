@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ptqpipe.chat_template import TemplateError, compile_template, render
 from ptqpipe.checkpoint.regular_file import MAX_RECIPE_BYTES, read_regular_text
 from ptqpipe.errors import PtqError, UsageError, missing_package, one_line
+from ptqpipe.models.chat_template import TemplateError, compile_template, render
 
 if TYPE_CHECKING:
     from ptqpipe.stages.serve.ranks import Place
@@ -99,7 +99,7 @@ def try_template(tokenizer: Any, template: str | dict[str, str]) -> None:
 
 def processor_of(ckpt: str, *, invariant: bool) -> Any:
     """The model's processor for images; without one, a text that says why, for who asks with an image."""
-    from ptqpipe.runtime.language_model import takes_images
+    from ptqpipe.models.language_model import takes_images
     from ptqpipe.runtime.loading import read_config
     from ptqpipe.runtime.processor import Processor
 
@@ -138,8 +138,8 @@ def check_checkpoint(ckpt: str, *, tp: int, packed: bool) -> None:
 
 def check_speculative(ckpt: str, *, tp: int) -> None:
     """UsageError for drafts on several ranks, and for a checkpoint without a layer that drafts."""
+    from ptqpipe.models.source import Source
     from ptqpipe.runtime.mtp import require_mtp
-    from ptqpipe.source import Source
 
     if tp > 1:
         raise UsageError(f"--speculative mtp runs on one rank, not on {tp}; leave it or --tp out")

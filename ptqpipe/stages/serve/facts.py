@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.checkpoint.layouts import part_bytes
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.kernels import cpu
 from ptqpipe.run.machine import counting_bar
 from ptqpipe.run.quantities import disk_size
-from ptqpipe.source import Source
 
 _SHOWN = 3  # formats of a model with many
 LINE_S = 2.0  # between two lines about the loading

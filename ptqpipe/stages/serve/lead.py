@@ -19,12 +19,12 @@ from ptqpipe.engine.ranks import Leader, agree, follow
 from ptqpipe.engine.runner import CacheOptions, ModelRunner, check_model
 from ptqpipe.engine.speculative import Drafter
 from ptqpipe.errors import PtqError
+from ptqpipe.models.language_model import takes_images
 from ptqpipe.run.machine import resident_bytes
 from ptqpipe.run.quantities import memory_size
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.fill import watched
 from ptqpipe.runtime.invariant import make_batch_invariant
-from ptqpipe.runtime.language_model import takes_images
 from ptqpipe.runtime.loading import dtype_of, load_rank, read_config
 from ptqpipe.runtime.memory import keep_freed_memory
 from ptqpipe.runtime.parallel import RunCollective, TensorParallel

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import NumericsError, OutputError, UsageError
-from ptqpipe.folded import encoded
-from ptqpipe.folding import STREAM, Edge, Matrix, Norm, Structure, turns
+from ptqpipe.models.folded import encoded
+from ptqpipe.models.folding import STREAM, Edge, Matrix, Norm, Structure, turns
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.numerics.schemes import get_scheme

@@ -21,12 +21,12 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec, check_disjoint, resolve_source
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import NumericsError, UsageError
-from ptqpipe.folding import ROTATIONS, Edge, Op, Structure, find_structure, get_rotation, is_exact, move_factors
+from ptqpipe.models.folding import ROTATIONS, Edge, Op, Structure, find_structure, get_rotation, is_exact, move_factors
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.rewriting import CopyTensor, Done, Rewrite, Run, check_model, merged, named_source, parts_of_stage, rewrite
 from ptqpipe.run.machine import BASE_BYTES, Machine, Share, counting_bar
 from ptqpipe.run.quantities import option_size, option_size_above, scientific
-from ptqpipe.source import Source
 from ptqpipe.stages.dequantize import with_dtype
 from ptqpipe.stages.transform import plan
 from ptqpipe.stages.transform.learn import (

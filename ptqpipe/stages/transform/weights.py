@@ -13,8 +13,8 @@ import torch
 from ptqpipe.algorithms import quantize_rows
 from ptqpipe.checkpoint import CheckpointReader
 from ptqpipe.errors import NumericsError, UsageError
-from ptqpipe.folding import RUN, Edge, Folding, Matrix, Op, apply
 from ptqpipe.inputs import InputStatistics
+from ptqpipe.models.folding import RUN, Edge, Folding, Matrix, Op, apply
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.global_scale import absmax_global
 from ptqpipe.numerics.kernels.decoding import decoded

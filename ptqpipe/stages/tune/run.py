@@ -37,13 +37,13 @@ from ptqpipe.calibration.runner import BATCH_TOKENS, Block, MtpBlock, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_place
 from ptqpipe.errors import UsageError
+from ptqpipe.models.language_model import takes_images, with_note
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import ROUNDING_FILE
 from ptqpipe.run.machine import BASE_BYTES, Machine, compute_threads, counting_bar, peak_bytes, threads
-from ptqpipe.runtime.language_model import takes_images, with_note
 from ptqpipe.runtime.loading import config_of, default_length
 from ptqpipe.runtime.memory import keep_freed_memory
 from ptqpipe.stages.convert.prepare import best_with, prepare

@@ -17,6 +17,7 @@ from typing import Any
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
 from ptqpipe.errors import UsageError
+from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.search.proof import Optimality
 from ptqpipe.origins import Origins
 from ptqpipe.plan import Unit
@@ -26,7 +27,6 @@ from ptqpipe.rewriting.output_error import tuned_judgement
 from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.run.machine import counting_bar, default_workers, one_thread_each
 from ptqpipe.runtime.expected import unlike_model
-from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.verify.text import VerifyReport, header
 from ptqpipe.statistics import Statistics
 from ptqpipe.verification import claims, config, files, groups, structure

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from ptqpipe.calibration import pairs
 from ptqpipe.cli import main
 from ptqpipe.errors import OutputError, UsageError
+from ptqpipe.models.source import Source
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.rewriting.conversion import Conversion
-from ptqpipe.source import Source
 from ptqpipe.stages.pipeline import run as stage, stages
 from ptqpipe.stages.pipeline.prepare import prepare
 from ptqpipe.stages.pipeline.room import memory_of, pair_samples

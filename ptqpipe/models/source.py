@@ -29,11 +29,11 @@ from ptqpipe.checkpoint.layouts import (
     merged_config,
 )
 from ptqpipe.errors import CheckpointError, NumericsError, UsageError, one_line
-from ptqpipe.folded import folded, open_folded
+from ptqpipe.models.folded import folded, open_folded
+from ptqpipe.models.slices import Slice
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.rotation import rotated_weight
-from ptqpipe.slices import Slice
 
 RUN_ELEMENTS = 1 << 20
 _ALIGN = 128  # rows: a multiple of every block that a source or a format has, whole columns aside

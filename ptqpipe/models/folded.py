@@ -28,7 +28,7 @@ from ptqpipe.checkpoint import (
 )
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.errors import CheckpointError
-from ptqpipe.folding import (
+from ptqpipe.models.folding import (
     ROTATIONS,
     RUN,
     STREAM,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ptqpipe.errors import UsageError
-from ptqpipe.folding.structure import Edge, Matrix, Norm, Structure
-from ptqpipe.folding.tensors import Folding, Reset, Rotate, on_columns, rotate_columns, rotate_rows
+from ptqpipe.models.folding.structure import Edge, Matrix, Norm, Structure
+from ptqpipe.models.folding.tensors import Folding, Reset, Rotate, on_columns, rotate_columns, rotate_rows
 
 Read = Callable[[str], torch.Tensor]
 STREAM = ""  # the name that the matrices of the residual stream have among those of edges

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from ptqpipe.errors import CheckpointError
-from ptqpipe.families.common import COMMON, DEFAULT_FUSE, OUTSIDE, UNLIKE_EXPERTS
-from ptqpipe.families.contradictions import (
+from ptqpipe.models.families.common import COMMON, DEFAULT_FUSE, OUTSIDE, UNLIKE_EXPERTS
+from ptqpipe.models.families.contradictions import (
     another_layout,
     another_width,
     check_experts,
@@ -25,8 +25,8 @@ from ptqpipe.families.contradictions import (
     too_many_layers,
     unmerged,
 )
-from ptqpipe.families.table import FAMILIES, MERGED_BY_READERS
-from ptqpipe.families.types import Fact, Family, Keep, Mtp, Norms
+from ptqpipe.models.families.table import FAMILIES, MERGED_BY_READERS
+from ptqpipe.models.families.types import Fact, Family, Keep, Mtp, Norms
 
 # What a recipe keeps whatever the model is.
 DEFAULT_KEEP: tuple[Keep, ...] = tuple(fact.keep for fact in COMMON if fact.by_default and not fact.counted_by)

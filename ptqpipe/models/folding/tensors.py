@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from ptqpipe.folding.structure import Edge, Matrix, Norm
+from ptqpipe.models.folding.structure import Edge, Matrix, Norm
 from ptqpipe.numerics.rotation import signs
 
 RUN = 256  # rows of a run are multiples of this: no rotation block lies across two runs

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.families import Norms, fixed_of, language_config, mtp_layer, norms_of, outside_language_model
-from ptqpipe.folding.structure import Edge, Matrix, Norm, Shapes, Structure
+from ptqpipe.models.families import Norms, fixed_of, language_config, mtp_layer, norms_of, outside_language_model
+from ptqpipe.models.folding.structure import Edge, Matrix, Norm, Shapes, Structure
 
 # Layers that transformers saves as blocks are those of Kimi K2.5.
 _LAYER = re.compile(r"(?P<layer>(?:.*\.)?(?:layers|model\.blocks|h)\.\d+)\.(?P<leaf>.+)")

@@ -10,11 +10,11 @@ from typing import Protocol, cast
 
 import torch
 
-from ptqpipe.folding.find_structure import find_structure
-from ptqpipe.folding.rotate_residual import STREAM
-from ptqpipe.folding.rotate_values import turns
-from ptqpipe.folding.structure import Edge, Matrix, Norm, Structure, grouped, rotated_tensors
-from ptqpipe.folding.tensors import RUN, Folding, Op, Rotate, apply, is_exact, move_factors
+from ptqpipe.models.folding.find_structure import find_structure
+from ptqpipe.models.folding.rotate_residual import STREAM
+from ptqpipe.models.folding.rotate_values import turns
+from ptqpipe.models.folding.structure import Edge, Matrix, Norm, Structure, grouped, rotated_tensors
+from ptqpipe.models.folding.tensors import RUN, Folding, Op, Rotate, apply, is_exact, move_factors
 from ptqpipe.numerics.schemes import ROTATION_BLOCKS
 
 BLOCKS = (*ROTATION_BLOCKS, 256)  # channels that a folded rotation may take together; 256 is `tensors.RUN`

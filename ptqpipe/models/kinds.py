@@ -7,7 +7,7 @@ from typing import Any
 
 from ptqpipe.checkpoint.layouts import HF_QUANT_CONFIG
 from ptqpipe.checkpoint.regular_file import read_json
-from ptqpipe.families import language_config
+from ptqpipe.models.families import language_config
 
 _WORDS = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json")
 _CAUSAL = re.compile(r"\w*(ForCausalLM|LMHeadModel|ForConditionalGeneration|LMHeadModelV2)")

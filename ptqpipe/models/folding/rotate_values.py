@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ptqpipe.errors import UsageError
-from ptqpipe.folding.structure import Edge, Matrix, Structure
-from ptqpipe.folding.tensors import Folding, rotate_columns, rotate_rows
+from ptqpipe.models.folding.structure import Edge, Matrix, Structure
+from ptqpipe.models.folding.tensors import Folding, rotate_columns, rotate_rows
 
 Read = Callable[[str], torch.Tensor]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.families import Norms
+from ptqpipe.models.families import Norms
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 """name -> (safetensors dtype, shape) of the tensors of a plain checkpoint."""
