@@ -28,9 +28,9 @@ from ptqpipe.calibration.data import load_samples
 from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.reverse import draw_labels, reverse
 from ptqpipe.calibration.runner import Block, Runner
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.models.source import Source
 from ptqpipe.runtime.loading import load_model
+from ptqpipe.runtime.skeleton import Skeleton
 from ptqpipe.stages.plan.metric import ByTokens, ByWindows
 
 

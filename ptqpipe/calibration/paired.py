@@ -13,13 +13,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ptqpipe.calibration.capture import StopForward
 from ptqpipe.calibration.experts import Observer, is_stacked, observe, rows_of_token, stack_of
 from ptqpipe.calibration.moments import symmetric
 from ptqpipe.calibration.runner import Block, Runner
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.rotation import rotated
+from ptqpipe.runtime.capture import StopForward
+from ptqpipe.runtime.skeleton import Skeleton
 
 
 class Quantizer(Protocol):

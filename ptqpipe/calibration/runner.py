@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
-from ptqpipe.calibration.capture import Added, Arguments, Surroundings, moved, same
 from ptqpipe.calibration.experts import check_known, is_stacked, observe
 from ptqpipe.calibration.kv import KeyValueObserver, make_cache
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import CheckpointError, UsageError, not_finite
+from ptqpipe.runtime.capture import Added, Arguments, Surroundings, moved, same
 from ptqpipe.runtime.creating import WITHOUT_RUN
 from ptqpipe.runtime.loading import check_length
+from ptqpipe.runtime.skeleton import Skeleton
 
 BATCH_TOKENS = 2048  # tokens of one forward of a block, at least one window
 

@@ -19,12 +19,12 @@ from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.reverse import Slopes, expert_products, linear_modules, reverse_model, thinned
 from ptqpipe.calibration.runner import in_batches
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import CheckpointReader, file_sha256, output_errors, write_tensors
 from ptqpipe.inputs import lower_half, whole
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.run.machine import BASE_BYTES, Machine, counting_bar
 from ptqpipe.runtime.compiled import pass_dtype
+from ptqpipe.runtime.skeleton import Skeleton
 from ptqpipe.tuning.in_order import divided
 from ptqpipe.tuning.options import TuneOptions
 

@@ -21,7 +21,6 @@ from ptqpipe.calibration.data import HELD_SHARE, Samples
 from ptqpipe.calibration.end_to_end import Found, Variables, descend
 from ptqpipe.calibration.rounding import Choice, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Runner
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.whole import LayerForward, Whole
 from ptqpipe.checkpoint import BlockFolder, CheckpointReader, is_sealed, output_errors, write_tensors
 from ptqpipe.errors import UsageError
@@ -32,6 +31,7 @@ from ptqpipe.rounding import Rounding, relative_change, sha256_of
 from ptqpipe.run.machine import BASE_BYTES, Machine, counting_bar
 from ptqpipe.run.quantities import option_size, option_size_above
 from ptqpipe.runtime.loading import load_tokenizer
+from ptqpipe.runtime.skeleton import Skeleton
 from ptqpipe.tuning import codes as codes_of
 from ptqpipe.tuning.block import BlockWork
 from ptqpipe.tuning.in_order import divided

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.end_to_end import Float
-from ptqpipe.calibration.skeleton import MTP, Skeleton
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.global_scale import canonical
@@ -20,6 +19,7 @@ from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.plan import FLOAT_DTYPES, Unit
 from ptqpipe.rewriting import BIAS_REASON
 from ptqpipe.rewriting.conversion import Conversion
+from ptqpipe.runtime.skeleton import MTP, Skeleton
 from ptqpipe.tuning.options import GLOBAL
 
 _LEAST = 0.01  # what the root mean square of a tensor counts at least: biases may be zeros

@@ -11,10 +11,10 @@ from ptqpipe.calibration.activations import InMemory
 from ptqpipe.calibration.end_to_end import CALM, PATIENCE, Float, Found, Variables, descend
 from ptqpipe.calibration.rounding import Choice, Settings, with_codes
 from ptqpipe.calibration.runner import Runner
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.whole import Whole
 from ptqpipe.errors import NumericsError
 from ptqpipe.models.source import Source
+from ptqpipe.runtime.skeleton import Skeleton
 from tests.calibration.models import make_model, make_windows
 from tests.calibration.test_rounding import correlated, quantized
 

@@ -20,13 +20,13 @@ from ptqpipe.calibration.activations import InMemory
 from ptqpipe.calibration.data import load_samples
 from ptqpipe.calibration.reverse import reverse
 from ptqpipe.calibration.runner import Runner
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.rotation import rotated_weight
 from ptqpipe.rewriting.moments import module_of
 from ptqpipe.run.machine import Machine
+from ptqpipe.runtime.skeleton import Skeleton
 from ptqpipe.stages.calibrate import run as stage
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.plan import cost

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from ptqpipe.calibration.paired import Known, kept_batches, kept_streams, paired_moments, quantized_inputs
 from ptqpipe.calibration.runner import BATCH_TOKENS, Runner
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.models.source import Source
+from ptqpipe.runtime.skeleton import Skeleton
 from tests.calibration.models import make_model, make_windows, whole_model_inputs
 
 QKV = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]

@@ -163,8 +163,8 @@ def test_several_processes_are_one_clear_line(text: Path, tmp_path: Path) -> Non
 def test_what_they_take_at_most_is_what_is_kept_of_every_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer: q, k, v, gate and up with inputs counted each, and the largest input once more while its parts are
     joined."""
-    from ptqpipe.calibration.skeleton import Skeleton
     from ptqpipe.models.source import Source
+    from ptqpipe.runtime.skeleton import Skeleton
 
     path = make_model(tmp_path / "model", "llama")
     with Source.open(path) as source:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from ptqpipe.calibration.runner import Runner
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import CheckpointError, PtqError
 from ptqpipe.models.source import Source
 from ptqpipe.runtime.creating import creating
+from ptqpipe.runtime.skeleton import Skeleton
 from tests.calibration.models import make_model, make_windows
 
 NO_MEMORY = (

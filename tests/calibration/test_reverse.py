@@ -14,10 +14,10 @@ from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.gradients import Gradients, rows_of
 from ptqpipe.calibration.reverse import draw_labels, enough, least_step, reverse, streams, thinned
 from ptqpipe.calibration.runner import Runner
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
 from ptqpipe.inputs import OUT_ROWS
 from ptqpipe.models.source import Source
+from ptqpipe.runtime.skeleton import Skeleton
 from tests import tiny
 from tests.calibration.models import make_model, make_windows
 

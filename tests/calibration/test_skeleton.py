@@ -9,9 +9,9 @@ import transformers
 
 from ptqpipe.calibration import runner
 from ptqpipe.calibration.runner import Runner
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import CheckpointError
 from ptqpipe.models.source import Source
+from ptqpipe.runtime.skeleton import Skeleton
 from tests import family_rows
 from tests.calibration.models import make_model, make_windows
 

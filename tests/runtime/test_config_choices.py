@@ -15,12 +15,12 @@ import transformers
 from safetensors.torch import load_file
 
 import ptqpipe
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import PtqError
 from ptqpipe.models.source import Source
 from ptqpipe.runtime.check import check_load
 from ptqpipe.runtime.creating import create_config
 from ptqpipe.runtime.loading import load, load_model, read_config
+from ptqpipe.runtime.skeleton import Skeleton
 from tests import image_text
 from tests.calibration.models import make_model
 

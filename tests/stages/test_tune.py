@@ -21,7 +21,6 @@ from ptqpipe.calibration.activations import OnDisk
 from ptqpipe.calibration.data import Samples, load_samples
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.calibration.runner import Runner
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import tensor_file
 from ptqpipe.cli import main
 from ptqpipe.errors import NumericsError, OutputError, UsageError
@@ -34,6 +33,7 @@ from ptqpipe.rounding import Rounding
 from ptqpipe.run.machine import LARGE_MATRIX, Machine
 from ptqpipe.runtime import compiled, load_model
 from ptqpipe.runtime.loading import load_tokenizer
+from ptqpipe.runtime.skeleton import Skeleton
 from ptqpipe.stages import demo
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.convert import run as convert_stage

@@ -13,7 +13,6 @@ from ptqpipe.calibration.activations import InMemory
 from ptqpipe.calibration.end_to_end import Found, Variables
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.calibration.runner import Runner
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.whole import Whole
 from ptqpipe.checkpoint import CheckpointReader, Finished
 from ptqpipe.cli import main
@@ -23,6 +22,7 @@ from ptqpipe.numerics.formats import get_format
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import TRAINED_FILE, Rounding
 from ptqpipe.run.machine import Machine
+from ptqpipe.runtime.skeleton import Skeleton
 from ptqpipe.stages import demo
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.tune import run as tune

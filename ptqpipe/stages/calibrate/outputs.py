@@ -9,7 +9,6 @@ from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.reverse import expert_products, linear_modules, reverse_model, thinned
 from ptqpipe.calibration.runner import Block
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import BlockRecord, write_outputs
 from ptqpipe.checkpoint import BlockFolder
 from ptqpipe.checkpoint.tensor_names import layer_of
@@ -17,6 +16,7 @@ from ptqpipe.models.source import Source
 from ptqpipe.origins import Origins
 from ptqpipe.run.machine import BASE_BYTES, Machine, Ranks, counting_bar
 from ptqpipe.runtime.compiled import pass_dtype
+from ptqpipe.runtime.skeleton import Skeleton
 
 
 def learned_from(samples: Samples, world: int, *, pairs: bool = False) -> Samples:

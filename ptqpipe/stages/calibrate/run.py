@@ -28,7 +28,6 @@ from ptqpipe.calibration.likeness import Likeness, likeness_of, lines_of
 from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
 from ptqpipe.calibration.pairs import most_tokens, nbytes as pairs_bytes
 from ptqpipe.calibration.runner import Block, Runner, advance_together
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import OUTPUTS, BlockRecord, digest_of, is_of_outputs, outputs_of, pairs_of, write_block
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, check_place, name_of, resolve_source
 from ptqpipe.errors import UsageError
@@ -37,6 +36,7 @@ from ptqpipe.models.source import Source
 from ptqpipe.run.machine import BASE_BYTES, Machine, Ranks, compute_threads, counting_bar, peak_bytes, threads
 from ptqpipe.run.quantities import counted, disk_size, memory_size
 from ptqpipe.runtime.loading import DTYPES, config_of, default_length
+from ptqpipe.runtime.skeleton import Skeleton
 from ptqpipe.stages.calibrate.outputs import collect_outputs, learned_from
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
 

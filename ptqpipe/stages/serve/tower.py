@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ptqpipe.calibration.capture import StopForward
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.engine.images import DEEP, Images, Seen
 from ptqpipe.errors import PtqError, UsageError, first_line
 from ptqpipe.models.language_model import image_parts
 from ptqpipe.models.source import Source
 from ptqpipe.run.quantities import memory_size
+from ptqpipe.runtime.capture import StopForward
+from ptqpipe.runtime.skeleton import Skeleton
 
 _TEXT = 54321.0  # stands for every number of a text token's embedding
 _MASKS, _RULE = "ptqpipe_images", "_ptqpipe_rule"

@@ -34,7 +34,6 @@ from ptqpipe.calibration.paired import Known, kept_batches
 from ptqpipe.calibration.paired_experts import STREAMS
 from ptqpipe.calibration.rounding import Learned, Settings, learn, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Block, MtpBlock, Runner
-from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_place
 from ptqpipe.errors import UsageError
 from ptqpipe.models.language_model import takes_images, with_note
@@ -46,6 +45,7 @@ from ptqpipe.rounding import ROUNDING_FILE
 from ptqpipe.run.machine import BASE_BYTES, Machine, compute_threads, counting_bar, peak_bytes, threads
 from ptqpipe.runtime.loading import config_of, default_length
 from ptqpipe.runtime.memory import keep_freed_memory
+from ptqpipe.runtime.skeleton import Skeleton
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.tune.text import described
 from ptqpipe.statistics import Statistics
