@@ -28,9 +28,9 @@ from ptqpipe.evaluation.result import read_result
 from ptqpipe.evaluation.text import read_text as read_tokens
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import get_format
-from ptqpipe.plan import make_plan
 from ptqpipe.recipe import Recipe
 from ptqpipe.recipe.file import load_recipe
+from ptqpipe.recipe.plan import make_plan
 from ptqpipe.record import read_record
 from ptqpipe.rounding import Rounding
 from ptqpipe.rows import read_rows

@@ -64,7 +64,7 @@ def test_a_recipe_may_be_a_file() -> None:
 
 
 def test_an_installation_without_recipes_offers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ptqpipe.stages.recipes.named_recipes", lambda: named_recipes(tmp_path / "ptqpipe"))
+    monkeypatch.setattr("ptqpipe.recipe.listing.named_recipes", lambda: named_recipes(tmp_path / "ptqpipe"))
     assert offered("convert", "m", "--recipe", "") == [("file", "")]
 
 

@@ -23,8 +23,8 @@ from ptqpipe.models.families import (
     outside_language_model,
 )
 from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.options import RecipeOptions
 from ptqpipe.recipe import failing_facts, matches
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.runtime import load, load_model
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.convert.prepare import prepare

@@ -16,8 +16,8 @@ import ptqpipe
 from ptqpipe.checkpoint.layouts import get_container
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.plan import make_plan
 from ptqpipe.recipe import Recipe, Rule
+from ptqpipe.recipe.plan import make_plan
 from ptqpipe.stages.verify.run import verify
 
 _TEXT: dict[str, Any] = {

@@ -19,7 +19,7 @@ from ptqpipe.algorithms.activation_scale import POLICIES
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.schemes import LOW_RANK_DTYPES
-from ptqpipe.options import ALGORITHMS, CheckpointOptions, CodeOptions, RecipeOptions, described, recipe_fields
+from ptqpipe.recipe.options import ALGORITHMS, CheckpointOptions, CodeOptions, RecipeOptions, described, recipe_fields
 from tests import tiny
 
 SOURCE = Path(ptqpipe.__file__).with_name("options.py")
@@ -53,8 +53,8 @@ def test_an_option_is_one_line_of_the_table(tmp_path: Path) -> None:
         from click.testing import CliRunner
 
         copy, model, folder = sys.argv[1:]
-        spec = importlib.util.spec_from_file_location("ptqpipe.options", copy)
-        sys.modules["ptqpipe.options"] = module = importlib.util.module_from_spec(spec)
+        spec = importlib.util.spec_from_file_location("ptqpipe.recipe.options", copy)
+        sys.modules["ptqpipe.recipe.options"] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
 
         import ptqpipe
@@ -118,7 +118,7 @@ def test_an_algorithm_is_a_file_and_a_row(tmp_path: Path) -> None:
         folder, model, stats = sys.argv[1:]
         sys.path.insert(0, folder)
 
-        from ptqpipe.options import ALGORITHMS, Algorithm
+        from ptqpipe.recipe.options import ALGORITHMS, Algorithm
         ALGORITHMS["mine"] = Algorithm("mine", moment="full_moment", weighting="diagonal")
         from ptqpipe.cli import main
 

@@ -15,7 +15,6 @@ from ptqpipe.cli import main
 from ptqpipe.errors import FormatError, RecipeError, UsageError
 from ptqpipe.models.families import DEFAULT_FUSE, Keep
 from ptqpipe.numerics.schemes import SCHEMES, get_scheme
-from ptqpipe.options import CheckpointOptions, CodeOptions, described, recipe_fields, recipe_path
 from ptqpipe.recipe import (
     Recipe,
     RecipeOptions,
@@ -27,6 +26,7 @@ from ptqpipe.recipe import (
     named_recipes,
     parse_recipe,
 )
+from ptqpipe.recipe.options import CheckpointOptions, CodeOptions, described, recipe_fields, recipe_path
 
 
 def rules(*pairs: tuple[str, str]) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Algorithms that choose the codes of a unit of weights, one file each; their table is ``ptqpipe.options.ALGORITHMS``.
+"""Algorithms that choose the codes of a unit of weights, one file each; their table is ``ptqpipe.recipe.options.ALGORITHMS``.
 
     unit.py        their common arguments and results
     rtn.py, gptq.py, learned.py   the algorithms
@@ -26,7 +26,7 @@ from ptqpipe.algorithms.unit import (
     quantize_rows,
     total_error,
 )
-from ptqpipe.options import Algorithm
+from ptqpipe.recipe.options import Algorithm
 
 
 def quantizer(algorithm: Algorithm) -> Callable[[Task], UnitResult]:

@@ -37,7 +37,7 @@ from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.inputs import Moments
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.qtensor import QTensor, check_finite, code_values
-from ptqpipe.options import CodeOptions
+from ptqpipe.recipe.options import CodeOptions
 
 GROUP_SWEEPS = 1  # of refinement for a group of rows, where there are groups
 BELOW, ABOVE = 6, 8  # scales tried beside the one that just does not clip

@@ -24,7 +24,7 @@ from ptqpipe.numerics.kernels.importance import normalize_importance
 from ptqpipe.numerics.qtensor import QTensor, check_finite, encode
 from ptqpipe.numerics.search import get_search
 from ptqpipe.numerics.search.objective import formula, importance_blocks, magnitude_blocks
-from ptqpipe.options import CodeOptions
+from ptqpipe.recipe.options import CodeOptions
 
 CHUNK_ELEMENTS = 1 << 22
 

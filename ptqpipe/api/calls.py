@@ -19,7 +19,15 @@ import torch
 from ptqpipe.api.kinds import check_kinds
 from ptqpipe.checkpoint import Mode, resolve_source
 from ptqpipe.errors import PtqError, UsageError
-from ptqpipe.options import PipelineOptions, RecipeOptions, check_names, described, recipe_fields, spelled, type_of
+from ptqpipe.recipe.options import (
+    PipelineOptions,
+    RecipeOptions,
+    check_names,
+    described,
+    recipe_fields,
+    spelled,
+    type_of,
+)
 from ptqpipe.run.machine import Machine, compute_threads, default_workers
 from ptqpipe.run.quantities import bytes_of
 from ptqpipe.runtime.loading import check_device

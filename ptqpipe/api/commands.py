@@ -33,7 +33,7 @@ from ptqpipe.api.data import Data, data_names
 from ptqpipe.api.result import Result
 from ptqpipe.checkpoint import Finished
 from ptqpipe.errors import PtqWarning
-from ptqpipe.options import PipelineOptions, RecipeOptions, recipe_path
+from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, recipe_path
 from ptqpipe.rewriting import Done
 from ptqpipe.run.quantities import disk_size, number
 from ptqpipe.stages import generate as generate_stage
@@ -81,7 +81,7 @@ def convert(
     out      folder to write; None: ``<model>-<FORMAT>`` in the working folder
     data     what the model is calibrated on, in the same run: files, data sets by name, "self" for text that the model
              writes, texts, token ids, a ``datasets`` object or a DataLoader
-    options  every option of ``ptqpipe.options`` by its name (``damping=0.02``); ``quality``, ``budget``, ``formats``,
+    options  every option of ``ptqpipe.recipe.options`` by its name (``damping=0.02``); ``quality``, ``budget``, ``formats``,
              ``reader`` (the command's ``--for``), ``requantize``, ``untie``, ``eval``, ``report``, ``field``,
              ``samples``, ``seqlen``, ``seed``, ``keep_stages``; ``push``, the hub's repository to which the result is
              uploaded; ``resume`` and ``overwrite``; ``workers``, ``device``, ``max_memory`` and ``progress``, which

@@ -12,7 +12,7 @@ from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import FORMATS, Format, get_format
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.options import AUTO, CodeOptions
+from ptqpipe.recipe.options import AUTO, CodeOptions
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

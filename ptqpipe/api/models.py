@@ -31,7 +31,7 @@ from ptqpipe.api.commands import PUSH, convert
 from ptqpipe.api.data import Data, recorded
 from ptqpipe.checkpoint import RECORD_FILE, Paths, cached_file, holding, output_errors, read_json_object
 from ptqpipe.errors import OutputExists, UsageError
-from ptqpipe.options import PipelineOptions
+from ptqpipe.recipe.options import PipelineOptions
 from ptqpipe.runtime.creating import quiet
 from ptqpipe.runtime.hf import packed_always
 from ptqpipe.runtime.linear import PackedLinear

@@ -23,7 +23,7 @@ from ptqpipe.cli.parameters import (
     window_options,
 )
 from ptqpipe.errors import UsageError
-from ptqpipe.options import ALGORITHMS
+from ptqpipe.recipe.options import ALGORITHMS
 
 
 @command(

@@ -26,7 +26,7 @@ from ptqpipe.cli.foreign import hold_back
 from ptqpipe.cli.help import Command, Commands, examples
 from ptqpipe.cli.lines import fitted, say
 from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, failure, first_line, is_no_memory, is_panic, one_line
-from ptqpipe.options import PipelineOptions, RecipeOptions, pipeline_fields, recipe_fields
+from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, pipeline_fields, recipe_fields
 
 if TYPE_CHECKING:
     from ptqpipe.rewriting import Run

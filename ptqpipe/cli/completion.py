@@ -17,14 +17,14 @@ _PLACES = {
 
 
 def _formats() -> Iterable[str]:
-    from ptqpipe.stages.formats import to_json
+    from ptqpipe.recipe.formats_table import to_json
 
     return [name for one in to_json()["formats"] for name in (one["name"], *one["aliases"])]
 
 
 def _files_of(package: str) -> Callable[[], Iterable[str]]:
     def names() -> Iterable[str]:
-        from ptqpipe.stages.formats import named
+        from ptqpipe.recipe.formats_table import named
 
         return [one["name"] for one in named(package)]
 
@@ -33,7 +33,7 @@ def _files_of(package: str) -> Callable[[], Iterable[str]]:
 
 def _recipes() -> Iterable[str]:
     from ptqpipe.errors import RecipeError
-    from ptqpipe.stages.recipes import names
+    from ptqpipe.recipe.listing import names
 
     try:
         return names()

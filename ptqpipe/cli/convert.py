@@ -27,7 +27,7 @@ from ptqpipe.cli.parameters import (
     run_options,
 )
 from ptqpipe.errors import UsageError
-from ptqpipe.options import PipelineOptions
+from ptqpipe.recipe.options import PipelineOptions
 
 if TYPE_CHECKING:
     from ptqpipe.rewriting.conversion import Conversion

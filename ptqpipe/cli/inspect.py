@@ -159,7 +159,7 @@ def recipes(given: Given) -> None:
 
     `ptqpipe convert MODEL --recipe NAME` uses it; docs/using.md explains how to write your own.
     """
-    from ptqpipe.stages import recipes as stage
+    from ptqpipe.recipe import listing as stage
 
     if given.name is not None:
         text = stage.text_of(given.name)
@@ -192,6 +192,6 @@ def formats(given: Given) -> None:
 
     Each format with its bits per weight, the hardware that multiplies in it, and the programs that load it.
     """
-    from ptqpipe.stages import formats as stage
+    from ptqpipe.recipe import formats_table as stage
 
     click.echo(json.dumps(stage.to_json()) if given.as_json else stage.render())

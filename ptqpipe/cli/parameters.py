@@ -1,6 +1,6 @@
 """Parameters of commands: types of values, and options that several commands have.
 
-Options that decide bytes come from the table in ``ptqpipe/options.py`` (`recipe_options`), those of machine and output
+Options that decide bytes come from the table in ``ptqpipe/recipe/options.py`` (`recipe_options`), those of machine and output
 from `run_options`.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_origin
 import click
 
 from ptqpipe.errors import PtqError, one_line
-from ptqpipe.options import described, pipeline_fields, recipe_fields, recipe_path, spelled, type_of
+from ptqpipe.recipe.options import described, pipeline_fields, recipe_fields, recipe_path, spelled, type_of
 from ptqpipe.run.quantities import bytes_of
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -24,8 +24,8 @@ from ptqpipe.checkpoint.regular_file import MAX_RECIPE_BYTES, read_regular_text
 from ptqpipe.errors import PtqError, RecipeError, UsageError, did_you_mean, one_line, read_failure
 from ptqpipe.models.families import DEFAULT_KEEP, Keep
 from ptqpipe.numerics.schemes import SCHEMES, get_scheme
-from ptqpipe.options import ALGORITHMS, RecipeOptions
-from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Recipe, Rule
+from ptqpipe.recipe.options import ALGORITHMS, RecipeOptions
+from ptqpipe.recipe.recipe import BY_RECIPE, IGNORED, Recipe, Rule
 
 _PACKAGE = Path(__file__).parents[1]
 GROUPS = {"models": "For a series of models", "methods": "For any model"}

@@ -23,7 +23,7 @@ from ptqpipe.measured import Changes, certificate, changes_of, counting
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Scratch, Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.plan import Unit
+from ptqpipe.recipe.plan import Unit
 from ptqpipe.rewriting.consume import Consumed
 from ptqpipe.rewriting.kv_cache import write_scales
 from ptqpipe.rewriting.moments import InputScales, describe_statistics, means_of, unit_extra_bytes

@@ -25,8 +25,8 @@ from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.numerics.schemes import Activation
-from ptqpipe.plan import Plan, Unit
 from ptqpipe.recipe import Recipe
+from ptqpipe.recipe.plan import Plan, Unit
 from ptqpipe.rewriting.outputs import corrected_biases
 from ptqpipe.rounding import Rounding
 from ptqpipe.statistics import KnownInputs, Statistics

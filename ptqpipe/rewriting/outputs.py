@@ -37,8 +37,8 @@ from ptqpipe.models.reader_facts import check_experts, check_rotation
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.plan import Kept, Plan, Unit, make_plan
 from ptqpipe.recipe import Recipe, failing_facts
+from ptqpipe.recipe.plan import Kept, Plan, Unit, make_plan
 from ptqpipe.rewriting.kv_cache import WriteCacheScales, cache_specs, config_with_cache
 from ptqpipe.rewriting.run import CopyTensor, write_whole
 from ptqpipe.rounding import TRAINED_REASON

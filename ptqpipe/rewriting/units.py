@@ -15,8 +15,8 @@ from ptqpipe.algorithms import Sink, Task, UnitResult, Weight, WeightError, lorc
 from ptqpipe.algorithms.recheck import Recheck
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.options import ALGORITHMS, LEARNED
-from ptqpipe.plan import Unit
+from ptqpipe.recipe.options import ALGORITHMS, LEARNED
+from ptqpipe.recipe.plan import Unit
 from ptqpipe.rewriting.moments import inputs_of, module_of
 from ptqpipe.rounding import Rounding
 from ptqpipe.statistics import KnownInputs, Statistics

@@ -22,7 +22,7 @@ from ptqpipe.checkpoint.layouts import HF_QUANT_CONFIG, Role, decode_input_globa
 from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
 from ptqpipe.models.slices import Member, Slice
 from ptqpipe.models.source import Source, SourceRows, row_runs
-from ptqpipe.origins import Origins
+from ptqpipe.recipe.origins import Origins
 from ptqpipe.run.quantities import number, sqnr_db, table
 
 _ROUNDED = 1e-6  # a reciprocal's reciprocal may be the next float32

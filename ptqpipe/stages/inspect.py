@@ -27,7 +27,7 @@ from ptqpipe.models.families import check_config, doubts
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import Codec
 from ptqpipe.numerics.qtensor import scale_faults, used_blocks
-from ptqpipe.options import AUTO
+from ptqpipe.recipe.options import AUTO
 from ptqpipe.run.quantities import disk_size, number, scientific, table
 from ptqpipe.runtime.expected import unlike_model
 

@@ -21,9 +21,9 @@ from ptqpipe.models.slices import Member, Slice
 from ptqpipe.models.source import SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Activation
-from ptqpipe.options import ALGORITHMS
-from ptqpipe.plan import Unit
 from ptqpipe.recipe import Rule
+from ptqpipe.recipe.options import ALGORITHMS
+from ptqpipe.recipe.plan import Unit
 from ptqpipe.rewriting import module_of, quantize_unit
 from ptqpipe.rewriting.conversion import Conversion, check_kept_alive
 from ptqpipe.runtime.activations import InputQuantizer

@@ -25,7 +25,7 @@ from ptqpipe.calibration.whole import LayerForward, Whole
 from ptqpipe.checkpoint import BlockFolder, CheckpointReader, is_sealed, output_errors, write_tensors
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.text import SAMPLE, read_text
-from ptqpipe.plan import Unit
+from ptqpipe.recipe.plan import Unit
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import Rounding, relative_change, sha256_of
 from ptqpipe.run.machine import BASE_BYTES, Machine, counting_bar

@@ -19,7 +19,7 @@ from ptqpipe.calibration.runner import BATCH_TOKENS
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.rotation import rotated
-from ptqpipe.plan import Unit
+from ptqpipe.recipe.plan import Unit
 from ptqpipe.runtime.experts import first_stack
 from ptqpipe.tuning.block import BlockWork
 from ptqpipe.tuning.feedback import Given, Turn, chosen, outputs_of

@@ -19,7 +19,7 @@ from ptqpipe.inputs import Moments
 from ptqpipe.models.slices import Member
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.plan import Unit
+from ptqpipe.recipe.plan import Unit
 from ptqpipe.tuning.block import BlockWork, by_data
 
 TRIED_ROWS, TRIED_SHARE = 64, 16  # of a weight so many of its rows are tried first, but at most one of so many

@@ -21,7 +21,7 @@ from ptqpipe.errors import NumericsError
 from ptqpipe.inputs import OUT_ROWS
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.plan import Unit
+from ptqpipe.recipe.plan import Unit
 from ptqpipe.tuning.block import BlockWork
 from ptqpipe.tuning.experts import follow_stack
 from ptqpipe.tuning.feedback import Given, Turn, chosen, outputs_of

@@ -16,7 +16,7 @@ from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.global_scale import canonical
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.plan import FLOAT_DTYPES, Unit
+from ptqpipe.recipe.plan import FLOAT_DTYPES, Unit
 from ptqpipe.rewriting import BIAS_REASON
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.runtime.skeleton import MTP, Skeleton

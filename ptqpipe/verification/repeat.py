@@ -22,7 +22,7 @@ from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search.proof import Optimality
-from ptqpipe.plan import Unit
+from ptqpipe.recipe.plan import Unit
 from ptqpipe.record import Claim, Record, object_of, text_of
 from ptqpipe.rewriting import Outputs, QuantizedRows, correct_unit, outputs_of, quantize_unit
 from ptqpipe.rounding import trained_of

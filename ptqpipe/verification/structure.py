@@ -14,7 +14,7 @@ import torch
 from ptqpipe.checkpoint import NotFinite
 from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
 from ptqpipe.models.source import Source
-from ptqpipe.origins import Origins
+from ptqpipe.recipe.origins import Origins
 from ptqpipe.verification.files import changed
 from ptqpipe.verification.findings import Findings
 

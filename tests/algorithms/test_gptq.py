@@ -11,7 +11,7 @@ from ptqpipe.inputs import Moments
 from ptqpipe.numerics.formats import FORMATS, Format, get_format
 from ptqpipe.numerics.kernels import cpu
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.options import ALGORITHMS, CodeOptions
+from ptqpipe.recipe.options import ALGORITHMS, CodeOptions
 from tests.algorithms.inputs import correlated, second_moment
 
 FORMATS_4 = ("nvfp4", "mxfp4", "mxfp8", "fp8_channel", "e2m1/8/ue5m3", "e2m3/32/e8m0", "int4_g32", "int8_channel")

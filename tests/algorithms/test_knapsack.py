@@ -6,7 +6,7 @@ import sys
 import pytest
 
 CALL = """
-from ptqpipe.algorithms.knapsack import solve
+from ptqpipe.recipe.knapsack import solve
 costs = [
     [3.215, 1.368, 2.83, 0.1833, 0], [2.431, 1.326, 1.985, 0.1279, 0], [6.453, 3.554, 5.809, 0.3685, 0],
     [1.318, 0.6311, 1.129, 0.06873, 0], [4.899, 2.604, 4.433, 0.2825, 0], [3.438, 1.908, 3.014, 0.1944, 0],

@@ -12,7 +12,7 @@ from ptqpipe.algorithms.unit import quantize_rows
 from ptqpipe.inputs import OUT_ROWS, Moments
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.options import CodeOptions
+from ptqpipe.recipe.options import CodeOptions
 
 
 def moment_of(size: int, *, seed: int) -> torch.Tensor:

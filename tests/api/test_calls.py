@@ -22,7 +22,7 @@ from ptqpipe.api.result import Result
 from ptqpipe.api.service import OPTIONS
 from ptqpipe.cli.serve import serve as serve_command
 from ptqpipe.errors import OutputExists, PtqError, UsageError
-from ptqpipe.options import recipe_fields
+from ptqpipe.recipe.options import recipe_fields
 from ptqpipe.rounding import Rounding
 from ptqpipe.stages.calibrate.run import CalibrateOptions
 from ptqpipe.stages.demo import MODEL

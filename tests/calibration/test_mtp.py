@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import ptqpipe
 from ptqpipe.errors import CheckpointError
-from ptqpipe.options import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.runtime import load
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.tune.run import tune

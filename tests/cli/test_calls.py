@@ -147,7 +147,7 @@ AUTOMATIC = ("scheme", "algorithm", "weighting", "search")  # told in words: oth
 
 
 def test_the_defaults_that_the_help_of_convert_tells_are_those_of_a_recipe() -> None:
-    from ptqpipe.recipe.model import Recipe, Rule
+    from ptqpipe.recipe.recipe import Recipe, Rule
 
     every = {field.name: field.default for kind in (Rule, Recipe) for field in fields(kind)}
     known = {name: default for name, default in every.items() if default is not None}  # None: decided later

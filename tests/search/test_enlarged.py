@@ -11,7 +11,7 @@ from ptqpipe.algorithms import LoadedWeight, Task, joined, rtn
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search.enlarged import MOST, SHARE, enlarge, factor_for
-from ptqpipe.options import SEARCHES, CodeOptions
+from ptqpipe.recipe.options import SEARCHES, CodeOptions
 from tests import tiny
 
 

@@ -12,7 +12,7 @@ from ptqpipe.models.folding import ROTATIONS
 from ptqpipe.models.reader_facts import READERS
 from ptqpipe.numerics.schemes import SCHEMES
 from ptqpipe.numerics.search import search_names
-from ptqpipe.stages import formats
+from ptqpipe.recipe import formats_table as formats
 from ptqpipe.transforms import SCALINGS
 
 

@@ -9,8 +9,8 @@ import torch
 
 from ptqpipe.inputs import InputStatistics
 from ptqpipe.numerics.schemes import Activation, get_scheme
-from ptqpipe.plan import Unit, make_plan
 from ptqpipe.recipe import Recipe, RecipeOptions, Rule, build_recipe
+from ptqpipe.recipe.plan import Unit, make_plan
 from ptqpipe.rewriting import InputScales
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.statistics import Statistics

@@ -8,7 +8,7 @@ import pytest
 
 import ptqpipe
 from ptqpipe.errors import UsageError
-from ptqpipe.options import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.text import warnings_of
 from ptqpipe.stages.verify.run import verify

@@ -15,7 +15,7 @@ from ptqpipe.inputs import Moments
 from ptqpipe.numerics.formats import get_format, pack
 from ptqpipe.numerics.qtensor import QTensor, encode
 from ptqpipe.numerics.schemes import SCHEMES
-from ptqpipe.options import ALGORITHMS, CodeOptions
+from ptqpipe.recipe.options import ALGORITHMS, CodeOptions
 from tests import tiny
 
 LIED = "model.layers.1.self_attn.o_proj.weight"

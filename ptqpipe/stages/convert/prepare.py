@@ -19,9 +19,9 @@ from ptqpipe.models.families import doubts, facts_of, is_known
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.numerics.search import get_search
-from ptqpipe.options import ALGORITHMS, AUTO, CodeOptions
-from ptqpipe.plan import Plan, check_ignored, make_plan
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe, matches
+from ptqpipe.recipe.options import ALGORITHMS, AUTO, CodeOptions
+from ptqpipe.recipe.plan import Plan, check_ignored, make_plan
 from ptqpipe.rewriting import (
     InputScales,
     Outputs,

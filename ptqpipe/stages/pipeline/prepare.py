@@ -16,8 +16,8 @@ from ptqpipe.models.folding import find_structure
 from ptqpipe.models.language_model import takes_images
 from ptqpipe.models.reader_facts import check_rotation
 from ptqpipe.models.source import Source
-from ptqpipe.options import PipelineOptions, RecipeOptions, check_options
 from ptqpipe.recipe import Recipe, build_recipe
+from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, check_options
 from ptqpipe.rewriting import cache_specs, container_of
 from ptqpipe.rows import weighted
 from ptqpipe.run.machine import Machine

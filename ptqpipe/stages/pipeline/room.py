@@ -25,8 +25,8 @@ from ptqpipe.inputs import EXPERT_ROWS, OUT_ROWS
 from ptqpipe.models.folding import find_structure
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
-from ptqpipe.options import PipelineOptions
-from ptqpipe.origins import Origins
+from ptqpipe.recipe.options import PipelineOptions
+from ptqpipe.recipe.origins import Origins
 from ptqpipe.rows import files_of
 from ptqpipe.run.quantities import disk_size, memory_size
 from ptqpipe.runtime.loading import DEFAULT_LENGTH

@@ -47,7 +47,7 @@ from ptqpipe.checkpoint import (
 )
 from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, PtqError, UsageError, WrongOutput
 from ptqpipe.evaluation.result import is_result
-from ptqpipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.report import is_report
 from ptqpipe.run.machine import Machine, bars_of
 from ptqpipe.run.quantities import disk_size

@@ -17,8 +17,8 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, has_begun, read_json_object, run_id_of
 from ptqpipe.errors import AlreadyComplete, CheckpointError, PtqWarning
 from ptqpipe.models.source import Source
-from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.recipe import build_recipe
+from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.rewriting import named_source
 from ptqpipe.rounding import ROUNDING_FILE
 from ptqpipe.rows import weighted

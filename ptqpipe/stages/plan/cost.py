@@ -38,7 +38,7 @@ from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.numerics.schemes import Activation, Scheme
-from ptqpipe.plan import Unit
+from ptqpipe.recipe.plan import Unit
 from ptqpipe.rewriting.moments import module_of
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine, MemoryPool, counting_bar, one_thread_each
 from ptqpipe.run.quantities import option_size, option_size_above

@@ -23,7 +23,7 @@ from ptqpipe.evaluation.text import read_text
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Scheme
-from ptqpipe.plan import Unit
+from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import counting_bar
 from ptqpipe.runtime.find_weight import find_place
 from ptqpipe.runtime.loading import check_length, default_length, load, load_tokenizer, read_config

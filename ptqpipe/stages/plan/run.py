@@ -1,6 +1,6 @@
 """plan: which weights get which format under a budget. A recipe that converts directly, and its exact size.
 
-Sensitivities come from ``cost.py`` or ``measure.py``, the choice from ``algorithms/knapsack.py``; this file turns a
+Sensitivities come from ``cost.py`` or ``measure.py``, the choice from ``recipe/knapsack.py``; this file turns a
 budget into bytes, asks for the choice, and makes sure that the recipe does what the plan says, to the byte.
 """
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.algorithms.knapsack import Allocation, require_scipy, solve
 from ptqpipe.checkpoint import check_file, name_of, resolve_source, write_file
 from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.recipe import recipe_text
+from ptqpipe.recipe.knapsack import Allocation, require_scipy, solve
 from ptqpipe.rewriting import check_model
 from ptqpipe.run.machine import Machine
 from ptqpipe.run.quantities import bytes_of, disk_size, option_size

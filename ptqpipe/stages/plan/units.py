@@ -20,8 +20,8 @@ from ptqpipe.errors import FormatError, RecipeError, UsageError
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import Scheme, get_scheme
-from ptqpipe.plan import Unit, make_plan
 from ptqpipe.recipe import Recipe, Rule, exact_patterns, parse_recipe
+from ptqpipe.recipe.plan import Unit, make_plan
 from ptqpipe.rewriting import Outputs, container_of, outputs_of
 
 KEEP = "keep"

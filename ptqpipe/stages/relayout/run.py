@@ -20,7 +20,7 @@ from ptqpipe.checkpoint.layouts import ConfigRequest, Container, Role, get_conta
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import get_format
-from ptqpipe.plan import is_matrix
+from ptqpipe.recipe.plan import is_matrix
 from ptqpipe.record import TAKEN_OVER, UNKNOWN, read_record, self_faults
 from ptqpipe.rewriting import (
     CopyTensor,

@@ -16,7 +16,7 @@ from ptqpipe.checkpoint.tensor_names import expert_of, layer_of, role_of
 from ptqpipe.errors import UsageError
 from ptqpipe.measured import prove_weight
 from ptqpipe.models.source import Source, SourceRows
-from ptqpipe.origins import Origins
+from ptqpipe.recipe.origins import Origins
 from ptqpipe.record import Record
 from ptqpipe.report import Histogram, Proof, ReportedWeight, ScaleChoice, WorstBlock
 from ptqpipe.run.machine import Machine, counting_bar

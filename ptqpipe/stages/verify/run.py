@@ -19,8 +19,8 @@ from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
 from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.search.proof import Optimality
-from ptqpipe.origins import Origins
-from ptqpipe.plan import Unit
+from ptqpipe.recipe.origins import Origins
+from ptqpipe.recipe.plan import Unit
 from ptqpipe.record import Record, claims_ownership, read_record
 from ptqpipe.rewriting import BIAS_REASON as CORRECTED, Outputs, as_quantized, describe_statistics
 from ptqpipe.rewriting.output_error import tuned_judgement

@@ -7,7 +7,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from ptqpipe.cli import main
-from ptqpipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.run.machine import Machine
 from ptqpipe.stages.pipeline import run as stage
 

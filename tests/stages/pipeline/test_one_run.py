@@ -9,7 +9,7 @@ import ptqpipe
 from ptqpipe.checkpoint import Paths
 from ptqpipe.cli import main
 from ptqpipe.errors import AlreadyComplete, OutputError, WrongOutput
-from ptqpipe.options import PipelineOptions
+from ptqpipe.recipe.options import PipelineOptions
 from ptqpipe.stages.pipeline import stages
 from tests.checkpoint.holding import another_process_in
 from tests.checkpoint.runs import snapshot

@@ -18,7 +18,7 @@ from ptqpipe.errors import WrongOutput
 from ptqpipe.models.folded import encoded
 from ptqpipe.models.reader_facts import READERS
 from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.options import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.runtime import load_model
 from ptqpipe.stages.pipeline.prepare import prepare
 from ptqpipe.stages.pipeline.table import FP8, TABLE, Way, kind_of, markdown

@@ -15,7 +15,7 @@ from ptqpipe.calibration import pairs
 from ptqpipe.cli import main
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.models.source import Source
-from ptqpipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.stages.pipeline import run as stage, stages
 from ptqpipe.stages.pipeline.prepare import prepare

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import AlreadyComplete, UsageError, WrongOutput
-from ptqpipe.options import PipelineOptions
+from ptqpipe.recipe.options import PipelineOptions
 from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.stages.pipeline import stages
 from ptqpipe.stages.transform import learn as learning

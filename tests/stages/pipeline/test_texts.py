@@ -8,7 +8,7 @@ import pytest
 
 import ptqpipe
 from ptqpipe.errors import WrongOutput
-from ptqpipe.options import PipelineOptions
+from ptqpipe.recipe.options import PipelineOptions
 from tests.stages.pipeline.runs import LENGTH, made, ran, weights_of, work_of
 
 

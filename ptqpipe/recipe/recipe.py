@@ -17,7 +17,7 @@ from ptqpipe.checkpoint.patterns import alike, expression
 from ptqpipe.errors import PtqError, RecipeError, UsageError, one_line
 from ptqpipe.models.families import DEFAULT_FUSE, DEFAULT_KEEP, Fact, Keep, facts_of, fuse_of
 from ptqpipe.numerics.schemes import MIXED, ROTATION_BLOCKS, Activation, LowRank, Scheme, get_scheme
-from ptqpipe.options import INPUT_AMAX, CheckpointOptions, CodeOptions, check_options
+from ptqpipe.recipe.options import INPUT_AMAX, CheckpointOptions, CodeOptions, check_options
 
 # The reason of a pattern that the caller gave beside the recipe: it overrides the recipe's word, exact names included.
 IGNORED = "ignored on request"

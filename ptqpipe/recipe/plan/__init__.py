@@ -11,7 +11,7 @@ the *kept* ones, with the reason. No weight is read. The plan must not know how 
 
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
 from ptqpipe.models.slices import Member, Slice
-from ptqpipe.plan.make import (
+from ptqpipe.recipe.plan.make import (
     check_ignored,
     conv1d_leaves,
     is_matrix,
@@ -19,4 +19,4 @@ from ptqpipe.plan.make import (
     pattern_hint,
     unmatched_patterns,
 )
-from ptqpipe.plan.types import Kept, Plan, Unit
+from ptqpipe.recipe.plan.types import Kept, Plan, Unit
