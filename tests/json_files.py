@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import save_file
 
 import ptqpipe
+from ptqpipe.calibration.rows import read_rows
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint.files import read_json_object, scan_folder
 from ptqpipe.checkpoint.layouts import detect_container, get_container, merged_config
 from ptqpipe.checkpoint.partial import completed_run
@@ -33,11 +35,9 @@ from ptqpipe.recipe.file import load_recipe
 from ptqpipe.recipe.plan import make_plan
 from ptqpipe.record import read_record
 from ptqpipe.rounding import Rounding
-from ptqpipe.rows import read_rows
 from ptqpipe.runtime.loading import load_tokenizer, read_config, read_generation_config
 from ptqpipe.stages.evaluate.text import check_target
 from ptqpipe.stages.inspect import inspect, render as render_inspected, to_json as inspected_json
-from ptqpipe.statistics import Statistics
 from ptqpipe.verification.config import check_config
 from ptqpipe.verification.findings import Findings
 from tests import tiny

@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
+from ptqpipe.calibration.rows import Messages, row_tokens
 from ptqpipe.errors import UsageError
 from ptqpipe.models import chat_template
 from ptqpipe.models.chat_template import TemplateError, compile_template, render
-from ptqpipe.rows import Messages, row_tokens
 from ptqpipe.stages.serve.checks import read_template, try_template
 from tests.engine.models import own_tokenizer, tokenizer
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ptqpipe
+from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.models.families import (
     FAMILIES,
@@ -26,7 +27,6 @@ from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.recipe import failing_facts, matches
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.runtime import load, load_model
-from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.verify.run import verify
 from tests import families, family_rows, tiny

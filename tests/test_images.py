@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from ptqpipe.calibration.rows import Messages, row_tokens
 from ptqpipe.errors import UsageError
 from ptqpipe.models.images import decode_images, digest_of, read_image, split_content
-from ptqpipe.rows import Messages, row_tokens
 from tests.processors import data_uri, picture, png
 
 PNG = png(picture(1))

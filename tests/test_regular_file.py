@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from ptqpipe.calibration.rows import read_rows
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint.files import INDEX_NAME
 from ptqpipe.checkpoint.partial import completed_run
 from ptqpipe.checkpoint.reader import CheckpointReader
@@ -19,11 +21,9 @@ from ptqpipe.evaluation.text import read_text
 from ptqpipe.models.source import Source
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.rounding import Rounding
-from ptqpipe.rows import read_rows
 from ptqpipe.runtime.loading import load_tokenizer, read_config
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.serve.checks import read_template
-from ptqpipe.statistics import Statistics
 from tests import tiny
 
 SPECIAL = {"pipe": "a pipe", "zero": "a device", "urandom": "a device", "folder": "a folder"}

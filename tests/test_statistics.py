@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.statistics import Statistics
 
 
 def write(folder: Path, **changes: Any) -> Path:

@@ -8,9 +8,9 @@ from click.testing import CliRunner
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from ptqpipe.calibration.rows import Messages, row_tokens
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError, tokenizer_errors
-from ptqpipe.rows import Messages, row_tokens
 from ptqpipe.runtime.loading import load_tokenizer
 from tests import tiny
 

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
+from ptqpipe.calibration.statistics import STATS_FILE
 from ptqpipe.calibration.store import OUTPUTS_FILE
 from ptqpipe.evaluation.cache import KeptLogits
 from ptqpipe.evaluation.scores import score
@@ -32,7 +33,6 @@ from ptqpipe.runtime.find_weight import find_place
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed
 from ptqpipe.stages.plan.units import DEFAULT_FORMATS, KEEP
-from ptqpipe.statistics import STATS_FILE
 
 
 @contextmanager

@@ -38,8 +38,8 @@ from ptqpipe.algorithms.unit import (
     total_error,
     total_errors,
 )
+from ptqpipe.calibration.inputs import Moments
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.inputs import Moments
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.global_scale import absmax_global, exact_global, pick, sample_rows
 from ptqpipe.numerics.kernels.decoding import decoded

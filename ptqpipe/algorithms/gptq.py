@@ -33,8 +33,8 @@ from ptqpipe.algorithms.columns import (
 from ptqpipe.algorithms.metric import Metric, descending, make_metric
 from ptqpipe.algorithms.refine import block_metrics, refine
 from ptqpipe.algorithms.unit import Task, UnitResult
+from ptqpipe.calibration.inputs import Moments
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.inputs import Moments
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.qtensor import QTensor, check_finite, code_values
 from ptqpipe.recipe.options import CodeOptions

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ptqpipe.calibration.inputs import Moments, is_finite
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.inputs import Moments, is_finite
 
 DAMPING = 0.01
 DAMPING_STEP = 10.0  # what a damping that is too small is multiplied by

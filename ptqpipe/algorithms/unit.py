@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ptqpipe.calibration.inputs import Moments
 from ptqpipe.errors import NumericsError
-from ptqpipe.inputs import Moments
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.kernels import reference
 from ptqpipe.numerics.kernels.importance import normalize_importance

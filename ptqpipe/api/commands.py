@@ -31,17 +31,16 @@ from ptqpipe.api.calls import (
 )
 from ptqpipe.api.data import Data, data_names
 from ptqpipe.api.result import Result
+from ptqpipe.calibration import command as calibrate_stage, own_text as generate_stage, summary as calibrate_text
+from ptqpipe.calibration.own_text import GenerateOptions
 from ptqpipe.checkpoint import Finished
 from ptqpipe.errors import PtqWarning
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, recipe_path
 from ptqpipe.rewriting import Done
 from ptqpipe.run.quantities import disk_size, number
-from ptqpipe.stages import generate as generate_stage
-from ptqpipe.stages.calibrate import run as calibrate_stage, text as calibrate_text
 from ptqpipe.stages.convert import run as convert_stage
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.text import converted_text, missing_config
-from ptqpipe.stages.generate import GenerateOptions
 from ptqpipe.stages.pipeline import text as pipeline_text
 from ptqpipe.stages.pipeline.call import check_alone, container_of_all, for_reader, formats_for
 from ptqpipe.stages.pipeline.run import Made, pipeline

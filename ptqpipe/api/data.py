@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ptqpipe.calibration.rows import is_data_file, weighted
 from ptqpipe.errors import UsageError
 from ptqpipe.models.language_model import CACHES
-from ptqpipe.rows import is_data_file, weighted
 
 Data = str | Path | Iterable[Any] | None
 """A file, a data set by its name, or several; or rows: texts, token ids, messages, dicts; a ``datasets`` object or a

@@ -14,11 +14,11 @@ import torch
 
 from ptqpipe.calibration.experts import SIDES, gate_and_up, is_product, is_stacked, observe, product_name
 from ptqpipe.calibration.moments import LARGEST, RunningMoments
+from ptqpipe.calibration.statistics import of_all_experts
 from ptqpipe.errors import not_finite
 from ptqpipe.models.families import Family, family_of
 from ptqpipe.runtime.experts import first_stack, is_turned
 from ptqpipe.runtime.skeleton import Skeleton
-from ptqpipe.statistics import of_all_experts
 
 
 @dataclass(frozen=True, slots=True)

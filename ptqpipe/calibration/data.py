@@ -22,10 +22,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint import file_sha256
-from ptqpipe.errors import UsageError
-from ptqpipe.models.images import decode_images, digest_of, read_image, split_content
-from ptqpipe.rows import (
+from ptqpipe.calibration.rows import (
     Messages,
     Notes,
     begin_token,
@@ -40,6 +37,9 @@ from ptqpipe.rows import (
     size_of,
     weighted,
 )
+from ptqpipe.checkpoint import file_sha256
+from ptqpipe.errors import UsageError
+from ptqpipe.models.images import decode_images, digest_of, read_image, split_content
 from ptqpipe.runtime.loading import load_tokenizer, read_config
 from ptqpipe.runtime.processor import Processor
 

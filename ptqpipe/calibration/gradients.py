@@ -14,12 +14,12 @@ import torch
 
 from ptqpipe.calibration.collect import find_slots, rows_of_names
 from ptqpipe.calibration.experts import LEAST_TOKENS, OutputObserver, is_product, observe, product_name, stack_of
+from ptqpipe.calibration.inputs import EXPERT_ROWS, OUT_ROWS, WeightGradients
 from ptqpipe.calibration.merge import merge_added, merge_windows
 from ptqpipe.calibration.moments import symmetric
 from ptqpipe.calibration.pairs import Pair
 from ptqpipe.calibration.runner import Block
 from ptqpipe.errors import NumericsError
-from ptqpipe.inputs import EXPERT_ROWS, OUT_ROWS, WeightGradients
 
 SQUARED = 1 << 20  # numbers of a weight's gradients, of some windows and rows, that are in memory at once
 

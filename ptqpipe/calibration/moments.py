@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.statistics import BLOCK, QUANTILES
+from ptqpipe.calibration.statistics import BLOCK, QUANTILES
 
 BINS = 1 << 15
 QUANTILE_ERROR = 2.0**-7  # relative, half of it on average

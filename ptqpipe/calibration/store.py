@@ -16,9 +16,9 @@ import torch
 from ptqpipe.calibration.collect import Collector, Slot
 from ptqpipe.calibration.experts import LEAST_TOKENS, is_product
 from ptqpipe.calibration.gradients import Gradients
+from ptqpipe.calibration.inputs import InputStatistics, Moments, lower_half
 from ptqpipe.calibration.moments import RunningMoments, stand_in
 from ptqpipe.checkpoint import write_tensors
-from ptqpipe.inputs import InputStatistics, Moments, lower_half
 
 OUTPUTS = "outputs"
 OUTPUTS_FILE = f"{OUTPUTS}.safetensors"

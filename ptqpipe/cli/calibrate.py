@@ -70,7 +70,7 @@ def calibrate(given: Given) -> None:
     """
     import torch
 
-    from ptqpipe.stages.calibrate import run as stage, text
+    from ptqpipe.calibration import command as stage, summary as text
 
     devices = devices_of(given.device)
     machine = given.machine(devices[0], waits=False)
@@ -133,7 +133,7 @@ def generate(given: Given) -> None:
 
     For when you have no text: calibrate and tune take the file as --data.
     """
-    from ptqpipe.stages import generate as stage
+    from ptqpipe.calibration import own_text as stage
 
     machine = given.machine(given.device, waits=False)
     done = stage.generate(

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from ptqpipe.calibration.rows import begun
 from ptqpipe.errors import UsageError
-from ptqpipe.rows import begun
 
 BATCH_TOKENS = 4096
 BATCH_LOGITS = 2**27  # numbers: 512 MiB of float32

@@ -14,8 +14,18 @@ from typing import Any
 
 import torch
 
+from ptqpipe.calibration.rows import (
+    Messages,
+    Notes,
+    begin_token,
+    begun,
+    files_of,
+    has_beginning,
+    read_rows,
+    row_tokens,
+    size_of,
+)
 from ptqpipe.errors import UsageError, tokenizer_errors
-from ptqpipe.rows import Messages, Notes, begin_token, begun, files_of, has_beginning, read_rows, row_tokens, size_of
 
 SAMPLE = Path(__file__).resolve().parent / "sample.txt"
 SAMPLE_NAME = "sample text"

@@ -15,6 +15,7 @@ import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.algorithms import UnitResult, WeightError, check_decode, gathered_bytes
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointWriter, NotFinite, TensorWriter, margin
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.layouts import WHOLE_ROLES, Part, Role, encode_part, part_offset
@@ -32,7 +33,6 @@ from ptqpipe.rewriting.run import CopyTensor, Rewrite, merged, named_source, wri
 from ptqpipe.rewriting.units import learned_codes, low_rank_bytes, quantize_unit
 from ptqpipe.rounding import TRAINED_REASON, Rounding
 from ptqpipe.run.machine import Share
-from ptqpipe.statistics import Statistics
 
 # A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.
 LOST = 0.5

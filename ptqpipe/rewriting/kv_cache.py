@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ptqpipe.algorithms import fp8_scale
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointWriter, TensorSpec
 from ptqpipe.checkpoint.layouts import Container, container_names, get_container, kv_scale, quantization_config
 from ptqpipe.errors import NumericsError, UsageError
@@ -18,7 +19,6 @@ from ptqpipe.models.families import in_mtp_layers, language_config, mtp_layer, o
 from ptqpipe.models.source import Source
 from ptqpipe.rewriting.run import write_whole
 from ptqpipe.run.machine import Job
-from ptqpipe.statistics import Statistics
 
 CACHE_REASON = "scale of the FP8 kv cache"
 

@@ -18,9 +18,10 @@ import torch
 
 from ptqpipe.algorithms import CHUNK_ELEMENTS, fp8_scale, memory_bytes, nvfp4_scale, static_amax, two_sided
 from ptqpipe.algorithms.columns import has_block_scales
+from ptqpipe.calibration.inputs import OUT_ROWS, Moments
+from ptqpipe.calibration.statistics import KnownInputs, Statistics
 from ptqpipe.checkpoint import OF_WEIGHTS, name_of
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.inputs import OUT_ROWS, Moments
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.rotation import rotated
@@ -29,7 +30,6 @@ from ptqpipe.recipe import Recipe
 from ptqpipe.recipe.plan import Plan, Unit
 from ptqpipe.rewriting.outputs import corrected_biases
 from ptqpipe.rounding import Rounding
-from ptqpipe.statistics import KnownInputs, Statistics
 
 OUTPUT_BYTES = 36  # for each number of the moments of gradients, as read and as they are factored
 _SHOWN = 12  # hex digits of a fingerprint in a message

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ptqpipe.calibration.rows import begin_token
 from ptqpipe.checkpoint import RECORD_FILE, Paths, check_place, locked, output_errors
 from ptqpipe.checkpoint.regular_file import read_json
 from ptqpipe.errors import CheckpointError, OutputExists
@@ -21,7 +22,6 @@ from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting import Done
-from ptqpipe.rows import begin_token
 from ptqpipe.run.machine import Machine, one_thread_each
 from ptqpipe.run.quantities import disk_size, sqnr_db
 from ptqpipe.runtime.loading import load_model, load_tokenizer

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ptqpipe.inputs import InputStatistics
+from ptqpipe.calibration.inputs import InputStatistics
 from ptqpipe.transforms.problem import Consumer, Problem, Quantize, SolveOptions, spread
 
 MAX_FULL = 4096  # columns up to which inputs are drawn with all their correlations

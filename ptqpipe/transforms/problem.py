@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ptqpipe.inputs import InputStatistics
+from ptqpipe.calibration.inputs import InputStatistics
 from ptqpipe.models.folding.tensors import power_of_two
 
 Quantize = Callable[[torch.Tensor], torch.Tensor]

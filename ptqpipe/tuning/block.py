@@ -16,6 +16,7 @@ from ptqpipe.calibration.experts import is_product, product_name, stack_of
 from ptqpipe.calibration.gradients import Gradients, by_checkpoint
 from ptqpipe.calibration.paired import Known, quantized_inputs
 from ptqpipe.calibration.runner import Block, Runner
+from ptqpipe.calibration.statistics import KnownInputs
 from ptqpipe.calibration.store import BlockInputs
 from ptqpipe.models.slices import Member, Slice
 from ptqpipe.models.source import SourceRows
@@ -27,7 +28,6 @@ from ptqpipe.recipe.plan import Unit
 from ptqpipe.rewriting import module_of, quantize_unit
 from ptqpipe.rewriting.conversion import Conversion, check_kept_alive
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.statistics import KnownInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import torch
 from ptqpipe.algorithms import LoadedWeight, Task, asymmetric, gptq, joined, two_sided
 from ptqpipe.algorithms.metric import Metric
 from ptqpipe.calibration.gradients import Gradients, rows_of
+from ptqpipe.calibration.inputs import Moments
 from ptqpipe.calibration.paired import Known, Paired
-from ptqpipe.inputs import Moments
 from ptqpipe.models.slices import Member
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.qtensor import QTensor

@@ -16,9 +16,9 @@ import torch
 from ptqpipe.calibration.activations import Activations
 from ptqpipe.calibration.experts import is_product, stack_of
 from ptqpipe.calibration.gradients import Gradients
+from ptqpipe.calibration.inputs import OUT_ROWS
 from ptqpipe.calibration.paired import Known, paired_inputs, paired_moments
 from ptqpipe.errors import NumericsError
-from ptqpipe.inputs import OUT_ROWS
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.recipe.plan import Unit

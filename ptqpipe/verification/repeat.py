@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import RECORD_FILE, run_id_of
 from ptqpipe.checkpoint.json_values import json_differences
 from ptqpipe.checkpoint.layouts import Role
@@ -26,7 +27,6 @@ from ptqpipe.recipe.plan import Unit
 from ptqpipe.record import Claim, Record, object_of, text_of
 from ptqpipe.rewriting import Outputs, QuantizedRows, correct_unit, outputs_of, quantize_unit
 from ptqpipe.rounding import trained_of
-from ptqpipe.statistics import Statistics
 from ptqpipe.verification.claims import SUM_TOLERANCE, check_numbers, check_reasons, conversion_parts, recipe_of
 from ptqpipe.verification.findings import Findings
 

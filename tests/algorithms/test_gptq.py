@@ -6,8 +6,8 @@ import torch
 from ptqpipe.algorithms import columns, gptq, metric, quantizer, unit
 from ptqpipe.algorithms.refine import refine
 from ptqpipe.algorithms.unit import Task
+from ptqpipe.calibration.inputs import Moments
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.inputs import Moments
 from ptqpipe.numerics.formats import FORMATS, Format, get_format
 from ptqpipe.numerics.kernels import cpu
 from ptqpipe.numerics.qtensor import QTensor

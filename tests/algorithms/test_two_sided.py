@@ -9,7 +9,7 @@ import torch
 from ptqpipe.algorithms import LoadedWeight, Task, gptq, joined, two_sided
 from ptqpipe.algorithms.metric import expected_error, output_error
 from ptqpipe.algorithms.unit import quantize_rows
-from ptqpipe.inputs import OUT_ROWS, Moments
+from ptqpipe.calibration.inputs import OUT_ROWS, Moments
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.recipe.options import CodeOptions

@@ -20,11 +20,11 @@ import ptqpipe
 from ptqpipe.api.calls import in_python, into
 from ptqpipe.api.result import Result
 from ptqpipe.api.service import OPTIONS
+from ptqpipe.calibration.command import CalibrateOptions
 from ptqpipe.cli.serve import serve as serve_command
 from ptqpipe.errors import OutputExists, PtqError, UsageError
 from ptqpipe.recipe.options import recipe_fields
 from ptqpipe.rounding import Rounding
-from ptqpipe.stages.calibrate.run import CalibrateOptions
 from ptqpipe.stages.demo import MODEL
 from ptqpipe.tuning.options import TuneOptions
 from tests import tiny

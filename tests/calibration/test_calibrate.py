@@ -16,18 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ptqpipe.calibration import runner
+from ptqpipe.calibration import command as calibrate_run, command as stage, runner
 from ptqpipe.calibration.activations import OnDisk
+from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.data import load_samples
+from ptqpipe.calibration.statistics import BLOCK, Statistics
 from ptqpipe.checkpoint.block_folder import Finished
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.cli.common import devices_of
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, UsageError
 from ptqpipe.run import machine as machine_module
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages.calibrate import run as calibrate_run, run as stage
-from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
-from ptqpipe.statistics import BLOCK, Statistics
 from tests.calibration.models import (
     KINDS,
     VOCABULARY,
@@ -229,7 +228,7 @@ def test_an_expert_without_tokens_gets_its_groups_maximum_and_says_so(tmp_path: 
 
 def stage_text() -> Any:
     """The module that prints."""
-    from ptqpipe.stages.calibrate import text as calibrate_text
+    from ptqpipe.calibration import summary as calibrate_text
 
     return calibrate_text
 
@@ -274,7 +273,7 @@ def test_a_killed_run_continues_to_the_same_statistics(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from ptqpipe.stages.calibrate import run as stage\n"
+        "from ptqpipe.calibration import command as run as stage\n"
         "commit = stage.BlockFolder.commit\n"
         "def killed(self, unit, record):\n"
         "    commit(self, unit, record)\n"

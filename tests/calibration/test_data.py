@@ -11,8 +11,8 @@ import torch
 
 from ptqpipe.calibration import data
 from ptqpipe.calibration.data import DataFile, check_samples, load_samples
+from ptqpipe.calibration.rows.tokens import PIECE
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.rows.tokens import PIECE
 
 WORDS = [f"w{i}" for i in range(50)]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
@@ -212,7 +212,7 @@ def test_of_a_data_set_by_name_the_first_rows_are_read(tmp_path: Path, monkeypat
             yield number, {"input_ids": [number] * 100}
 
     monkeypatch.setattr(data, "LONG", 1000)
-    monkeypatch.setattr("ptqpipe.rows.forms.dataset_rows", rows)
+    monkeypatch.setattr("ptqpipe.calibration.rows.forms.dataset_rows", rows)
     made = load_samples(["owner/texts"], tmp_path, samples=5, seqlen=4)
     assert (len(read), made.files[0].rows, made.files[0].every) == (11, 11, 2)
     load_samples(["owner/texts"], tmp_path, samples=12_000, seqlen=4)  # more than the first ones of so many give

@@ -138,7 +138,7 @@ def test_own_text_of_several_kinds_by_the_command_and_in_python(folder: Path, tm
 def test_texts_that_cannot_be_are_refused_before_the_model_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
 ) -> None:
-    monkeypatch.setattr("ptqpipe.stages.generate.load", None)
+    monkeypatch.setattr("ptqpipe.calibration.own_text.load", None)
     out = tmp_path / "own.jsonl"
     done = CliRunner().invoke(main, ["generate", str(folder), "--seqlen", "16", *words, "-q", "-o", str(out)])
     assert done.exit_code == 2
@@ -194,7 +194,7 @@ def test_a_place_for_no_file_is_found_before_the_model_is_loaded(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr("ptqpipe.stages.generate.load", never)
+    monkeypatch.setattr("ptqpipe.calibration.own_text.load", never)
     for out, words in ((tmp_path, "is a folder"), (Path("/proc/x.jsonl"), "is not writable")):
         result = CliRunner().invoke(main, ["generate", str(folder), "--seqlen", "8", "-q", "-o", str(out)])
         assert result.exit_code in (1, 2)

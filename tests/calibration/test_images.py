@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import ptqpipe
+from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.data import load_samples
 from ptqpipe.calibration.rounding import Settings
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.tune.run import TuneOptions, tune
 from ptqpipe.stages.verify.run import verify
-from ptqpipe.statistics import Statistics
 from tests import processors
 from tests.engine import images
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import ptqpipe
+from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.data import DataFile, Samples, load_samples
 from ptqpipe.calibration.likeness import UNLIKE, Likeness, lines_of
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
-from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.demo import MODEL
 from ptqpipe.stages.pipeline.run import pipeline
 from ptqpipe.stages.tune.run import tune

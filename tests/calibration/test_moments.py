@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ptqpipe.calibration.moments import BINS, LARGEST, MAX_ROWS, QUANTILE_ERROR, RunningMoments, stand_in
-from ptqpipe.statistics import QUANTILES
+from ptqpipe.calibration.statistics import QUANTILES
 
 CPU = torch.device("cpu")
 

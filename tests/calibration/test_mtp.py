@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
+from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.errors import CheckpointError
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.runtime import load
-from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.tune.run import tune
 from ptqpipe.stages.verify.run import verify
-from ptqpipe.statistics import Statistics
 from ptqpipe.tuning.options import TuneOptions, settings_of
 from tests import families
 

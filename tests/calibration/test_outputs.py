@@ -15,11 +15,13 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
-from ptqpipe.calibration import reverse as reverse_pass
+from ptqpipe.calibration import command as stage, reverse as reverse_pass
 from ptqpipe.calibration.activations import InMemory
+from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.data import load_samples
 from ptqpipe.calibration.reverse import reverse
 from ptqpipe.calibration.runner import Runner
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError
 from ptqpipe.models.source import Source, SourceRows
@@ -27,13 +29,10 @@ from ptqpipe.numerics.rotation import rotated_weight
 from ptqpipe.rewriting.moments import module_of
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime.skeleton import Skeleton
-from ptqpipe.stages.calibrate import run as stage
-from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.plan import cost
 from ptqpipe.stages.plan.metric import ByWindows
 from ptqpipe.stages.plan.run import Budget, plan_mixed
 from ptqpipe.stages.plan.units import find_groups, schemes_of
-from ptqpipe.statistics import Statistics
 from tests import tiny
 from tests.calibration.models import make_model, make_windows, write_windows
 
@@ -119,7 +118,7 @@ def test_a_run_that_was_stopped_behind_the_reverse_pass_does_not_repeat_it(
 KILLED = """
 import os, signal, sys
 from ptqpipe.cli import main
-from ptqpipe.stages.calibrate import outputs
+from ptqpipe.calibration import outputs
 
 real = outputs.reverse_model
 outputs.BASE_BYTES = 8 << 30  # all of --max-memory: the hidden states lie on disk

@@ -9,15 +9,14 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from ptqpipe.calibration import pairs
+from ptqpipe.calibration import command as stage, pairs
+from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.data import load_samples
 from ptqpipe.calibration.pairs import PAIRS, places_of
 from ptqpipe.calibration.reverse import draw_labels
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.errors import UsageError
 from ptqpipe.run.machine import Machine, Ranks
-from ptqpipe.stages.calibrate import run as stage
-from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
-from ptqpipe.statistics import Statistics
 from tests import tiny
 from tests.calibration.models import make_model, make_windows, write_windows
 

@@ -12,10 +12,10 @@ from ptqpipe.calibration import reverse as reverse_pass
 from ptqpipe.calibration.activations import InMemory
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.gradients import Gradients, rows_of
+from ptqpipe.calibration.inputs import OUT_ROWS
 from ptqpipe.calibration.reverse import draw_labels, enough, least_step, reverse, streams, thinned
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.errors import NumericsError
-from ptqpipe.inputs import OUT_ROWS
 from ptqpipe.models.source import Source
 from ptqpipe.runtime.skeleton import Skeleton
 from tests import tiny

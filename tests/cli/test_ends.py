@@ -72,7 +72,7 @@ def test_ctrl_c_names_the_command_that_continues_where_there_is_something_to_con
         (here / ".out.partial").mkdir()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ptqpipe.stages.calibrate.run.calibrate", interrupted)
+    monkeypatch.setattr("ptqpipe.calibration.command.calibrate", interrupted)
     command = ["calibrate", "model", "--data", "a file", "-o", "out"]
     monkeypatch.setattr(sys, "argv", ["ptqpipe", *command])
     result = run(*command)
@@ -100,7 +100,7 @@ def test_an_error_says_what_became_of_what_was_finished(
 
     if before:
         (here / ".out.partial").mkdir()
-    monkeypatch.setattr("ptqpipe.stages.calibrate.run.calibrate", fails)
+    monkeypatch.setattr("ptqpipe.calibration.command.calibrate", fails)
     result = run("calibrate", "model", "--data", "a file", "-o", "out", *options)
     assert result.exit_code == 1
     kept = "; what is finished is kept (--resume continues it, --overwrite starts over)"

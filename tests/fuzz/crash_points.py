@@ -270,9 +270,9 @@ def warm(model: str) -> None:
     import torch
     import transformers
 
+    import ptqpipe.calibration.command
+    import ptqpipe.calibration.own_text
     import ptqpipe.cli
-    import ptqpipe.stages.calibrate.run
-    import ptqpipe.stages.generate
     import ptqpipe.stages.pipeline.run
     import ptqpipe.stages.relayout.run  # noqa: F401
 

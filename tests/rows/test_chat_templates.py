@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from ptqpipe.calibration.rows import Messages, Notes, row_tokens
 from ptqpipe.errors import UsageError
-from ptqpipe.rows import Messages, Notes, row_tokens
 
 WORDS = [
     "<unk>",

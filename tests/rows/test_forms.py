@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from ptqpipe.calibration.rows import Notes, files_of, read_rows
 from ptqpipe.errors import UsageError
-from ptqpipe.rows import Notes, files_of, read_rows
 
 TWO = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 THREE = [{"role": "system", "content": "Be."}, *TWO]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import ptqpipe
+from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.checkpoint.block_folder import BlockFolder
 from ptqpipe.checkpoint.fingerprint import pages
 from ptqpipe.checkpoint.header import parse_file
@@ -17,7 +18,6 @@ from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.errors import CheckpointError, OutputError
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.dequantize import dequantize
 from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.transform.plan import TransformOptions

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 import ptqpipe
+from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.calibration.store import outputs_of
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.evaluation.text import SAMPLE
@@ -17,12 +19,10 @@ from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting import module_of
 from ptqpipe.run.machine import Machine
 from ptqpipe.stages import demo
-from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.tune import run as tune
 from ptqpipe.stages.verify.run import verify
-from ptqpipe.statistics import Statistics
 from ptqpipe.tuning.options import TuneOptions
 from tests.calibration.models import make_model, make_windows, write_windows
 

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import ptqpipe
+from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.checkpoint import file_sha256
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, UsageError
@@ -23,7 +24,6 @@ from ptqpipe.recipe import Recipe, RecipeOptions, Rule
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.loading import default_length, positions_of
-from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.evaluate.run import Options, evaluate
 from ptqpipe.stages.inspect import inspect

@@ -13,15 +13,15 @@ import transformers
 from safetensors.torch import load_file
 
 import ptqpipe
+from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.calibration.own_text import GenerateOptions, generate
 from ptqpipe.engine.images import Images
 from ptqpipe.engine.probe import check_empty
 from ptqpipe.engine.runner import CacheOptions, ModelRunner, check_model
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.check import check_load
-from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.evaluate.run import Options, evaluate
-from ptqpipe.stages.generate import GenerateOptions, generate
 from ptqpipe.stages.serve.checks import check_checkpoint
 from ptqpipe.stages.serve.tower import Tower
 from ptqpipe.stages.transform.plan import TransformOptions

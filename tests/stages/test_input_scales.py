@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.inputs import InputStatistics
+from ptqpipe.calibration.inputs import InputStatistics
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.numerics.schemes import Activation, get_scheme
 from ptqpipe.recipe import Recipe, RecipeOptions, Rule, build_recipe
 from ptqpipe.recipe.plan import Unit, make_plan
 from ptqpipe.rewriting import InputScales
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.statistics import Statistics
 
 LAYERS, EXPERTS = 3, 8
 LEAVES = ("gate_proj", "up_proj", "down_proj")

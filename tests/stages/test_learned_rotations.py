@@ -14,12 +14,12 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, NumericsError, OutputError, OutputExists, UsageError
 from ptqpipe.models.folded import encoded
 from ptqpipe.models.source import Source
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.transform import learn as learning
 from ptqpipe.stages.transform.factors import find_factors
 from ptqpipe.stages.transform.plan import TransformOptions

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from ptqpipe.algorithms.metric import output_error
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.cli import main
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.models.source import Source
@@ -23,7 +24,6 @@ from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed, write_recipe
 from ptqpipe.stages.plan.units import find_groups, schemes_of
-from ptqpipe.statistics import Statistics
 from tests.algorithms import inputs
 from tests.tiny import LLAMA_CONFIG, Tensors, fused_moe, llama, save
 

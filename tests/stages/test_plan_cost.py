@@ -10,9 +10,10 @@ import torch
 from click.testing import CliRunner
 
 import ptqpipe
+from ptqpipe.calibration.inputs import InputStatistics, WeightGradients
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
-from ptqpipe.inputs import InputStatistics, WeightGradients
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.numerics.schemes import get_scheme
@@ -21,7 +22,6 @@ from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.stages.plan import cost
 from ptqpipe.stages.plan.metric import ByTokens, ByWindows
 from ptqpipe.stages.plan.units import Group, find_groups, schemes_of
-from ptqpipe.statistics import Statistics
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
 

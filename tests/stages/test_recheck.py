@@ -10,8 +10,8 @@ import torch
 import ptqpipe
 from ptqpipe.algorithms import quantizer, recheck, rtn
 from ptqpipe.algorithms.unit import LoadedWeight, Promise, Task
+from ptqpipe.calibration.inputs import Moments
 from ptqpipe.errors import NumericsError
-from ptqpipe.inputs import Moments
 from ptqpipe.numerics.formats import get_format, pack
 from ptqpipe.numerics.qtensor import QTensor, encode
 from ptqpipe.numerics.schemes import SCHEMES

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import ptqpipe
+from ptqpipe.calibration.inputs import Moments
 from ptqpipe.cli import main
 from ptqpipe.errors import FormatError, PtqError, RecipeError, UsageError
-from ptqpipe.inputs import Moments
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.runtime import load
 from tests import families, tiny

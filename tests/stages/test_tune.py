@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from ptqpipe.api.matrices import load_tensors
 from ptqpipe.calibration import reverse, runner
 from ptqpipe.calibration.activations import OnDisk
+from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.data import Samples, load_samples
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.calibration.runner import Runner
@@ -35,7 +36,6 @@ from ptqpipe.runtime import compiled, load_model
 from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.runtime.skeleton import Skeleton
 from ptqpipe.stages import demo
-from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.convert import run as convert_stage
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.tune import run as tune

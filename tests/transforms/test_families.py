@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.errors import UsageError
 from ptqpipe.models.families import Norms
 from ptqpipe.models.families.table import FAMILIES
@@ -19,7 +20,6 @@ from ptqpipe.models.folding import Structure, find_structure, move_factors, rota
 from ptqpipe.models.folding.structure import Norm
 from ptqpipe.models.folding.tensors import Op, apply
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import transform
 from tests import families

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from ptqpipe.inputs import InputStatistics
+from ptqpipe.calibration.inputs import InputStatistics
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.qtensor import encode
 from ptqpipe.numerics.search import get_search

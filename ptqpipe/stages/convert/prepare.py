@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from ptqpipe._version import __version__
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import check_disjoint, name_of, resolve_source
 from ptqpipe.checkpoint.adapter import ADAPTER_CONFIG
 from ptqpipe.checkpoint.layouts import get_container
@@ -37,7 +38,6 @@ from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.rounding import ROUNDING_FILE, TRAINED_REASON, Rounding
 from ptqpipe.run.machine import without_collections
 from ptqpipe.runtime.expected import unlike_model
-from ptqpipe.statistics import Statistics
 
 _AGAIN = "leave out what differs, or tune again with the same --format, --recipe, --container and --ignore"
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from ptqpipe.calibration.rows import check_once
 from ptqpipe.checkpoint import CheckpointReader, completed_run, name_of, resolve_source
 from ptqpipe.errors import CheckpointError, UsageError, one_line
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT, open_cache, store_bytes
@@ -25,7 +26,6 @@ from ptqpipe.evaluation.tokens import Decode, beginnings, continued, kl_by_posit
 from ptqpipe.models.language_model import with_note
 from ptqpipe.models.source import Source
 from ptqpipe.report.run_facts import run_facts
-from ptqpipe.rows import check_once
 from ptqpipe.run.machine import counting_bar
 from ptqpipe.run.quantities import disk_size, option_size
 from ptqpipe.runtime.loading import (

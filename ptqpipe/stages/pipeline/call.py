@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 
+from ptqpipe.calibration.rows import files_of, weighted
 from ptqpipe.errors import UsageError
 from ptqpipe.models.reader_facts import container_for, formats_of
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.recipe import Recipe, build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
-from ptqpipe.rows import files_of, weighted
 from ptqpipe.stages.plan.units import DEFAULT_FORMATS, KEEP
 
 SELF = "self"

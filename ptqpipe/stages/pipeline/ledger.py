@@ -12,10 +12,10 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import KINDS, Journal, RunIdentity, file_sha256, journal_name, output_errors, read_journal
 from ptqpipe.errors import PtqError
 from ptqpipe.rounding import ROUNDING_FILE, Rounding
-from ptqpipe.statistics import Statistics
 
 _REPLACES = "replaces"
 

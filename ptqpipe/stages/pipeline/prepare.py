@@ -9,6 +9,7 @@ from typing import Any
 from ptqpipe.calibration.data import check_samples, check_seed
 from ptqpipe.calibration.generate import check_windows
 from ptqpipe.calibration.kv import check_seen
+from ptqpipe.calibration.rows import weighted
 from ptqpipe.checkpoint import Mode, check_disjoint, name_of, resolve_source
 from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.evaluation.text import check_text
@@ -19,7 +20,6 @@ from ptqpipe.models.source import Source
 from ptqpipe.recipe import Recipe, build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, check_options
 from ptqpipe.rewriting import cache_specs, container_of
-from ptqpipe.rows import weighted
 from ptqpipe.run.machine import Machine
 from ptqpipe.run.quantities import disk_size
 from ptqpipe.runtime.loading import default_length, load_tokenizer, read_config

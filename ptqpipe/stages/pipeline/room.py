@@ -14,27 +14,27 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ptqpipe.calibration.inputs import EXPERT_ROWS, OUT_ROWS
 from ptqpipe.calibration.paired_experts import STREAMS
 from ptqpipe.calibration.pairs import LEAST, most_pairs
 from ptqpipe.calibration.reverse import enough, least_step, streams
+from ptqpipe.calibration.rows import files_of
+from ptqpipe.calibration.statistics import of_all_experts
 from ptqpipe.checkpoint.tensor_names import layer_of
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT
 from ptqpipe.evaluation.log_probabilities import MOST
 from ptqpipe.evaluation.scores import scoring_bytes
-from ptqpipe.inputs import EXPERT_ROWS, OUT_ROWS
 from ptqpipe.models.folding import find_structure
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.recipe.options import PipelineOptions
 from ptqpipe.recipe.origins import Origins
-from ptqpipe.rows import files_of
 from ptqpipe.run.quantities import disk_size, memory_size
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
 from ptqpipe.stages.pipeline.call import own_weight
 from ptqpipe.stages.pipeline.table import Way
 from ptqpipe.stages.transform.learn import ELEMENTS, STATES, TEMPORARIES
 from ptqpipe.stages.transform.plan import TransformOptions, matrix_bytes
-from ptqpipe.statistics import of_all_experts
 from ptqpipe.transforms import BATCH, transform_names
 
 # Bytes for each channel of a matrix, in float32: maximum, mean, second moment and that of the held-out samples, and the

@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe._version import __version__
+from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.calibration.own_text import GenerateOptions, generate
+from ptqpipe.calibration.rows import weighted
+from ptqpipe.calibration.statistics import STATS_FILE
 from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, has_begun, read_json_object, run_id_of
 from ptqpipe.errors import AlreadyComplete, CheckpointError, PtqWarning
 from ptqpipe.models.source import Source
@@ -21,14 +25,11 @@ from ptqpipe.recipe import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.rewriting import named_source
 from ptqpipe.rounding import ROUNDING_FILE
-from ptqpipe.rows import weighted
 from ptqpipe.run.machine import Machine, compute_threads
-from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.convert import run as conversion
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.evaluate import run as evaluation
 from ptqpipe.stages.evaluate.text import write as write_evaluation
-from ptqpipe.stages.generate import GenerateOptions, generate
 from ptqpipe.stages.pipeline import call
 from ptqpipe.stages.pipeline.ledger import Ledger
 from ptqpipe.stages.pipeline.room import Disk, disk_of, memory_of, memory_text, pair_samples
@@ -39,7 +40,6 @@ from ptqpipe.stages.transform.factors import find_factors
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.tune.run import tune
 from ptqpipe.stages.verify.run import verify
-from ptqpipe.statistics import STATS_FILE
 from ptqpipe.tuning.options import TuneOptions
 
 

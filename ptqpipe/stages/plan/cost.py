@@ -30,9 +30,10 @@ from functools import cache
 import torch
 
 from ptqpipe.algorithms import gathered_bytes
+from ptqpipe.calibration.inputs import InputStatistics, WeightGradients
+from ptqpipe.calibration.statistics import BLOCK, Statistics
 from ptqpipe.checkpoint.tensor_names import role_of
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.inputs import InputStatistics, WeightGradients
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
@@ -45,7 +46,6 @@ from ptqpipe.run.quantities import option_size, option_size_above
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.stages.plan.metric import ByTokens, ByWindows, Total, joint
 from ptqpipe.stages.plan.units import Group, quantize_as
-from ptqpipe.statistics import BLOCK, Statistics
 
 Costs = Mapping[tuple[str, str], float]
 """(group id, option name) -> cost. Keeping costs nothing and is left out."""

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.algorithms import output_error
+from ptqpipe.calibration.inputs import WeightGradients
 from ptqpipe.errors import CheckpointError
-from ptqpipe.inputs import WeightGradients
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import check_file, name_of, resolve_source, write_file
 from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source
@@ -30,7 +31,6 @@ from ptqpipe.stages.plan.units import (
     recipe_content,
     schemes_of,
 )
-from ptqpipe.statistics import Statistics
 
 POINTS = 9  # of the Pareto curve
 _MARK = "# Converts to "

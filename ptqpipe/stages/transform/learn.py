@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ptqpipe.calibration.statistics import Statistics, of_all_experts
 from ptqpipe.errors import NumericsError, OutputError, UsageError
 from ptqpipe.models.folded import encoded
 from ptqpipe.models.folding import STREAM, Edge, Matrix, Norm, Structure, turns
@@ -23,7 +24,6 @@ from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.runtime.activations import GROUP
 from ptqpipe.stages.transform.plan import TransformOptions, block_of
 from ptqpipe.stages.transform.weights import Weights, input_quantizer
-from ptqpipe.statistics import Statistics, of_all_experts
 from ptqpipe.transforms import BATCH, Learned, Reader, Rounding, learn
 
 ELEMENTS = 1 << 29  # numbers of all pairs together: of more, tokens are left out

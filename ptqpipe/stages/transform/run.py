@@ -18,6 +18,7 @@ from typing import Any, Unpack
 import torch
 
 from ptqpipe._version import __version__
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec, check_disjoint, resolve_source
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import NumericsError, UsageError
@@ -38,7 +39,6 @@ from ptqpipe.stages.transform.learn import (
 )
 from ptqpipe.stages.transform.plan import Component, TransformOptions
 from ptqpipe.stages.transform.weights import Weights, input_quantizer, make_problem, weight_quantizer
-from ptqpipe.statistics import Statistics
 from ptqpipe.transforms import SCALINGS, Solution, SolveOptions, get_scaling, transform_names
 
 FLOAT32_ROUNDING = 1e-12  # relative MSE below which an error is float32's own: not worth a number

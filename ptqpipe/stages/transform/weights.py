@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 import torch
 
 from ptqpipe.algorithms import quantize_rows
+from ptqpipe.calibration.inputs import InputStatistics
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointReader
 from ptqpipe.errors import NumericsError, UsageError
-from ptqpipe.inputs import InputStatistics
 from ptqpipe.models.folding import RUN, Edge, Folding, Matrix, Op, apply
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.global_scale import absmax_global
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.statistics import Statistics
 from ptqpipe.transforms import Consumer, Problem, Quantize
 
 RUN_ELEMENTS = 1 << 20  # a run is computed in float64

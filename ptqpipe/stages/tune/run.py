@@ -34,6 +34,7 @@ from ptqpipe.calibration.paired import Known, kept_batches
 from ptqpipe.calibration.paired_experts import STREAMS
 from ptqpipe.calibration.rounding import Learned, Settings, learn, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Block, MtpBlock, Runner
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_place
 from ptqpipe.errors import UsageError
 from ptqpipe.models.language_model import takes_images, with_note
@@ -48,7 +49,6 @@ from ptqpipe.runtime.memory import keep_freed_memory
 from ptqpipe.runtime.skeleton import Skeleton
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.tune.text import described
-from ptqpipe.statistics import Statistics
 from ptqpipe.tuning import backwards, codes as codes_of, end_to_end
 from ptqpipe.tuning.block import BlockWork, observe
 from ptqpipe.tuning.in_order import divided, follow

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
 from ptqpipe.errors import UsageError
@@ -28,7 +29,6 @@ from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.run.machine import counting_bar, default_workers, one_thread_each
 from ptqpipe.runtime.expected import unlike_model
 from ptqpipe.stages.verify.text import VerifyReport, header
-from ptqpipe.statistics import Statistics
 from ptqpipe.verification import claims, config, files, groups, structure
 from ptqpipe.verification.findings import Findings
 from ptqpipe.verification.repeat import (

@@ -5,10 +5,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ptqpipe.calibration.rows.chats import Messages, text_in
+from ptqpipe.calibration.rows.forms import Notes, shows_images
 from ptqpipe.errors import UsageError, tokenizer_errors
 from ptqpipe.models.chat_template import TemplateError, render
-from ptqpipe.rows.chats import Messages, text_in
-from ptqpipe.rows.forms import Notes, shows_images
 
 if TYPE_CHECKING:
     import torch

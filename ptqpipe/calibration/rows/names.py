@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from ptqpipe.calibration.rows.files import DATA_SUFFIXES, suffix_of
 from ptqpipe.checkpoint import nearest_path
 from ptqpipe.errors import UsageError
-from ptqpipe.rows.files import DATA_SUFFIXES, suffix_of
 
 _WEIGHT = re.compile(r"(.+)=([+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|inf|infinity))", re.I | re.S)
 _LARGEST = 1e9  # of weights: their sums must be finite

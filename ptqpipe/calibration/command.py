@@ -26,8 +26,10 @@ from ptqpipe.calibration.data import HELD_SHARE, Samples, load_samples, tokens_d
 from ptqpipe.calibration.kv import watching
 from ptqpipe.calibration.likeness import Likeness, likeness_of, lines_of
 from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
+from ptqpipe.calibration.outputs import collect_outputs, learned_from
 from ptqpipe.calibration.pairs import most_tokens, nbytes as pairs_bytes
 from ptqpipe.calibration.runner import Block, Runner, advance_together
+from ptqpipe.calibration.statistics import STATS_FILE, STATS_VERSION
 from ptqpipe.calibration.store import OUTPUTS, BlockRecord, digest_of, is_of_outputs, outputs_of, pairs_of, write_block
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, check_place, name_of, resolve_source
 from ptqpipe.errors import UsageError
@@ -37,8 +39,6 @@ from ptqpipe.run.machine import BASE_BYTES, Machine, Ranks, compute_threads, cou
 from ptqpipe.run.quantities import counted, disk_size, memory_size
 from ptqpipe.runtime.loading import DTYPES, config_of, default_length
 from ptqpipe.runtime.skeleton import Skeleton
-from ptqpipe.stages.calibrate.outputs import collect_outputs, learned_from
-from ptqpipe.statistics import STATS_FILE, STATS_VERSION
 
 MOMENTS = ("diagonal", "block", "full", "kl", "pairs")
 HEAD = "head"

@@ -9,10 +9,10 @@ tokens.py   the tokens of a row, through the model's tokenizer and its chat temp
 Text that is not the user's never becomes data: a row of another form is mapped, with a line in `Notes`, or refused.
 """
 
-from ptqpipe.rows.chats import Messages
-from ptqpipe.rows.forms import Notes, read_rows, shows_images, size_of
-from ptqpipe.rows.names import check_once, files_of, is_data_file, weighted
-from ptqpipe.rows.tokens import begin_token, begun, has_beginning, pieces, row_text, row_tokens
+from ptqpipe.calibration.rows.chats import Messages
+from ptqpipe.calibration.rows.forms import Notes, read_rows, shows_images, size_of
+from ptqpipe.calibration.rows.names import check_once, files_of, is_data_file, weighted
+from ptqpipe.calibration.rows.tokens import begin_token, begun, has_beginning, pieces, row_text, row_tokens
 
 __all__ = [
     "Messages",

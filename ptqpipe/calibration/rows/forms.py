@@ -10,13 +10,24 @@ from dataclasses import dataclass, field as field_of
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.calibration.rows.chats import Messages, is_turn
+from ptqpipe.calibration.rows.files import TABLES, dataset_rows, stored_rows, suffix_of
+from ptqpipe.calibration.rows.names import check_there
+from ptqpipe.calibration.rows.values import (
+    ASKS,
+    CHATS,
+    FIELDS,
+    TEXTS,
+    TOKENS,
+    Value,
+    asked,
+    conversation,
+    nothing,
+    one_field,
+)
 from ptqpipe.checkpoint.regular_file import kind_of
 from ptqpipe.errors import UsageError
 from ptqpipe.models.images import has_image
-from ptqpipe.rows.chats import Messages, is_turn
-from ptqpipe.rows.files import TABLES, dataset_rows, stored_rows, suffix_of
-from ptqpipe.rows.names import check_there
-from ptqpipe.rows.values import ASKS, CHATS, FIELDS, TEXTS, TOKENS, Value, asked, conversation, nothing, one_field
 
 _LISTS = ("data", "rows", "train", "examples", "items", "samples", "records", "instances", "documents", "dataset")
 _USUAL = ("text", "messages", "token ids")  # forms that need no line

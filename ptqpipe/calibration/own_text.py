@@ -10,11 +10,11 @@ from pathlib import Path
 
 from ptqpipe.calibration.data import HELD_SHARE, check_seed
 from ptqpipe.calibration.generate import Texts, check_windows, generate as windows_of, threads_for
+from ptqpipe.calibration.rows import Notes, files_of, read_rows, row_tokens
 from ptqpipe.checkpoint import Finished, check_file, resolve_source, write_file
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.models.language_model import with_note
 from ptqpipe.models.source import Source
-from ptqpipe.rows import Notes, files_of, read_rows, row_tokens
 from ptqpipe.run.machine import Machine, compute_threads, counting_bar, peak_bytes, threads
 from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load, load_tokenizer, read_config
 

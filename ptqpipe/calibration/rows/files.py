@@ -19,10 +19,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
+from ptqpipe.calibration.rows.json_array import elements
 from ptqpipe.checkpoint import nearest_path
 from ptqpipe.checkpoint.regular_file import MAX_JSON_BYTES, MAX_TEXT_BYTES, open_regular
 from ptqpipe.errors import UsageError, first_line, missing_package
-from ptqpipe.rows.json_array import elements
 
 _LINES = (".jsonl", ".ndjson", ".jsonlines", ".jl", ".ldjson")
 TABLES = (".csv", ".tsv")

@@ -4,10 +4,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import Finished
 from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
 from ptqpipe.run.quantities import memory_size, number, table
-from ptqpipe.statistics import Statistics
 
 MOST_NAMES = 8  # of what no sample reached
 

@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ptqpipe.calibration.rows.chats import Messages, is_turn, messages_of, spoken, turns_of
 from ptqpipe.errors import UsageError
 from ptqpipe.models.images import has_image
-from ptqpipe.rows.chats import Messages, is_turn, messages_of, spoken, turns_of
 
 CHATS = ("messages", "conversations", "conversation")
 TEXTS = ("text", "content")

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import torch
 
+from ptqpipe.calibration.inputs import InputStatistics, Moments, WeightGradients, is_finite, rows_of_half, whole
 from ptqpipe.checkpoint import COUNT, NUMBER, OpenFolder, nearest_path, read_versioned
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.inputs import InputStatistics, Moments, WeightGradients, is_finite, rows_of_half, whole
 
 STATS_FILE = "stats.json"
 STATS_VERSION = 1
