@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ptqpipe.algorithms import total_error
 from ptqpipe.models.source import Source, SourceRows, row_runs
 from ptqpipe.numerics.formats import Codec, Format
 from ptqpipe.numerics.global_scale import (
@@ -26,6 +25,7 @@ from ptqpipe.numerics.global_scale import (
     sample_rows,
 )
 from ptqpipe.numerics.qtensor import Illegal, QTensor, check_finite, illegal_numbers, scale_values, to_blocks
+from ptqpipe.quantization import total_error
 from ptqpipe.report import Codes, ScaleChoice, WorstBlock
 
 ABSMAX = "abs-max"

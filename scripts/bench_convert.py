@@ -188,9 +188,9 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
     """Seconds of what convert computes, weights in memory, summed over groups of units that fit ``HELD_BYTES``."""
     import torch
 
-    from ptqpipe.algorithms import rtn
-    from ptqpipe.algorithms.unit import Task
     from ptqpipe.models.source import SourceRows
+    from ptqpipe.quantization import rtn
+    from ptqpipe.quantization.unit import Task
     from ptqpipe.recipe import RecipeOptions
     from ptqpipe.rewriting import QuantizeUnit
     from ptqpipe.stages.convert.prepare import prepare

@@ -19,11 +19,11 @@ from functools import partial
 
 import torch
 
-from ptqpipe.algorithms.unit import chunks
 from ptqpipe.numerics.formats import Format, get_format
 from ptqpipe.numerics.kernels import cpu, reference
 from ptqpipe.numerics.qtensor import QTensor, encode
 from ptqpipe.numerics.search import get_search
+from ptqpipe.quantization.unit import chunks
 
 COLUMNS = 4096
 SEARCHES = [

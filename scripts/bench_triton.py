@@ -44,10 +44,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ptqpipe.algorithms import columns, gptq, two_sided
-from ptqpipe.algorithms.metric import Metric, descending, make_metric, output_error
-from ptqpipe.algorithms.refine import Blocks, block_metrics, refine
-from ptqpipe.algorithms.unit import kernel_for, quantize_rows
 from ptqpipe.api.matrices import quantize
 from ptqpipe.engine.attention import fused_attention, load
 from ptqpipe.numerics.formats import Format, get_format
@@ -56,6 +52,10 @@ from ptqpipe.numerics.kernels.cpu_attention import PagedSpans
 from ptqpipe.numerics.qtensor import QTensor, encode
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.numerics.search import get_search
+from ptqpipe.quantization import columns, gptq, two_sided
+from ptqpipe.quantization.metric import Metric, descending, make_metric, output_error
+from ptqpipe.quantization.refine import Blocks, block_metrics, refine
+from ptqpipe.quantization.unit import kernel_for, quantize_rows
 from ptqpipe.runtime import packed as runtime
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.packed import PackedWeight, packed_linear

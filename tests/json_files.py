@@ -30,11 +30,11 @@ from ptqpipe.evaluation.result import read_result
 from ptqpipe.evaluation.text import read_text as read_tokens
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import get_format
+from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe import Recipe
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.recipe.plan import make_plan
 from ptqpipe.record import read_record
-from ptqpipe.rounding import Rounding
 from ptqpipe.runtime.loading import load_tokenizer, read_config, read_generation_config
 from ptqpipe.stages.evaluate.text import check_target
 from ptqpipe.stages.inspect import inspect, render as render_inspected, to_json as inspected_json

@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner
 
 import ptqpipe
-from ptqpipe.algorithms import quantizer
-from ptqpipe.algorithms.activation_scale import POLICIES
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.schemes import LOW_RANK_DTYPES
+from ptqpipe.quantization import quantizer
+from ptqpipe.quantization.activation_scale import POLICIES
 from ptqpipe.recipe.options import ALGORITHMS, CheckpointOptions, CodeOptions, RecipeOptions, described, recipe_fields
 from tests import tiny
 
@@ -89,7 +89,7 @@ ALGORITHM = '''
 
 from dataclasses import replace
 
-from ptqpipe.algorithms import rtn
+from ptqpipe.quantization import rtn
 
 
 def quantize(task):

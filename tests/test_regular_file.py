@@ -19,8 +19,8 @@ from ptqpipe.errors import PtqError
 from ptqpipe.evaluation.result import read_result
 from ptqpipe.evaluation.text import read_text
 from ptqpipe.models.source import Source
+from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe.file import load_recipe
-from ptqpipe.rounding import Rounding
 from ptqpipe.runtime.loading import load_tokenizer, read_config
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.serve.checks import read_template

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.numerics.formats import get_format
-from ptqpipe.rounding import Rounding
+from ptqpipe.quantization.learned_codes import Rounding
 
 NVFP4 = get_format("nvfp4")
 

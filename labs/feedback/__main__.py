@@ -19,12 +19,12 @@ from collections.abc import Callable
 
 import torch
 
-from ptqpipe.algorithms import metric, refine
-from ptqpipe.algorithms.gptq import codes_at_entry
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.kernels import cpu
 from ptqpipe.numerics.kernels.cpu_library import processor
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.quantization import metric, refine
+from ptqpipe.quantization.gptq import codes_at_entry
 
 FORMAT = get_format("nvfp4")
 

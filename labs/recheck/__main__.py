@@ -27,9 +27,9 @@ FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8", "fp8_tensor", "fp8_block")
 def child(model: Path, fmt: str, out: Path, workers: int, *, look: bool) -> None:
     """Converts, and prints the CPU seconds of the second look and its blocks; without it none."""
     import ptqpipe
-    from ptqpipe.algorithms.recheck import Recheck
-    from ptqpipe.algorithms.unit import Promise
     from ptqpipe.numerics.qtensor import QTensor
+    from ptqpipe.quantization.recheck import Recheck
+    from ptqpipe.quantization.unit import Promise
 
     spent: list[float] = []
     take, check = Recheck.take, Recheck.check

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
-from ptqpipe.algorithms import LoadedWeight, Task, check_decode, joined, rtn
 from ptqpipe.api.calls import command, folder_of
 from ptqpipe.errors import FormatError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import FORMATS, Format, get_format
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import get_scheme
+from ptqpipe.quantization import LoadedWeight, Task, check_decode, joined, rtn
 from ptqpipe.recipe.options import AUTO, CodeOptions
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

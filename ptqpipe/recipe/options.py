@@ -17,7 +17,7 @@ from ptqpipe.errors import RecipeError, UsageError, did_you_mean
 class Algorithm(NamedTuple):
     """A row of `ALGORITHMS`: a way to choose codes, described without loading it.
 
-    module     its file, which has a function ``quantize(task)``; see ``ptqpipe/algorithms/__init__.py``
+    module     its file, which has a function ``quantize(task)``; see ``ptqpipe/quantization/__init__.py``
     moment     the moment of the inputs that it needs from statistics; empty: none
     weighting  what the block scales minimize unless the call or the recipe says so
     options    fields of `CodeOptions` that it alone reads
@@ -31,9 +31,9 @@ class Algorithm(NamedTuple):
 
 # What a recipe can name, the better after the worse: with statistics, convert takes the last whose moment is there.
 ALGORITHMS: dict[str, Algorithm] = {
-    "rtn": Algorithm("ptqpipe.algorithms.rtn"),
+    "rtn": Algorithm("ptqpipe.quantization.rtn"),
     "gptq": Algorithm(
-        "ptqpipe.algorithms.gptq",
+        "ptqpipe.quantization.gptq",
         moment="full_moment",
         weighting="diagonal",
         options=("damping", "order", "scales", "refine"),
@@ -51,7 +51,7 @@ AUTO = "auto"
 INPUT_AMAX = {"nvfp4": 2928.0, "fp8_static": 336.0}
 
 # Codes that `ptqpipe tune` has chosen: the algorithm where a call gives them.
-LEARNED = Algorithm("ptqpipe.algorithms.learned")
+LEARNED = Algorithm("ptqpipe.quantization.learned")
 
 
 class Option(NamedTuple):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.algorithms import UnitResult, WeightError, check_decode, gathered_bytes
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointWriter, NotFinite, TensorWriter, margin
 from ptqpipe.checkpoint.dtypes import DTYPES
@@ -24,6 +23,8 @@ from ptqpipe.measured import Changes, certificate, changes_of, counting
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Scratch, Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.quantization import UnitResult, WeightError, check_decode, gathered_bytes
+from ptqpipe.quantization.learned_codes import TRAINED_REASON, Rounding
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.rewriting.consume import Consumed
 from ptqpipe.rewriting.kv_cache import write_scales
@@ -31,7 +32,6 @@ from ptqpipe.rewriting.moments import InputScales, describe_statistics, means_of
 from ptqpipe.rewriting.outputs import MeanErrors, OutputJob, Outputs, QuantizeUnit
 from ptqpipe.rewriting.run import CopyTensor, Rewrite, merged, named_source, write_whole
 from ptqpipe.rewriting.units import learned_codes, low_rank_bytes, quantize_unit
-from ptqpipe.rounding import TRAINED_REASON, Rounding
 from ptqpipe.run.machine import Share
 
 # A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from ptqpipe.algorithms import CHUNK_ELEMENTS, fp8_scale, memory_bytes, nvfp4_scale, static_amax, two_sided
-from ptqpipe.algorithms.columns import has_block_scales
 from ptqpipe.calibration.inputs import OUT_ROWS, Moments
 from ptqpipe.calibration.statistics import KnownInputs, Statistics
 from ptqpipe.checkpoint import OF_WEIGHTS, name_of
@@ -26,10 +24,12 @@ from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.numerics.schemes import Activation
+from ptqpipe.quantization import CHUNK_ELEMENTS, fp8_scale, memory_bytes, nvfp4_scale, static_amax, two_sided
+from ptqpipe.quantization.columns import has_block_scales
+from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe import Recipe
 from ptqpipe.recipe.plan import Plan, Unit
 from ptqpipe.rewriting.outputs import corrected_biases
-from ptqpipe.rounding import Rounding
 
 OUTPUT_BYTES = 36  # for each number of the moments of gradients, as read and as they are factored
 _SHOWN = 12  # hex digits of a fingerprint in a message

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from ptqpipe.algorithms import Sink, Weight
 from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
 from ptqpipe.checkpoint.layouts import (
@@ -37,11 +36,12 @@ from ptqpipe.models.reader_facts import check_experts, check_rotation
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.quantization import Sink, Weight
+from ptqpipe.quantization.learned_codes import TRAINED_REASON
 from ptqpipe.recipe import Recipe, failing_facts
 from ptqpipe.recipe.plan import Kept, Plan, Unit, make_plan
 from ptqpipe.rewriting.kv_cache import WriteCacheScales, cache_specs, config_with_cache
 from ptqpipe.rewriting.run import CopyTensor, write_whole
-from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.run.machine import Job
 
 BIAS_REASON = "bias corrected by the mean error of its weight"

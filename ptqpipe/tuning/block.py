@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ptqpipe.algorithms import LoadedWeight, joined
 from ptqpipe.calibration.assembly import Assembly, assemble
 from ptqpipe.calibration.collect import Collector
 from ptqpipe.calibration.experts import is_product, product_name, stack_of
@@ -22,6 +21,7 @@ from ptqpipe.models.slices import Member, Slice
 from ptqpipe.models.source import SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Activation
+from ptqpipe.quantization import LoadedWeight, joined
 from ptqpipe.recipe import Rule
 from ptqpipe.recipe.options import ALGORITHMS
 from ptqpipe.recipe.plan import Unit

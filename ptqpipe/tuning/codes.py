@@ -14,9 +14,9 @@ from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.runner import Block
 from ptqpipe.checkpoint import BlockFolder, name_of, write_tensors
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.quantization.learned_codes import ROUNDING_VERSION, TRAINED_FILE, Rounding
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.rewriting.conversion import Conversion
-from ptqpipe.rounding import ROUNDING_VERSION, TRAINED_FILE, Rounding
 from ptqpipe.tuning import backwards
 from ptqpipe.tuning.options import TuneOptions
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ptqpipe.algorithms import LoadedWeight, Task, asymmetric, gptq, joined, two_sided
-from ptqpipe.algorithms.metric import Metric
 from ptqpipe.calibration.gradients import Gradients, rows_of
 from ptqpipe.calibration.inputs import Moments
 from ptqpipe.calibration.paired import Known, Paired
 from ptqpipe.models.slices import Member
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.quantization import LoadedWeight, Task, asymmetric, gptq, joined, two_sided
+from ptqpipe.quantization.metric import Metric
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.tuning.block import BlockWork, by_data
 

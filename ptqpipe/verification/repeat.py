@@ -23,10 +23,10 @@ from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search.proof import Optimality
+from ptqpipe.quantization.learned_codes import trained_of
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.record import Claim, Record, object_of, text_of
 from ptqpipe.rewriting import Outputs, QuantizedRows, correct_unit, outputs_of, quantize_unit
-from ptqpipe.rounding import trained_of
 from ptqpipe.verification.claims import SUM_TOLERANCE, check_numbers, check_reasons, conversion_parts, recipe_of
 from ptqpipe.verification.findings import Findings
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ptqpipe.algorithms import gptq, metric, unit
-from ptqpipe.algorithms.asymmetric import targets
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.numerics.formats import FORMATS
+from ptqpipe.quantization import gptq, metric, unit
+from ptqpipe.quantization.asymmetric import targets
 from tests.algorithms.inputs import correlated
 
 TOKENS, N, K = 600, 24, 64

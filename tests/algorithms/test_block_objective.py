@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ptqpipe.algorithms.block_objective import moments_for, search
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.numerics.formats import FORMATS, Format, get_format
 from ptqpipe.numerics.qtensor import encode
+from ptqpipe.quantization.block_objective import moments_for, search
 from tests.algorithms.inputs import correlated, second_moment
 
 

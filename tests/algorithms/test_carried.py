@@ -13,8 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
-from ptqpipe.algorithms import Task, UnitResult, rtn
-from ptqpipe.algorithms.unit import LoadedWeight, joined
 from ptqpipe.errors import NumericsError
 from ptqpipe.models.slices import Slice
 from ptqpipe.models.source import Source, SourceRows
@@ -23,6 +21,8 @@ from ptqpipe.numerics.kernels import cpu
 from ptqpipe.numerics.kernels.cpu_carry import NO_PLACE, fp4_places, fp4_to_nvfp4, value_of
 from ptqpipe.numerics.qtensor import QTensor, encode
 from ptqpipe.numerics.search import brute_force
+from ptqpipe.quantization import Task, UnitResult, rtn
+from ptqpipe.quantization.unit import LoadedWeight, joined
 from ptqpipe.stages.verify.run import verify
 from tests import families, tiny
 

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from ptqpipe.algorithms import columns, gptq, metric, quantizer, unit
-from ptqpipe.algorithms.refine import refine
-from ptqpipe.algorithms.unit import Task
 from ptqpipe.calibration.inputs import Moments
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.numerics.formats import FORMATS, Format, get_format
 from ptqpipe.numerics.kernels import cpu
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.quantization import columns, gptq, metric, quantizer, unit
+from ptqpipe.quantization.refine import refine
+from ptqpipe.quantization.unit import Task
 from ptqpipe.recipe.options import ALGORITHMS, CodeOptions
 from tests.algorithms.inputs import correlated, second_moment
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from ptqpipe.algorithms.lorc import Weighting, best_factors, correct, stored_factors
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.global_scale import absmax_global
 from ptqpipe.numerics.qtensor import Factors, QTensor, encode
 from ptqpipe.numerics.schemes import LowRank
 from ptqpipe.numerics.search import get_search
+from ptqpipe.quantization.lorc import Weighting, best_factors, correct, stored_factors
 from tests.algorithms.inputs import correlated, second_moment
 
 SHAPES = [(48, 96), (96, 48), (64, 64)]

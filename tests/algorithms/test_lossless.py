@@ -5,12 +5,12 @@ from collections import Counter
 import pytest
 import torch
 
-from ptqpipe.algorithms import Task, UnitResult, rtn
-from ptqpipe.algorithms.unit import LoadedWeight
 from ptqpipe.numerics.formats import FORMATS
 from ptqpipe.numerics.global_scale import absmax_global, sample_rows
 from ptqpipe.numerics.qtensor import QTensor, encode, squared_error
 from ptqpipe.numerics.search import exact
+from ptqpipe.quantization import Task, UnitResult, rtn
+from ptqpipe.quantization.unit import LoadedWeight
 
 NVFP4 = FORMATS["nvfp4"]
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ptqpipe.algorithms import unit
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.formats import FORMATS, get_format
 from ptqpipe.numerics.kernels import cpu
+from ptqpipe.quantization import unit
 
 SEARCHES = ("exact", "absmax")
 RESEARCH = ("e2m1/8/ue5m3", "e2m1/32/e4m3/global", "e3m2/16/e4m3", "e2m1/16/fp16")

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ptqpipe.algorithms import LoadedWeight, Task, gptq, joined, two_sided
-from ptqpipe.algorithms.metric import expected_error, output_error
-from ptqpipe.algorithms.unit import quantize_rows
 from ptqpipe.calibration.inputs import OUT_ROWS, Moments
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.quantization import LoadedWeight, Task, gptq, joined, two_sided
+from ptqpipe.quantization.metric import expected_error, output_error
+from ptqpipe.quantization.unit import quantize_rows
 from ptqpipe.recipe.options import CodeOptions
 
 

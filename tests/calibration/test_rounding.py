@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from ptqpipe.algorithms.unit import quantize_rows
 from ptqpipe.calibration.assembly import assemble
 from ptqpipe.calibration.rounding import Choice, Settings, learn
 from ptqpipe.models.slices import Member, Slice
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.global_scale import absmax_global
 from ptqpipe.numerics.qtensor import QTensor, code_values
+from ptqpipe.quantization.unit import quantize_rows
 
 
 def quantized(w: torch.Tensor, name: str = "nvfp4") -> QTensor:

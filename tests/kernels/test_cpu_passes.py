@@ -6,15 +6,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ptqpipe.algorithms import columns, gptq, refine as refinement
-from ptqpipe.algorithms.columns import absmax_index, choose_block, descend, feed_forward, scale_ladder
-from ptqpipe.algorithms.gptq import codes_at, codes_at_entry
-from ptqpipe.algorithms.metric import Metric, descending, make_metric, output_error
-from ptqpipe.algorithms.refine import block_metrics, refine
-from ptqpipe.algorithms.unit import quantize_rows
 from ptqpipe.numerics.formats import Format, get_format
 from ptqpipe.numerics.kernels import cpu, cpu_columns
 from ptqpipe.numerics.qtensor import code_values
+from ptqpipe.quantization import columns, gptq, refine as refinement
+from ptqpipe.quantization.columns import absmax_index, choose_block, descend, feed_forward, scale_ladder
+from ptqpipe.quantization.gptq import codes_at, codes_at_entry
+from ptqpipe.quantization.metric import Metric, descending, make_metric, output_error
+from ptqpipe.quantization.refine import block_metrics, refine
+from ptqpipe.quantization.unit import quantize_rows
 from tests.kernels.cpu_cases import families, generator
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no compiled kernels here")

@@ -10,13 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
-from ptqpipe.algorithms import columns, gptq, refine as refinement
-from ptqpipe.algorithms.columns import absmax_index, has_block_scales, scale_ladder
-from ptqpipe.algorithms.metric import Metric, descending, make_metric, output_error
-from ptqpipe.algorithms.unit import quantize_rows
 from ptqpipe.numerics.formats import FORMATS, Format, get_format
 from ptqpipe.numerics.kernels import triton as kernels, triton_columns
 from ptqpipe.numerics.qtensor import QTensor, code_values
+from ptqpipe.quantization import columns, gptq, refine as refinement
+from ptqpipe.quantization.columns import absmax_index, has_block_scales, scale_ladder
+from ptqpipe.quantization.metric import Metric, descending, make_metric, output_error
+from ptqpipe.quantization.unit import quantize_rows
 from tests.kernels.cpu_cases import families, generator
 
 INTERPRETED = kernels.interpreting()

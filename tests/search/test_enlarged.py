@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.algorithms import LoadedWeight, Task, joined, rtn
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search.enlarged import MOST, SHARE, enlarge, factor_for
+from ptqpipe.quantization import LoadedWeight, Task, joined, rtn
 from ptqpipe.recipe.options import SEARCHES, CodeOptions
 from tests import tiny
 

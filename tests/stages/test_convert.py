@@ -419,7 +419,7 @@ def test_a_rank_that_fails_fails_the_run_which_resumes(tmp_path: Path) -> None:
 
 SLOW = """
 import time
-from ptqpipe.algorithms import rtn
+from ptqpipe.quantization import rtn
 real, calls = rtn.quantize, []
 def slow(*args, **kwargs):
     calls.append(args)

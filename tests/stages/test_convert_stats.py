@@ -18,9 +18,9 @@ import torch
 from safetensors import safe_open
 
 import ptqpipe
-from ptqpipe.algorithms import gptq
 from ptqpipe.errors import PtqError, RecipeError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.quantization import gptq
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting import QuantizeUnit
 from ptqpipe.rewriting.conversion import Conversion
@@ -339,7 +339,7 @@ def test_a_factorization_takes_the_memory_that_is_said() -> None:
     script = (
         "import re, torch\n"
         "from pathlib import Path\n"
-        "from ptqpipe.algorithms.metric import make_metric, memory_bytes\n"
+        "from ptqpipe.quantization.metric import make_metric, memory_bytes\n"
         "torch.set_num_threads(1)\n"
         "make_metric(torch.eye(64))\n"
         "h = torch.eye(2048) + 1.0\n"

@@ -12,8 +12,8 @@ from ptqpipe.models.folding import ROTATIONS
 from ptqpipe.models.reader_facts import READERS
 from ptqpipe.numerics.schemes import SCHEMES
 from ptqpipe.numerics.search import search_names
+from ptqpipe.quantization.transforms import SCALINGS
 from ptqpipe.recipe import formats_table as formats
-from ptqpipe.transforms import SCALINGS
 
 
 def test_everything_that_can_be_named_is_listed_with_a_purpose() -> None:

@@ -19,12 +19,12 @@ from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, NumericsError, OutputError, OutputExists, UsageError
 from ptqpipe.models.folded import encoded
 from ptqpipe.models.source import Source
+from ptqpipe.quantization.transforms import learn, transform_names
 from ptqpipe.run.machine import Machine
 from ptqpipe.stages.transform import learn as learning
 from ptqpipe.stages.transform.factors import find_factors
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import transform
-from ptqpipe.transforms import learn, transform_names
 from tests import tiny
 from tests.calibration.models import make_windows, write_windows
 from tests.stages.test_transform import check_same_logits, run

@@ -12,12 +12,12 @@ import yaml
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from ptqpipe.algorithms.metric import output_error
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.cli import main
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import squared_error
+from ptqpipe.quantization.metric import output_error
 from ptqpipe.recipe import exact_patterns, load_recipe, matches
 from ptqpipe.recipe.knapsack import solve
 from ptqpipe.stages.convert.prepare import prepare

@@ -19,7 +19,7 @@ import ptqpipe
 from ptqpipe.cli import main, next_steps
 from ptqpipe.cli.next_steps import _in_lines
 from ptqpipe.errors import CheckpointError, PtqError, UsageError
-from ptqpipe.rounding import Rounding
+from ptqpipe.quantization.learned_codes import Rounding
 from tests.calibration.models import make_model, make_windows, write_windows
 
 FEW = ("--samples", "8", "--seqlen", "16")

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.algorithms import quantizer, recheck, rtn
-from ptqpipe.algorithms.unit import LoadedWeight, Promise, Task
 from ptqpipe.calibration.inputs import Moments
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.formats import get_format, pack
 from ptqpipe.numerics.qtensor import QTensor, encode
 from ptqpipe.numerics.schemes import SCHEMES
+from ptqpipe.quantization import quantizer, recheck, rtn
+from ptqpipe.quantization.unit import LoadedWeight, Promise, Task
 from ptqpipe.recipe.options import ALGORITHMS, CodeOptions
 from tests import tiny
 

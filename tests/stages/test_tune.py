@@ -28,9 +28,9 @@ from ptqpipe.errors import NumericsError, OutputError, UsageError
 from ptqpipe.evaluation.text import SAMPLE
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.kernels import cpu_library
+from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting import conversion
-from ptqpipe.rounding import Rounding
 from ptqpipe.run.machine import LARGE_MATRIX, Machine
 from ptqpipe.runtime import compiled, load_model
 from ptqpipe.runtime.loading import load_tokenizer

@@ -20,8 +20,8 @@ from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.text import SAMPLE
 from ptqpipe.numerics.formats import get_format
+from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.rounding import Rounding
 from ptqpipe.run.machine import Machine
 from ptqpipe.stages import demo
 from ptqpipe.stages.convert.prepare import prepare

@@ -19,8 +19,8 @@ from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.text import SAMPLE
 from ptqpipe.numerics.formats import get_format
+from ptqpipe.quantization.learned_codes import TRAINED_FILE, Rounding
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.rounding import TRAINED_FILE, Rounding
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime.skeleton import Skeleton
 from ptqpipe.stages import demo

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.transforms import learn_rotations
-from ptqpipe.transforms.learn_rotations import Reader, Rounding, learn, slope
+from ptqpipe.quantization.transforms import learn_rotations
+from ptqpipe.quantization.transforms.learn_rotations import Reader, Rounding, learn, slope
 
 
 def to_three_bits(x: torch.Tensor) -> torch.Tensor:

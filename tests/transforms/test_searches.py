@@ -8,9 +8,9 @@ from ptqpipe.calibration.inputs import InputStatistics
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.qtensor import encode
 from ptqpipe.numerics.search import get_search
-from ptqpipe.transforms import aqas, awq, smooth_swiglu, smoothquant
-from ptqpipe.transforms._search import draw, moment_of
-from ptqpipe.transforms.problem import Consumer, Problem, SolveOptions
+from ptqpipe.quantization.transforms import aqas, awq, smooth_swiglu, smoothquant
+from ptqpipe.quantization.transforms._search import draw, moment_of
+from ptqpipe.quantization.transforms.problem import Consumer, Problem, SolveOptions
 
 
 def mxfp4(w: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 At the scale and codes of least squared error, sum w q = sum q^2: of the weights' own direction the part D is lost, D
 being the squared error over the sum of squares. Rounding errors point anywhere, but this one points the same way in
 every block, and inputs are larger along the weights that a model has learned than anywhere else: its cost is that of
-its squared size times some rho > 1. So rounding (``algorithms/rtn.py``) measures D on a sample of a unit's rows,
+its squared size times some rho > 1. So rounding (``quantization/rtn.py``) measures D on a sample of a unit's rows,
 multiplies the weights by 1 + SHARE D / (1 - D), and takes the exact scales and nearest codes of those. The share
 rho / (1 + rho) balances both errors. Weights that the format holds without error have D = 0 and stay as they are.
 What that does to models: docs/search.md.

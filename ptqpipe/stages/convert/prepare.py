@@ -20,6 +20,7 @@ from ptqpipe.models.families import doubts, facts_of, is_known
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.numerics.search import get_search
+from ptqpipe.quantization.learned_codes import ROUNDING_FILE, TRAINED_REASON, Rounding
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe, matches
 from ptqpipe.recipe.options import ALGORITHMS, AUTO, CodeOptions
 from ptqpipe.recipe.plan import Plan, check_ignored, make_plan
@@ -35,7 +36,6 @@ from ptqpipe.rewriting import (
     outputs_of,
 )
 from ptqpipe.rewriting.conversion import Conversion
-from ptqpipe.rounding import ROUNDING_FILE, TRAINED_REASON, Rounding
 from ptqpipe.run.machine import without_collections
 from ptqpipe.runtime.expected import unlike_model
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import KINDS, Journal, RunIdentity, file_sha256, journal_name, output_errors, read_journal
 from ptqpipe.errors import PtqError
-from ptqpipe.rounding import ROUNDING_FILE, Rounding
+from ptqpipe.quantization.learned_codes import ROUNDING_FILE, Rounding
 
 _REPLACES = "replaces"
 

@@ -27,6 +27,7 @@ from ptqpipe.evaluation.scores import scoring_bytes
 from ptqpipe.models.folding import find_structure
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
+from ptqpipe.quantization.transforms import BATCH, transform_names
 from ptqpipe.recipe.options import PipelineOptions
 from ptqpipe.recipe.origins import Origins
 from ptqpipe.run.quantities import disk_size, memory_size
@@ -35,7 +36,6 @@ from ptqpipe.stages.pipeline.call import own_weight
 from ptqpipe.stages.pipeline.table import Way
 from ptqpipe.stages.transform.learn import ELEMENTS, STATES, TEMPORARIES
 from ptqpipe.stages.transform.plan import TransformOptions, matrix_bytes
-from ptqpipe.transforms import BATCH, transform_names
 
 # Bytes for each channel of a matrix, in float32: maximum, mean, second moment and that of the held-out samples, and the
 # mean square of the gradient at an output; the moments of its block of 16 and those of the held-out samples; a factor

@@ -21,10 +21,10 @@ from ptqpipe.calibration.statistics import STATS_FILE
 from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, has_begun, read_json_object, run_id_of
 from ptqpipe.errors import AlreadyComplete, CheckpointError, PtqWarning
 from ptqpipe.models.source import Source
+from ptqpipe.quantization.learned_codes import ROUNDING_FILE
 from ptqpipe.recipe import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.rewriting import named_source
-from ptqpipe.rounding import ROUNDING_FILE
 from ptqpipe.run.machine import Machine, compute_threads
 from ptqpipe.stages.convert import run as conversion
 from ptqpipe.stages.convert.prepare import best_with, prepare

@@ -29,7 +29,6 @@ from functools import cache
 
 import torch
 
-from ptqpipe.algorithms import gathered_bytes
 from ptqpipe.calibration.inputs import InputStatistics, WeightGradients
 from ptqpipe.calibration.statistics import BLOCK, Statistics
 from ptqpipe.checkpoint.tensor_names import role_of
@@ -39,6 +38,7 @@ from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.numerics.schemes import Activation, Scheme
+from ptqpipe.quantization import gathered_bytes
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.rewriting.moments import module_of
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine, MemoryPool, counting_bar, one_thread_each

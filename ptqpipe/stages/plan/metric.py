@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.algorithms import output_error
 from ptqpipe.calibration.inputs import WeightGradients
 from ptqpipe.errors import CheckpointError
+from ptqpipe.quantization import output_error
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ptqpipe.algorithms import Sink, Task, UnitResult, Weight, rtn
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.layouts import Container, Part
 from ptqpipe.checkpoint.tensor_names import expert_of, experts_of
@@ -20,6 +19,7 @@ from ptqpipe.errors import FormatError, RecipeError, UsageError
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import Scheme, get_scheme
+from ptqpipe.quantization import Sink, Task, UnitResult, Weight, rtn
 from ptqpipe.recipe import Recipe, Rule, exact_patterns, parse_recipe
 from ptqpipe.recipe.plan import Unit, make_plan
 from ptqpipe.rewriting import Outputs, container_of, outputs_of

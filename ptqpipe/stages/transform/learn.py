@@ -20,11 +20,11 @@ from ptqpipe.models.folding import STREAM, Edge, Matrix, Norm, Structure, turns
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.numerics.schemes import get_scheme
+from ptqpipe.quantization.transforms import BATCH, Learned, Reader, Rounding, learn
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.runtime.activations import GROUP
 from ptqpipe.stages.transform.plan import TransformOptions, block_of
 from ptqpipe.stages.transform.weights import Weights, input_quantizer
-from ptqpipe.transforms import BATCH, Learned, Reader, Rounding, learn
 
 ELEMENTS = 1 << 29  # numbers of all pairs together: of more, tokens are left out
 LEAST = 256  # tokens that stay whatever they take

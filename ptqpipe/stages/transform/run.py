@@ -25,6 +25,7 @@ from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.models.folding import ROTATIONS, Edge, Op, Structure, find_structure, get_rotation, is_exact, move_factors
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
+from ptqpipe.quantization.transforms import SCALINGS, Solution, SolveOptions, get_scaling, transform_names
 from ptqpipe.rewriting import CopyTensor, Done, Rewrite, Run, check_model, merged, named_source, parts_of_stage, rewrite
 from ptqpipe.run.machine import BASE_BYTES, Machine, Share, counting_bar
 from ptqpipe.run.quantities import option_size, option_size_above, scientific
@@ -39,7 +40,6 @@ from ptqpipe.stages.transform.learn import (
 )
 from ptqpipe.stages.transform.plan import Component, TransformOptions
 from ptqpipe.stages.transform.weights import Weights, input_quantizer, make_problem, weight_quantizer
-from ptqpipe.transforms import SCALINGS, Solution, SolveOptions, get_scaling, transform_names
 
 FLOAT32_ROUNDING = 1e-12  # relative MSE below which an error is float32's own: not worth a number
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ptqpipe.algorithms import quantize_rows
 from ptqpipe.calibration.inputs import InputStatistics
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointReader
@@ -20,8 +19,9 @@ from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.global_scale import absmax_global
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.schemes import Activation
+from ptqpipe.quantization import quantize_rows
+from ptqpipe.quantization.transforms import Consumer, Problem, Quantize
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.transforms import Consumer, Problem, Quantize
 
 RUN_ELEMENTS = 1 << 20  # a run is computed in float64
 SAMPLE_ELEMENTS = 1 << 21  # of all weights of a problem, for searches; four times as many choose 0.02 % better

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.algorithms import two_sided
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.collect import sums_of_layers
 from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
@@ -40,9 +39,10 @@ from ptqpipe.errors import UsageError
 from ptqpipe.models.language_model import takes_images, with_note
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.quantization import two_sided
+from ptqpipe.quantization.learned_codes import ROUNDING_FILE
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rewriting.conversion import Conversion
-from ptqpipe.rounding import ROUNDING_FILE
 from ptqpipe.run.machine import BASE_BYTES, Machine, compute_threads, counting_bar, peak_bytes, threads
 from ptqpipe.runtime.loading import config_of, default_length
 from ptqpipe.runtime.memory import keep_freed_memory

@@ -1,4 +1,4 @@
-// Error feedback and refinement of a few rows over all columns: the loops of ptqpipe/algorithms/gptq.py and refine.py,
+// Error feedback and refinement of a few rows over all columns: the loops of ptqpipe/quantization/gptq.py and refine.py,
 // with the steps of columns.h.
 //
 // A lane is a row and its state stays in the cache of one core from the first column to the last. Sums over columns are

@@ -10,9 +10,9 @@ To add one: a file with ``quantize`` and a row in the table.
 from collections.abc import Callable
 from importlib import import_module
 
-from ptqpipe.algorithms.activation_scale import fp8_scale, nvfp4_scale, static_amax
-from ptqpipe.algorithms.metric import memory_bytes, output_error
-from ptqpipe.algorithms.unit import (
+from ptqpipe.quantization.activation_scale import fp8_scale, nvfp4_scale, static_amax
+from ptqpipe.quantization.metric import memory_bytes, output_error
+from ptqpipe.quantization.unit import (
     CHUNK_ELEMENTS,
     LoadedWeight,
     Sink,

@@ -13,8 +13,8 @@ from typing import Protocol, cast
 
 from ptqpipe.errors import UsageError, did_you_mean
 from ptqpipe.models.folding import ROTATIONS
-from ptqpipe.transforms.learn_rotations import BATCH, Learned, Reader, Rounding, learn
-from ptqpipe.transforms.problem import Consumer, Problem, Quantize, Solution, SolveOptions
+from ptqpipe.quantization.transforms.learn_rotations import BATCH, Learned, Reader, Rounding, learn
+from ptqpipe.quantization.transforms.problem import Consumer, Problem, Quantize, Solution, SolveOptions
 
 SCALINGS = ("smoothquant", "awq", "aqas", "smooth_swiglu")
 # Rotations that a reader applies while it runs: `convert --rotate` writes those of linear layers' inputs.

@@ -16,10 +16,10 @@ statistics files.
 
 import torch
 
-from ptqpipe.algorithms.columns import scale_ladder
 from ptqpipe.errors import FormatError
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.qtensor import check_finite, round_to
+from ptqpipe.quantization.columns import scale_ladder
 
 SINGULAR = 1e-5  # least ratio of Cholesky pivots at which the inverse is trusted for a bound
 MARGIN = 1e-6  # relative; far above float64 rounding, so that the bound never stops a scan early

@@ -13,9 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-from ptqpipe.algorithms import calibrated
-from ptqpipe.algorithms.carried import carry
-from ptqpipe.algorithms.unit import (
+from ptqpipe.numerics.formats import Format, packed_columns
+from ptqpipe.numerics.global_scale import absmax_global, exact_global, pick, sample_rows
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.search import get_search
+from ptqpipe.numerics.search.enlarged import enlarge, factor_for
+from ptqpipe.quantization import calibrated
+from ptqpipe.quantization.carried import carry
+from ptqpipe.quantization.unit import (
     CHUNK_ELEMENTS,
     ROUNDING_MARGIN,
     Promise,
@@ -34,11 +39,6 @@ from ptqpipe.algorithms.unit import (
     total_error,
     total_errors,
 )
-from ptqpipe.numerics.formats import Format, packed_columns
-from ptqpipe.numerics.global_scale import absmax_global, exact_global, pick, sample_rows
-from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.numerics.search import get_search
-from ptqpipe.numerics.search.enlarged import enlarge, factor_for
 
 ENLARGED_AT_ONCE = 1 << 19  # weights: in float32 they stay in a cache
 LARGE = 2.0**126  # magnitudes from here on are not enlarged: the next power of two but one is no float32

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ptqpipe.algorithms.metric import Metric, check_moment
 from ptqpipe.calibration.inputs import is_finite
 from ptqpipe.errors import FormatError, NumericsError
+from ptqpipe.quantization.metric import Metric, check_moment
 
 
 def targets(

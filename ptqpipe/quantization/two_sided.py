@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.algorithms.metric import factored
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.quantization.metric import factored
 
 GROUP = 16  # rows that are quantized together
 DAMPING = 0.1  # of G: share of its mean diagonal

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ptqpipe.algorithms.metric import check_moment, factored
-from ptqpipe.algorithms.unit import CHUNK_ELEMENTS, Weight, measure
 from ptqpipe.numerics.formats import FORMATS
 from ptqpipe.numerics.qtensor import Factors, QTensor
 from ptqpipe.numerics.schemes import LowRank
+from ptqpipe.quantization.metric import check_moment, factored
+from ptqpipe.quantization.unit import CHUNK_ELEMENTS, Weight, measure
 
 RUN_ELEMENTS = 1 << 21  # of a matrix in float64 at a time
 _FP8 = torch.float8_e4m3fn

@@ -8,9 +8,9 @@ bits the objective is that of ``awq``.
 
 import torch
 
-from ptqpipe.transforms import awq
-from ptqpipe.transforms._search import candidates, draw
-from ptqpipe.transforms.problem import Problem, Solution, SolveOptions
+from ptqpipe.quantization.transforms import awq
+from ptqpipe.quantization.transforms._search import candidates, draw
+from ptqpipe.quantization.transforms.problem import Problem, Solution, SolveOptions
 
 EDGES: tuple[str, ...] = ("norm", "latent", "value", "up")
 NEEDS_QUANTIZER = True

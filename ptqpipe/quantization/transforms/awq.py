@@ -5,8 +5,8 @@
 with the second moments of the inputs in place of their samples. Activations count as not quantized (see ``aqas``).
 """
 
-from ptqpipe.transforms._search import candidates, weight_error
-from ptqpipe.transforms.problem import Problem, Solution, SolveOptions
+from ptqpipe.quantization.transforms._search import candidates, weight_error
+from ptqpipe.quantization.transforms.problem import Problem, Solution, SolveOptions
 
 EDGES: tuple[str, ...] = ("norm", "latent", "value", "up")
 NEEDS_QUANTIZER = True

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.algorithms.columns import (
+from ptqpipe.numerics.formats import Format
+from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.qtensor import QTensor, code_values
+from ptqpipe.quantization.columns import (
     BLOCK,
     as_qtensor,
     choose_block,
@@ -21,9 +24,6 @@ from ptqpipe.algorithms.columns import (
     in_one,
     scale_ladder,
 )
-from ptqpipe.numerics.formats import Format
-from ptqpipe.numerics.kernels.decoding import decoded
-from ptqpipe.numerics.qtensor import QTensor, code_values
 
 ENOUGH = 1e-6  # a gain below this share of a block's cost is rounding
 

@@ -3,9 +3,9 @@
 Knows tensors and formats; must not know where the codes came from.
 """
 
-from ptqpipe.algorithms.unit import Promise, Task, UnitResult, WeightError, chunks, largest, measure, total_error
 from ptqpipe.errors import FormatError
 from ptqpipe.numerics.global_scale import absmax_global
+from ptqpipe.quantization.unit import Promise, Task, UnitResult, WeightError, chunks, largest, measure, total_error
 
 
 def quantize(task: Task) -> UnitResult:

@@ -18,8 +18,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ptqpipe.algorithms import calibrated, two_sided
-from ptqpipe.algorithms.columns import (
+from ptqpipe.calibration.inputs import Moments
+from ptqpipe.errors import FormatError, NumericsError
+from ptqpipe.numerics.formats import Format
+from ptqpipe.numerics.qtensor import QTensor, check_finite, code_values
+from ptqpipe.quantization import calibrated, two_sided
+from ptqpipe.quantization.columns import (
     BLOCK,
     absmax_index,
     as_qtensor,
@@ -30,13 +34,9 @@ from ptqpipe.algorithms.columns import (
     in_one,
     scale_ladder,
 )
-from ptqpipe.algorithms.metric import Metric, descending, make_metric
-from ptqpipe.algorithms.refine import block_metrics, refine
-from ptqpipe.algorithms.unit import Task, UnitResult
-from ptqpipe.calibration.inputs import Moments
-from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.numerics.formats import Format
-from ptqpipe.numerics.qtensor import QTensor, check_finite, code_values
+from ptqpipe.quantization.metric import Metric, descending, make_metric
+from ptqpipe.quantization.refine import block_metrics, refine
+from ptqpipe.quantization.unit import Task, UnitResult
 from ptqpipe.recipe.options import CodeOptions
 
 GROUP_SWEEPS = 1  # of refinement for a group of rows, where there are groups

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ptqpipe.algorithms.unit import kernel_for
 from ptqpipe.numerics.formats import Codec, Format
 from ptqpipe.numerics.qtensor import QTensor, code_values, from_blocks, nearest_codes, scale_values, to_blocks
+from ptqpipe.quantization.unit import kernel_for
 
 BLOCK = 128  # columns between two updates of all later ones
 

@@ -16,9 +16,16 @@ from typing import Any
 
 import torch
 
-from ptqpipe.algorithms import block_objective
-from ptqpipe.algorithms.metric import Metric, expected_error, output_error
-from ptqpipe.algorithms.unit import (
+from ptqpipe.calibration.inputs import Moments
+from ptqpipe.errors import FormatError, NumericsError
+from ptqpipe.numerics.formats import Format
+from ptqpipe.numerics.global_scale import absmax_global, exact_global, pick, sample_rows
+from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.search import get_search
+from ptqpipe.quantization import block_objective
+from ptqpipe.quantization.metric import Metric, expected_error, output_error
+from ptqpipe.quantization.unit import (
     CHUNK_ELEMENTS,
     ROUNDING_MARGIN,
     Promise,
@@ -38,13 +45,6 @@ from ptqpipe.algorithms.unit import (
     total_error,
     total_errors,
 )
-from ptqpipe.calibration.inputs import Moments
-from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.numerics.formats import Format
-from ptqpipe.numerics.global_scale import absmax_global, exact_global, pick, sample_rows
-from ptqpipe.numerics.kernels.decoding import decoded
-from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.numerics.search import get_search
 
 GPU_ELEMENTS = 1 << 25  # about 1.2 GB: a dozen float32 numbers each, for a while
 

@@ -7,7 +7,7 @@ and puts it into the columns of down_proj. Source: Fishman et al., 2024 (arXiv 2
 """
 
 from ptqpipe.models.folding.tensors import power_of_two
-from ptqpipe.transforms.problem import Problem, Solution, SolveOptions, spread
+from ptqpipe.quantization.transforms.problem import Problem, Solution, SolveOptions, spread
 
 EDGES: tuple[str, ...] = ("up",)
 NEEDS_QUANTIZER = False

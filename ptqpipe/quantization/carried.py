@@ -22,22 +22,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ptqpipe.algorithms.unit import (
-    Promise,
-    Task,
-    UnitResult,
-    Weight,
-    WeightError,
-    kernel_for,
-    row_runs,
-    total_error,
-)
 from ptqpipe.numerics.formats import CODECS, FORMATS, Format
 from ptqpipe.numerics.global_scale import absmax_global, exact_global, sample_rows
 from ptqpipe.numerics.kernels import cpu
 from ptqpipe.numerics.kernels.cpu_carry import NO_PLACE, value_of
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.quantization.unit import Promise, Task, UnitResult, Weight, WeightError, kernel_for, row_runs, total_error
 
 _TOP_E4M3 = 8  # exponent of 256 and 384
 _SCALES = {"e8m0": (-127, 127), "bf16": (-126, 100)}  # exponents; beyond 2^100 inverses of scales become subnormal

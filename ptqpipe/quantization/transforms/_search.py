@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from ptqpipe.calibration.inputs import InputStatistics
-from ptqpipe.transforms.problem import Consumer, Problem, Quantize, SolveOptions, spread
+from ptqpipe.quantization.transforms.problem import Consumer, Problem, Quantize, SolveOptions, spread
 
 MAX_FULL = 4096  # columns up to which inputs are drawn with all their correlations
 TAILS = tuple(0.5 + 0.05 * i for i in range(51))  # 0.5 .. 3

@@ -25,7 +25,7 @@ from functools import partial
 import torch
 
 from ptqpipe.models.folding.tensors import hadamard
-from ptqpipe.transforms.problem import Quantize
+from ptqpipe.quantization.transforms.problem import Quantize
 
 BATCH = 1536  # inputs of each reader that a step sees at most, and that are judged at once
 _TOGETHER, _LEAST = 8 * BATCH, 128  # inputs of all readers that a step sees, but of each no fewer

@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ptqpipe.algorithms.unit import Promise, Sink, Weight, kernels_of
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.formats import Format, unpack
 from ptqpipe.numerics.kernels.importance import normalize_importance
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search.least import best_scales, nearest_codes
+from ptqpipe.quantization.unit import Promise, Sink, Weight, kernels_of
 
 SHORT_BLOCKS = 12  # of a weight whose scales have codes, at most
 SHORT_ROWS = 4  # of the weight in which these lie, or more where a row has fewer of them

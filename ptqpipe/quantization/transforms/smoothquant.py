@@ -5,7 +5,7 @@
 Only ratios between channels matter to formats with a global scale, so the factors are centred around 1.
 """
 
-from ptqpipe.transforms.problem import Problem, Solution, SolveOptions, spread
+from ptqpipe.quantization.transforms.problem import Problem, Solution, SolveOptions, spread
 
 EDGES: tuple[str, ...] = ("norm", "latent")
 NEEDS_QUANTIZER = False
