@@ -188,12 +188,12 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
     """Seconds of what convert computes, weights in memory, summed over groups of units that fit ``HELD_BYTES``."""
     import torch
 
+    from ptqpipe.conversion import QuantizeUnit
+    from ptqpipe.conversion.prepare import prepare
     from ptqpipe.models.source import SourceRows
     from ptqpipe.quantization import rtn
     from ptqpipe.quantization.unit import Task
     from ptqpipe.recipe import RecipeOptions
-    from ptqpipe.rewriting import QuantizeUnit
-    from ptqpipe.stages.convert.prepare import prepare
 
     torch.set_num_threads(1)
     options = RecipeOptions(scheme=case.format, global_scale=case.global_scale, container=case.container)

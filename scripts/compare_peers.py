@@ -90,7 +90,7 @@ def command_of(entry: Entry, source: Path, out: Path, interpreters: dict[str, st
 
 def import_command(tool: str, interpreters: dict[str, str]) -> list[str]:
     """The same process without the work."""
-    code = {"ptqpipe": "import ptqpipe.stages.convert.run", "llmcompressor": LLMC, "modelopt": MODELOPT}[tool]
+    code = {"ptqpipe": "import ptqpipe.conversion.command", "llmcompressor": LLMC, "modelopt": MODELOPT}[tool]
     return [interpreters[tool], "-P", "-c", code]
 
 

@@ -25,6 +25,7 @@ from ptqpipe.checkpoint.files import read_json_object, scan_folder
 from ptqpipe.checkpoint.layouts import detect_container, get_container, merged_config
 from ptqpipe.checkpoint.partial import completed_run
 from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.conversion.record import read_record
 from ptqpipe.errors import PtqError
 from ptqpipe.evaluation.result import read_result
 from ptqpipe.evaluation.text import read_text as read_tokens
@@ -34,7 +35,6 @@ from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe import Recipe
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.recipe.plan import make_plan
-from ptqpipe.record import read_record
 from ptqpipe.runtime.loading import load_tokenizer, read_config, read_generation_config
 from ptqpipe.stages.evaluate.text import check_target
 from ptqpipe.stages.inspect import inspect, render as render_inspected, to_json as inspected_json

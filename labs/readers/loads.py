@@ -300,9 +300,9 @@ def refusal(
     reader: str, model: Path, scheme: str, container: str, ignore: Iterable[str] = (), mtp: str = "keep"
 ) -> str:
     """What ``convert --for`` says instead of writing a model in a format for a reader; empty where it writes it."""
+    from ptqpipe.conversion.prepare import prepare
     from ptqpipe.errors import UsageError
     from ptqpipe.recipe import RecipeOptions
-    from ptqpipe.stages.convert.prepare import prepare
     from ptqpipe.stages.pipeline.call import for_reader
 
     try:

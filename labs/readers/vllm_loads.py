@@ -133,7 +133,7 @@ def random_prompts(model: Path) -> list[list[int]]:
 def checks(options: argparse.Namespace) -> Any:
     """A line for each output or checkpoint."""
     import ptqpipe
-    from ptqpipe.stages.dequantize import dequantize
+    from ptqpipe.conversion.dequantize import dequantize
 
     for output in options.packed or options.outputs:
         with tempfile.TemporaryDirectory() as name:

@@ -21,14 +21,14 @@ import torch
 from quality_measure import Remembered, kl_of
 
 import ptqpipe
+from ptqpipe.conversion.transform.plan import TransformOptions
+from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import PtqError
 from ptqpipe.evaluation.bootstrap import cluster_sums, interval, standard_error
 from ptqpipe.evaluation.scores import Scores, model_logits
 from ptqpipe.evaluation.text import read_text
 from ptqpipe.numerics.schemes import Activation, get_scheme
 from ptqpipe.runtime.loading import load_model, load_tokenizer
-from ptqpipe.stages.transform.plan import TransformOptions
-from ptqpipe.stages.transform.run import transform
 
 SAME_TOKENS = 1024  # on which a transformed float model is compared with its source
 FORMATS = ("nvfp4", "nvfp4_w4a4", "mxfp4a16", "mxfp4")

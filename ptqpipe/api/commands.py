@@ -34,21 +34,20 @@ from ptqpipe.api.result import Result
 from ptqpipe.calibration import command as calibrate_stage, own_text as generate_stage, summary as calibrate_text
 from ptqpipe.calibration.own_text import GenerateOptions
 from ptqpipe.checkpoint import Finished
+from ptqpipe.conversion import Done, command as convert_stage
+from ptqpipe.conversion.prepare import best_with, prepare
+from ptqpipe.conversion.push import also_complete, check_push, push
+from ptqpipe.conversion.summary import converted_text, missing_config
+from ptqpipe.conversion.transform import run as transform_stage
+from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import PtqWarning
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, recipe_path
-from ptqpipe.rewriting import Done
 from ptqpipe.run.quantities import disk_size, number
-from ptqpipe.stages.convert import run as convert_stage
-from ptqpipe.stages.convert.prepare import best_with, prepare
-from ptqpipe.stages.convert.text import converted_text, missing_config
 from ptqpipe.stages.pipeline import text as pipeline_text
 from ptqpipe.stages.pipeline.call import check_alone, container_of_all, for_reader, formats_for
 from ptqpipe.stages.pipeline.run import Made, pipeline
 from ptqpipe.stages.plan import run as plan_stage, text as plan_text
 from ptqpipe.stages.plan.measure import sensitivity
-from ptqpipe.stages.push import also_complete, check_push, push
-from ptqpipe.stages.transform import run as transform_stage
-from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.tune import run as tune_stage, text as tune_text
 from ptqpipe.tuning import options as tune_options
 

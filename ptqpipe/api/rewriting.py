@@ -7,8 +7,8 @@ from ptqpipe.api.calls import RESTART, command, folder_of, machine_of, mode_of, 
 from ptqpipe.api.commands import checkpoint
 from ptqpipe.api.result import Result
 from ptqpipe.checkpoint import name_of
-from ptqpipe.stages import dequantize as dequantize_stage
-from ptqpipe.stages.relayout import run as relayout_stage
+from ptqpipe.conversion import dequantize as dequantize_stage
+from ptqpipe.conversion.relayout import run as relayout_stage
 
 
 @command(run_keywords(), RESTART)

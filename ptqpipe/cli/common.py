@@ -29,7 +29,7 @@ from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, failure, first
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, pipeline_fields, recipe_fields
 
 if TYPE_CHECKING:
-    from ptqpipe.rewriting import Run
+    from ptqpipe.conversion import Run
     from ptqpipe.run.machine import Machine, Ranks
 
 T = TypeVar("T")
@@ -208,7 +208,7 @@ def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
 
     A line on stderr tells when ``--resume`` finds nothing, neither unfinished nor complete, and the run starts anew.
     """
-    from ptqpipe.rewriting import is_unfinished
+    from ptqpipe.conversion import is_unfinished
 
     left = is_unfinished(out)
     if mode == "resume" and not is_unfinished(out, alive=True) and not out.exists() and ranks_of().rank == 0:

@@ -30,7 +30,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.recipe.options import PipelineOptions
 
 if TYPE_CHECKING:
-    from ptqpipe.rewriting.conversion import Conversion
+    from ptqpipe.conversion.conversion import Conversion
     from ptqpipe.run.machine import Machine
 
 
@@ -64,7 +64,7 @@ def convert(given: Given) -> None:
     as calibration. Without them torchrun can divide the work among ranks; the output is the same.
     """
     if given.push is not None:
-        from ptqpipe.stages.push import check_push
+        from ptqpipe.conversion.push import check_push
 
         check_push(given.push)
     work = given.pipeline
@@ -72,11 +72,11 @@ def convert(given: Given) -> None:
         _pipeline(given, work)
         return
     from ptqpipe.checkpoint import check_output
+    from ptqpipe.conversion import command as stage, summary as tables
+    from ptqpipe.conversion.prepare import best_with, prepare
+    from ptqpipe.conversion.push import also_complete
     from ptqpipe.run.machine import without_collections
-    from ptqpipe.stages.convert import run as stage, text as tables
-    from ptqpipe.stages.convert.prepare import best_with, prepare
     from ptqpipe.stages.pipeline.call import for_reader
-    from ptqpipe.stages.push import also_complete
 
     mode, machine = given.mode, given.machine(given.device)
     where = {"recipe_path": given.recipe_path, "stats": given.stats, "rounding": given.rounding}
@@ -108,7 +108,7 @@ def convert(given: Given) -> None:
 
 def _dry_run(given: Given, machine: "Machine", prepares: Callable[[], "Conversion"]) -> None:
     """Says what a conversion would do. ``prepares`` decides it."""
-    from ptqpipe.stages.convert import text
+    from ptqpipe.conversion import summary as text
 
     with prepares() as prepared:
         _warn(given, text.missing_config(prepared))
@@ -119,7 +119,7 @@ def _dry_run(given: Given, machine: "Machine", prepares: Callable[[], "Conversio
 
 def _upload(given: Given, out: Path) -> None:
     """To the hub, where the call asks for it."""
-    from ptqpipe.stages.push import push
+    from ptqpipe.conversion.push import push
 
     if given.push is not None:
         click.echo(f"uploaded to {push(out, given.push)}", err=given.as_json)
@@ -127,9 +127,9 @@ def _upload(given: Given, out: Path) -> None:
 
 def _pipeline(given: Given, work: PipelineOptions) -> None:
     """All stages that the call needs, in one run."""
+    from ptqpipe.conversion.push import also_complete
     from ptqpipe.stages.pipeline import call, run as stage, text
     from ptqpipe.stages.pipeline.prepare import prepare
-    from ptqpipe.stages.push import also_complete
 
     call.check_alone(stats=given.stats, rounding=given.rounding, dry_run=given.dry_run)
     if ranks_of().world > 1:
@@ -180,7 +180,7 @@ def relayout(given: Given) -> None:
     The codes and scales of CKPT stay the same: nothing is quantized again.
     """
     from ptqpipe.checkpoint import name_of
-    from ptqpipe.stages.relayout import run as stage
+    from ptqpipe.conversion.relayout import run as stage
 
     container = given.container.lower().replace("_", "-")
     out = given.out if given.out is not None else Path(f"{name_of(given.ckpt)}-{container}")
@@ -208,7 +208,7 @@ def dequantize(given: Given) -> None:
     Every tool that loads the original model loads the result.
     """
     from ptqpipe.checkpoint import name_of
-    from ptqpipe.stages import dequantize as stage
+    from ptqpipe.conversion import dequantize as stage
 
     out = given.out if given.out is not None else Path(f"{name_of(given.ckpt)}-{given.dtype}")
     with says_how_to_resume(out, given.mode):
@@ -281,8 +281,8 @@ def transform(given: Given) -> None:
     The result computes the same function as MODEL and loses less when quantized. It needs statistics of its own:
     calibrate it again before `ptqpipe convert --stats`.
     """
-    from ptqpipe.stages.transform import run as stage
-    from ptqpipe.stages.transform.plan import TransformOptions
+    from ptqpipe.conversion.transform import run as stage
+    from ptqpipe.conversion.transform.plan import TransformOptions
 
     with says_how_to_resume(given.out, given.mode):
         options = given.into(TransformOptions)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.card import cell, code, write_section
+from ptqpipe.conversion.card import cell, code, write_section
 from ptqpipe.evaluation.verdict import verdict
 
 

@@ -6,6 +6,18 @@ Must not know checkpoints or tensors: ``stages/report/`` gathers. jinja2 is impo
 from collections.abc import Sequence
 from pathlib import Path
 
+from ptqpipe.conversion.output_error import (
+    can_be_proven,
+    chosen_by_data,
+    judged_by,
+    judgement,
+    mean_known,
+    samples_text,
+    tuned_blocks,
+    tuned_by,
+    tuned_from,
+    tuned_judgement,
+)
 from ptqpipe.errors import UsageError, missing_package
 from ptqpipe.report.content import (
     Codes,
@@ -17,18 +29,6 @@ from ptqpipe.report.content import (
     ScaleChoice,
     WorstBlock,
     pooled_mse,
-)
-from ptqpipe.rewriting.output_error import (
-    can_be_proven,
-    chosen_by_data,
-    judged_by,
-    judgement,
-    mean_known,
-    samples_text,
-    tuned_blocks,
-    tuned_by,
-    tuned_from,
-    tuned_judgement,
 )
 from ptqpipe.run.quantities import decibels
 

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ptqpipe.conversion.output_error import mean_known
 from ptqpipe.report import HTML_MARK, MARKDOWN_MARK, charts, numbers, plots
 from ptqpipe.report.content import Report, ReportedWeight, pooled_mse
 from ptqpipe.report.errors import LEAST_DB, Drawn, both
@@ -11,7 +12,6 @@ from ptqpipe.report.html import page
 from ptqpipe.report.markdown import escaped, table
 from ptqpipe.report.quality import worst_text
 from ptqpipe.report.roles import place, shown
-from ptqpipe.rewriting.output_error import mean_known
 from ptqpipe.run.quantities import decibels, disk_size
 
 

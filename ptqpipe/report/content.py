@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ptqpipe.rewriting.output_error import TunedBlock, can_be_proven, mean_known
+from ptqpipe.conversion.output_error import TunedBlock, can_be_proven, mean_known
 from ptqpipe.run.quantities import decibels
 
 

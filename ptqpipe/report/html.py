@@ -12,10 +12,10 @@ from pathlib import Path
 
 import jinja2
 
+from ptqpipe.conversion.output_error import mean_known
 from ptqpipe.report import HTML_MARK, charts, errors, numbers, quality, roles, sections
 from ptqpipe.report.content import Report, pooled_mse
 from ptqpipe.report.svg import colour, marker
-from ptqpipe.rewriting.output_error import mean_known
 from ptqpipe.run.quantities import decibels, disk_size, three_digits
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterable, Sequence
 
+from ptqpipe.conversion.output_error import mean_known
 from ptqpipe.report import MARKDOWN_MARK, errors, numbers, roles
 from ptqpipe.report.content import Report, pooled_mse
 from ptqpipe.report.roles import shown
-from ptqpipe.rewriting.output_error import mean_known
 from ptqpipe.run.quantities import decibels, disk_size
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from ptqpipe.conversion.output_error import mean_known
 from ptqpipe.report import numbers, plots
 from ptqpipe.report.content import Report, pooled_mse
 from ptqpipe.report.errors import Drawn, both
-from ptqpipe.rewriting.output_error import mean_known
 from ptqpipe.run.quantities import decibels, disk_size, three_digits
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from markupsafe import Markup
 
+from ptqpipe.conversion.output_error import mean_known
 from ptqpipe.report import charts, numbers
 from ptqpipe.report.content import Histogram, KeptTensor, Report, ReportedWeight, pooled_mse
 from ptqpipe.report.errors import Drawn, both
 from ptqpipe.report.roles import family, how, place, shown
-from ptqpipe.rewriting.output_error import mean_known
 from ptqpipe.run.quantities import decibels
 
 

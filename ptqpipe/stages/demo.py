@@ -15,19 +15,19 @@ import torch
 from ptqpipe.calibration.rows import begin_token
 from ptqpipe.checkpoint import RECORD_FILE, Paths, check_place, locked, output_errors
 from ptqpipe.checkpoint.regular_file import read_json
+from ptqpipe.conversion import Done
+from ptqpipe.conversion.command import convert
+from ptqpipe.conversion.prepare import prepare
+from ptqpipe.conversion.summary import by_role
 from ptqpipe.errors import CheckpointError, OutputExists
 from ptqpipe.evaluation import perplexity, score
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.rewriting import Done
 from ptqpipe.run.machine import Machine, one_thread_each
 from ptqpipe.run.quantities import disk_size, sqnr_db
 from ptqpipe.runtime.loading import load_model, load_tokenizer
-from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.convert.run import convert
-from ptqpipe.stages.convert.text import by_role
 from ptqpipe.stages.verify.run import verify
 
 MODEL = Path(__file__).resolve().parent.parent / "demo_model"

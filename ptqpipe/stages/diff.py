@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from ptqpipe.card import CARD, is_ours
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.json_values import finite, json_differences
 from ptqpipe.checkpoint.layouts import HF_QUANT_CONFIG, Role, decode_input_global
 from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
+from ptqpipe.conversion.card import CARD, is_ours
 from ptqpipe.models.slices import Member, Slice
 from ptqpipe.models.source import Source, SourceRows, row_runs
 from ptqpipe.recipe.origins import Origins

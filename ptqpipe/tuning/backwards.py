@@ -21,7 +21,7 @@ from ptqpipe.calibration.inputs import lower_half, whole
 from ptqpipe.calibration.reverse import Slopes, expert_products, linear_modules, reverse_model, thinned
 from ptqpipe.calibration.runner import in_batches
 from ptqpipe.checkpoint import CheckpointReader, file_sha256, output_errors, write_tensors
-from ptqpipe.rewriting.conversion import Conversion
+from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.run.machine import BASE_BYTES, Machine, counting_bar
 from ptqpipe.runtime.compiled import pass_dtype
 from ptqpipe.runtime.skeleton import Skeleton

@@ -17,6 +17,8 @@ from ptqpipe.calibration.paired import Known, quantized_inputs
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.statistics import KnownInputs
 from ptqpipe.calibration.store import BlockInputs
+from ptqpipe.conversion import module_of, quantize_unit
+from ptqpipe.conversion.conversion import Conversion, check_kept_alive
 from ptqpipe.models.slices import Member, Slice
 from ptqpipe.models.source import SourceRows
 from ptqpipe.numerics.qtensor import QTensor
@@ -25,8 +27,6 @@ from ptqpipe.quantization import LoadedWeight, joined
 from ptqpipe.recipe import Rule
 from ptqpipe.recipe.options import ALGORITHMS
 from ptqpipe.recipe.plan import Unit
-from ptqpipe.rewriting import module_of, quantize_unit
-from ptqpipe.rewriting.conversion import Conversion, check_kept_alive
 from ptqpipe.runtime.activations import InputQuantizer
 
 

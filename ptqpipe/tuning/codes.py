@@ -13,10 +13,10 @@ from ptqpipe._version import __version__
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.runner import Block
 from ptqpipe.checkpoint import BlockFolder, name_of, write_tensors
+from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization.learned_codes import ROUNDING_VERSION, TRAINED_FILE, Rounding
 from ptqpipe.recipe.plan import Unit
-from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.tuning import backwards
 from ptqpipe.tuning.options import TuneOptions
 

@@ -13,12 +13,12 @@ import torch
 
 from ptqpipe.calibration.end_to_end import Float
 from ptqpipe.checkpoint.dtypes import DTYPES
+from ptqpipe.conversion import BIAS_REASON
+from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.global_scale import canonical
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.recipe.plan import FLOAT_DTYPES, Unit
-from ptqpipe.rewriting import BIAS_REASON
-from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.runtime.skeleton import MTP, Skeleton
 from ptqpipe.tuning.options import GLOBAL
 

@@ -15,15 +15,15 @@ from typing import Any
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader, run_id_of
 from ptqpipe.checkpoint.dtypes import FLOATS
 from ptqpipe.checkpoint.layouts import Part, get_container, is_kv_scale, quantization_config
+from ptqpipe.conversion import CACHE_REASON, corrected_biases, run_parts_of, with_reasons
+from ptqpipe.conversion.measured import certificate
+from ptqpipe.conversion.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of, self_faults
 from ptqpipe.errors import CheckpointError, PtqError, RecipeError
-from ptqpipe.measured import certificate
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.search import get_search
 from ptqpipe.quantization.learned_codes import relative_change, trained_of
 from ptqpipe.recipe import Recipe
 from ptqpipe.recipe.plan import Plan, Unit, make_plan
-from ptqpipe.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of, self_faults
-from ptqpipe.rewriting import CACHE_REASON, corrected_biases, run_parts_of, with_reasons
 from ptqpipe.verification.findings import Findings
 from ptqpipe.verification.structure import compare_decoded
 

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.card import CARD, ORIGINAL, card_sha256, is_ours
 from ptqpipe.checkpoint import OWN_FILES, PAGES, RECORD_FILE, TOKENS, file_sha256, is_opened
 from ptqpipe.checkpoint.json_values import same_json
 from ptqpipe.checkpoint.regular_file import read_json
+from ptqpipe.conversion.card import CARD, ORIGINAL, card_sha256, is_ours
+from ptqpipe.conversion.record import Record
 from ptqpipe.models.source import Source
-from ptqpipe.record import Record
 from ptqpipe.verification.findings import Findings
 
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")

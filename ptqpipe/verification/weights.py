@@ -9,12 +9,12 @@ import torch
 
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.checkpoint.layouts import Role, StoredWeight
-from ptqpipe.measured import CHANGES, Measured, measure_weight, prove_weight, usual_error
+from ptqpipe.conversion.measured import CHANGES, Measured, measure_weight, prove_weight, usual_error
+from ptqpipe.conversion.record import UNKNOWN, Claim, Record
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.formats import Format, get_format
 from ptqpipe.numerics.qtensor import Illegal, illegal_numbers
 from ptqpipe.numerics.search.proof import Optimality
-from ptqpipe.record import UNKNOWN, Claim, Record
 from ptqpipe.run.quantities import number
 from ptqpipe.verification.claims import SUM_TOLERANCE, check_hashes, check_numbers
 from ptqpipe.verification.findings import Findings

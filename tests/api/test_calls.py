@@ -258,7 +258,7 @@ def test_errors_are_those_of_the_command_line_in_pythons_words(model: Path, tmp_
 
 def test_a_call_that_was_cut_says_how_to_go_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The words are Python's, and so is what they ask for."""
-    from ptqpipe.rewriting import run as rewriting
+    from ptqpipe.conversion import job as rewriting
 
     def cut(*_: object) -> None:
         raise KeyboardInterrupt

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ptqpipe
+from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.errors import OutputExists, UsageError
-from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.runtime.hf import PackedConfig
 from ptqpipe.runtime.linear import PackedLinear
 from ptqpipe.stages.demo import MODEL

@@ -13,9 +13,9 @@ import ptqpipe
 from ptqpipe.calibration.kv import check_seen
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint.layouts import get_container
+from ptqpipe.conversion import cache_specs
 from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source
-from ptqpipe.rewriting import cache_specs
 from ptqpipe.runtime.loading import read_config
 from tests import family_rows, image_text
 from tests.calibration.models import make_model, make_windows

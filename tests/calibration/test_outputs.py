@@ -23,10 +23,10 @@ from ptqpipe.calibration.reverse import reverse
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.cli import main
+from ptqpipe.conversion.moments import module_of
 from ptqpipe.errors import CheckpointError
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.rotation import rotated_weight
-from ptqpipe.rewriting.moments import module_of
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime.skeleton import Skeleton
 from ptqpipe.stages.plan import cost

@@ -19,7 +19,7 @@ def test_ctrl_c_in_a_dry_run_ends_without_a_trace(here: Path, monkeypatch: pytes
     def interrupted(*_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ptqpipe.stages.convert.text.plan_text", interrupted)
+    monkeypatch.setattr("ptqpipe.conversion.summary.plan_text", interrupted)
     result = run("convert", "model", "-o", "out", "--dry-run")
     assert result.exit_code == 130
     assert result.stderr.strip() == "Interrupted: nothing is written."
@@ -212,7 +212,7 @@ def test_what_threads_do_not_suffice_for_is_one_line(
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("ptqpipe.stages.convert.run.convert", fails)
+    monkeypatch.setattr("ptqpipe.conversion.command.convert", fails)
     result = run("convert", "model", "-o", "out")
     assert result.exit_code == 1
     (line,) = result.stderr.strip().splitlines()
@@ -224,7 +224,7 @@ def test_other_errors_of_these_kinds_are_bugs_and_keep_their_trace(here: Path, m
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("shapes differ")
 
-    monkeypatch.setattr("ptqpipe.stages.convert.run.convert", fails)
+    monkeypatch.setattr("ptqpipe.conversion.command.convert", fails)
     with pytest.raises(RuntimeError, match="shapes differ"):
         run("convert", "model", "-o", "out")
 

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
+from ptqpipe.conversion.relayout.run import relayout
 from ptqpipe.errors import CheckpointError
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.search.brute_force import search as brute_force
 from ptqpipe.runtime import load, load_model
-from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 import ptqpipe
 from ptqpipe.checkpoint import layouts as containers
+from ptqpipe.conversion.relayout.run import relayout
 from ptqpipe.errors import FormatError, PtqError, UsageError
 from ptqpipe.run.machine import Machine
 from ptqpipe.stages.diff import diff
 from ptqpipe.stages.inspect import inspect
-from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
 

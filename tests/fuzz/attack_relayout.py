@@ -28,11 +28,11 @@ from safetensors.torch import load_file
 
 import ptqpipe
 from ptqpipe.checkpoint.layouts import container_names, quantization_config
+from ptqpipe.conversion import Done
+from ptqpipe.conversion.relayout.run import relayout
 from ptqpipe.errors import FormatError, PtqError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.rewriting import Done
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.verify.run import verify
 
 ROUNDED = 5.001 * 2.0**-24  # the reciprocal, the two scales and the two products are rounded once each

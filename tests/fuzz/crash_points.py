@@ -270,12 +270,6 @@ def warm(model: str) -> None:
     import torch
     import transformers
 
-    import ptqpipe.calibration.command
-    import ptqpipe.calibration.own_text
-    import ptqpipe.cli
-    import ptqpipe.stages.pipeline.run
-    import ptqpipe.stages.relayout.run  # noqa: F401
-
     torch.set_num_threads(1)
     config = transformers.AutoConfig.from_pretrained(model)
     transformers.AutoModelForCausalLM._model_mapping[type(config)]  # imports the model's module

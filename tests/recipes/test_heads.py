@@ -10,14 +10,14 @@ from typing import NamedTuple
 import pytest
 
 from ptqpipe.cli import main
+from ptqpipe.conversion.conversion import Conversion
+from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.models.families import in_mtp_layers
 from ptqpipe.models.reader_facts import READERS
 from ptqpipe.numerics.schemes import SCHEMES
 from ptqpipe.recipe import load_recipe, matches, named_recipes
 from ptqpipe.recipe.options import RecipeOptions
-from ptqpipe.rewriting.conversion import Conversion
-from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.pipeline.call import for_reader
 from tests.recipes.published import PUBLISHED, Published
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from ptqpipe.conversion.command import convert
+from ptqpipe.conversion.prepare import prepare
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.report.html import render_html
 from ptqpipe.report.markdown import render_markdown
-from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.report.compare import compare
 from ptqpipe.stages.report.run import gather, make_report
 from tests.report.pages import Page, titles

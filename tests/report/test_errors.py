@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ptqpipe.conversion.command import convert
+from ptqpipe.conversion.prepare import prepare
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.global_scale import absmax_global, sample_rows
@@ -15,8 +17,6 @@ from ptqpipe.recipe import RecipeOptions
 from ptqpipe.report.content import Report
 from ptqpipe.report.html import render_html
 from ptqpipe.report.markdown import render_markdown
-from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.report.run import gather
 from tests.report.pages import Page, by_name, converted
 from tests.tiny import Tensors

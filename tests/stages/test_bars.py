@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import ptqpipe
 from ptqpipe.cli import main
-from ptqpipe.rewriting import run as rewriting
+from ptqpipe.conversion import job as rewriting
 from ptqpipe.run.machine import Job, Machine, bars_of, counting_bar, progress_bar
 from ptqpipe.stages.report.run import make_report
 from tests import tiny

@@ -16,12 +16,12 @@ from ptqpipe.checkpoint.fingerprint import pages
 from ptqpipe.checkpoint.header import parse_file
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
+from ptqpipe.conversion.dequantize import dequantize
+from ptqpipe.conversion.relayout.run import relayout
+from ptqpipe.conversion.transform.plan import TransformOptions
+from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import CheckpointError, OutputError
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages.dequantize import dequantize
-from ptqpipe.stages.relayout.run import relayout
-from ptqpipe.stages.transform.plan import TransformOptions
-from ptqpipe.stages.transform.run import transform
 from ptqpipe.stages.tune.run import tune
 from ptqpipe.tuning.options import TuneOptions
 from tests.calibration.models import make_model, make_windows, write_windows

@@ -16,14 +16,14 @@ from safetensors import safe_open
 
 import ptqpipe
 from ptqpipe.cli import main
+from ptqpipe.conversion.command import convert
+from ptqpipe.conversion.prepare import prepare
+from ptqpipe.conversion.summary import converted_text
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError, OutputError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import SCHEMES
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
-from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.convert.run import convert
-from ptqpipe.stages.convert.text import converted_text
 from ptqpipe.stages.diff import diff
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
@@ -404,7 +404,7 @@ def test_a_rank_that_fails_fails_the_run_which_resumes(tmp_path: Path) -> None:
         "    import sys\n"
         "    class Hook:\n"
         "        def find_spec(self, name, path=None, target=None):\n"
-        "            if name == 'ptqpipe.rewriting.conversion':\n"
+        "            if name == 'ptqpipe.conversion.conversion':\n"
         "                sys.meta_path.remove(self); die()\n"
         "    sys.meta_path.insert(0, Hook())\n"
     )

@@ -18,17 +18,16 @@ import torch
 from safetensors import safe_open
 
 import ptqpipe
+from ptqpipe.conversion import QuantizeUnit, summary as convert_text
+from ptqpipe.conversion.command import convert
+from ptqpipe.conversion.conversion import Conversion
+from ptqpipe.conversion.prepare import prepare
+from ptqpipe.conversion.summary import plan_text, warnings_of
 from ptqpipe.errors import PtqError, RecipeError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization import gptq
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.rewriting import QuantizeUnit
-from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
-from ptqpipe.stages.convert import text as convert_text
-from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.convert.run import convert
-from ptqpipe.stages.convert.text import plan_text, warnings_of
 from ptqpipe.stages.verify import text as verify_text
 from ptqpipe.stages.verify.run import verify
 from tests import tiny

@@ -9,15 +9,15 @@ from click import Option
 
 from ptqpipe.checkpoint.layouts import container_names, get_container
 from ptqpipe.cli import main
+from ptqpipe.conversion import QuantizeUnit
+from ptqpipe.conversion.conversion import Conversion
+from ptqpipe.conversion.prepare import prepare
+from ptqpipe.conversion.summary import header_text, plan_text
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.numerics.schemes import SCHEMES
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.rewriting import QuantizeUnit
-from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.run.quantities import memory_size
-from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.convert.text import header_text, plan_text
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
 

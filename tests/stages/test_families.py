@@ -18,13 +18,13 @@ import ptqpipe
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.checkpoint import file_sha256
 from ptqpipe.cli import main
+from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.recipe import Recipe, RecipeOptions, Rule
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.loading import default_length, positions_of
-from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.evaluate.run import Options, evaluate
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.plan.run import Budget, plan_mixed

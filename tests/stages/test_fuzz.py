@@ -24,18 +24,18 @@ from safetensors import deserialize
 
 import ptqpipe
 from ptqpipe.checkpoint.partial import Paths
+from ptqpipe.conversion import summary as tables
+from ptqpipe.conversion.command import convert
+from ptqpipe.conversion.conversion import Conversion
+from ptqpipe.conversion.dequantize import dequantize
+from ptqpipe.conversion.prepare import prepare
+from ptqpipe.conversion.relayout.run import relayout
 from ptqpipe.errors import PtqError
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime.expected import unlike_model
-from ptqpipe.stages.convert import text as tables
-from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.convert.run import convert
-from ptqpipe.stages.dequantize import dequantize
 from ptqpipe.stages.diff import diff, render as render_diff
 from ptqpipe.stages.inspect import inspect, render as render_inspected
-from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.verify.run import verify
 from ptqpipe.stages.verify.text import render
 from tests import tiny

@@ -12,12 +12,12 @@ from click.testing import CliRunner
 import ptqpipe
 from ptqpipe.checkpoint import hub as source, name_of
 from ptqpipe.cli import main
+from ptqpipe.conversion.prepare import prepare
+from ptqpipe.conversion.transform.plan import TransformOptions
+from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import UsageError
 from ptqpipe.stages import demo
-from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.plan.run import Budget, plan_mixed
-from ptqpipe.stages.transform.plan import TransformOptions
-from ptqpipe.stages.transform.run import transform
 from tests.transforms.models import make_model, make_statistics, token_ids
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 import ptqpipe
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.own_text import GenerateOptions, generate
+from ptqpipe.conversion.transform.plan import TransformOptions
+from ptqpipe.conversion.transform.run import transform
 from ptqpipe.engine.images import Images
 from ptqpipe.engine.probe import check_empty
 from ptqpipe.engine.runner import CacheOptions, ModelRunner, check_model
@@ -24,8 +26,6 @@ from ptqpipe.runtime.check import check_load
 from ptqpipe.stages.evaluate.run import Options, evaluate
 from ptqpipe.stages.serve.checks import check_checkpoint
 from ptqpipe.stages.serve.tower import Tower
-from ptqpipe.stages.transform.plan import TransformOptions
-from ptqpipe.stages.transform.run import transform
 from ptqpipe.stages.verify.run import verify
 from tests import families, image_text, tiny
 from tests.engine import images as pictures

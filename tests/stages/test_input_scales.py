@@ -9,10 +9,10 @@ import torch
 
 from ptqpipe.calibration.inputs import InputStatistics
 from ptqpipe.calibration.statistics import Statistics
+from ptqpipe.conversion import InputScales
 from ptqpipe.numerics.schemes import Activation, get_scheme
 from ptqpipe.recipe import Recipe, RecipeOptions, Rule, build_recipe
 from ptqpipe.recipe.plan import Unit, make_plan
-from ptqpipe.rewriting import InputScales
 from ptqpipe.runtime.activations import InputQuantizer
 
 LAYERS, EXPERTS = 3, 8

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 
 from ptqpipe.checkpoint.journal import run_id_of
+from ptqpipe.conversion import records_of
 from ptqpipe.errors import OutputError
-from ptqpipe.rewriting import records_of
 from ptqpipe.run.machine import Job, MemoryPool, run_jobs
 
 SECONDS = 30  # far above what any thread takes

@@ -16,15 +16,15 @@ from safetensors.torch import load_file, save_file
 
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.cli import main
+from ptqpipe.conversion.transform import learn as learning
+from ptqpipe.conversion.transform.factors import find_factors
+from ptqpipe.conversion.transform.plan import TransformOptions
+from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import CheckpointError, NumericsError, OutputError, OutputExists, UsageError
 from ptqpipe.models.folded import encoded
 from ptqpipe.models.source import Source
 from ptqpipe.quantization.transforms import learn, transform_names
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages.transform import learn as learning
-from ptqpipe.stages.transform.factors import find_factors
-from ptqpipe.stages.transform.plan import TransformOptions
-from ptqpipe.stages.transform.run import transform
 from tests import tiny
 from tests.calibration.models import make_windows, write_windows
 from tests.stages.test_transform import check_same_logits, run
@@ -198,10 +198,10 @@ def test_memory_that_does_not_hold_the_pairs_is_refused_before_anything_is_writt
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from ptqpipe.stages.transform import learn as learning
-from ptqpipe.stages.transform.factors import find_factors
-from ptqpipe.stages.transform.plan import TransformOptions
-from ptqpipe.stages.transform.run import transform
+from ptqpipe.conversion.transform import learn as learning
+from ptqpipe.conversion.transform.factors import find_factors
+from ptqpipe.conversion.transform.plan import TransformOptions
+from ptqpipe.conversion.transform.run import transform
 real, calls = learning.learn, []
 def learn(*args, **options):
     calls.append(1)

@@ -17,17 +17,17 @@ from safetensors.torch import load_file, save_file
 import ptqpipe
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.cli import main
+from ptqpipe.conversion.command import convert
+from ptqpipe.conversion.dequantize import dequantize
+from ptqpipe.conversion.prepare import prepare
+from ptqpipe.conversion.relayout.run import relayout
 from ptqpipe.errors import CheckpointError, FormatError, RecipeError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import Machine
 from ptqpipe.stages import demo
-from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.convert.run import convert
-from ptqpipe.stages.dequantize import dequantize
 from ptqpipe.stages.diff import diff
 from ptqpipe.stages.inspect import inspect
-from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
@@ -204,7 +204,7 @@ def test_machines_and_interruptions_change_no_byte(model: Path, stats: Path, tmp
 def test_a_killed_run_resumes_to_the_same_bytes(
     model: Path, stats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ptqpipe.rewriting import units
+    from ptqpipe.conversion import units
 
     run(model, tmp_path / "whole", stats=stats, recipe=RECIPE)
     real, calls = units.correct_unit, []

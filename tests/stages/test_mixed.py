@@ -14,14 +14,14 @@ from safetensors.torch import save_file
 
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.cli import main
+from ptqpipe.conversion.command import convert
+from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import squared_error
 from ptqpipe.quantization.metric import output_error
 from ptqpipe.recipe import exact_patterns, load_recipe, matches
 from ptqpipe.recipe.knapsack import solve
-from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed, write_recipe
 from ptqpipe.stages.plan.units import find_groups, schemes_of
 from tests.algorithms import inputs

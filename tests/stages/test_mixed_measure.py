@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ptqpipe.conversion.command import convert
+from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.scores import score
 from ptqpipe.models.slices import Member, Slice
@@ -13,8 +15,6 @@ from ptqpipe.models.source import Source
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.runtime.find_weight import find_place
 from ptqpipe.runtime.loading import load_model
-from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.plan.measure import Measurement
 from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed, write_recipe
 from tests.tiny import llama, save

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import ptqpipe
+from ptqpipe.conversion.prepare import prepare
+from ptqpipe.conversion.summary import warnings_of
 from ptqpipe.errors import UsageError
 from ptqpipe.recipe.options import RecipeOptions
-from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.convert.text import warnings_of
 from ptqpipe.stages.verify.run import verify
 from tests import families, tiny
 

@@ -436,7 +436,9 @@ def test_an_output_that_is_in_the_way_is_found_before_anything_is_announced(
         ran("convert", model, "-o", out)
     else:
         with monkeypatch.context() as stopped:
-            stopped.setattr("ptqpipe.rewriting.conversion.Conversion.do", lambda *_: (_ for _ in ()).throw(MemoryError))
+            stopped.setattr(
+                "ptqpipe.conversion.conversion.Conversion.do", lambda *_: (_ for _ in ()).throw(MemoryError)
+            )
             assert call("convert", model, "-o", out).exit_code == 1
     done = call("convert", model, "-o", out)
     assert (done.exit_code, done.stdout) == (2, "")

@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 
 import ptqpipe
 from ptqpipe.cli import main
+from ptqpipe.conversion import summary as tables
+from ptqpipe.conversion.command import convert
+from ptqpipe.conversion.dequantize import dequantize
+from ptqpipe.conversion.prepare import prepare
+from ptqpipe.conversion.relayout.run import relayout
+from ptqpipe.conversion.transform.plan import TransformOptions
+from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import AlreadyComplete, CheckpointError, FormatError, NumericsError, OutputError, UsageError
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages.convert import text as tables
-from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.convert.run import convert
-from ptqpipe.stages.dequantize import dequantize
-from ptqpipe.stages.relayout.run import relayout
-from ptqpipe.stages.transform.plan import TransformOptions
-from ptqpipe.stages.transform.run import transform
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
 

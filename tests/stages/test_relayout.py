@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 import ptqpipe
 from ptqpipe.cli import main
+from ptqpipe.conversion import Done
+from ptqpipe.conversion.dequantize import _rounded, dequantize
+from ptqpipe.conversion.relayout.run import relayout
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError, PtqError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.rewriting import Done
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages.dequantize import _rounded, dequantize
-from ptqpipe.stages.relayout.run import relayout
 from tests import tiny
 
 E4M3_VALUES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

@@ -17,12 +17,12 @@ import ptqpipe
 from ptqpipe.checkpoint import OF_WEIGHTS, TensorSpec
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.cli import main
+from ptqpipe.conversion import Done
+from ptqpipe.conversion.transform.factors import find_factors
+from ptqpipe.conversion.transform.plan import TransformOptions
+from ptqpipe.conversion.transform.run import _beyond, transform
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, PtqError, UsageError
 from ptqpipe.models.source import Source
-from ptqpipe.rewriting import Done
-from ptqpipe.stages.transform.factors import find_factors
-from ptqpipe.stages.transform.plan import TransformOptions
-from ptqpipe.stages.transform.run import _beyond, transform
 from tests import tiny
 from tests.transforms.models import logits, make_model, make_statistics, token_ids
 

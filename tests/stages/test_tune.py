@@ -24,20 +24,19 @@ from ptqpipe.calibration.rounding import Settings
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.checkpoint import tensor_file
 from ptqpipe.cli import main
+from ptqpipe.conversion import command as convert_stage, conversion
+from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import NumericsError, OutputError, UsageError
 from ptqpipe.evaluation.text import SAMPLE
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.rewriting import conversion
 from ptqpipe.run.machine import LARGE_MATRIX, Machine
 from ptqpipe.runtime import compiled, load_model
 from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.runtime.skeleton import Skeleton
 from ptqpipe.stages import demo
-from ptqpipe.stages.convert import run as convert_stage
-from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.tune import run as tune
 from ptqpipe.tuning import backwards, feedback, in_order
 from ptqpipe.tuning.block import BlockWork

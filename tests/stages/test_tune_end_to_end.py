@@ -17,6 +17,7 @@ from ptqpipe.calibration.end_to_end import Found, Variables
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.checkpoint import Finished
 from ptqpipe.cli import main
+from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.text import SAMPLE
 from ptqpipe.numerics.formats import get_format
@@ -24,7 +25,6 @@ from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import Machine
 from ptqpipe.stages import demo
-from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.tune import run as tune
 from ptqpipe.stages.tune.text import render
 from ptqpipe.tuning import codes as codes_of, end_to_end

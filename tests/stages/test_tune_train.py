@@ -16,6 +16,7 @@ from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.whole import Whole
 from ptqpipe.checkpoint import CheckpointReader, Finished
 from ptqpipe.cli import main
+from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.text import SAMPLE
 from ptqpipe.numerics.formats import get_format
@@ -24,7 +25,6 @@ from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime.skeleton import Skeleton
 from ptqpipe.stages import demo
-from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.tune import run as tune
 from ptqpipe.stages.tune.text import render
 from ptqpipe.tuning import end_to_end

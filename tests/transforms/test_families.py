@@ -13,6 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.conversion.transform.plan import TransformOptions
+from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import UsageError
 from ptqpipe.models.families import Norms
 from ptqpipe.models.families.table import FAMILIES
@@ -20,8 +22,6 @@ from ptqpipe.models.folding import Structure, find_structure, move_factors, rota
 from ptqpipe.models.folding.structure import Norm
 from ptqpipe.models.folding.tensors import Op, apply
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages.transform.plan import TransformOptions
-from ptqpipe.stages.transform.run import transform
 from tests import families
 
 # norm, latent, value and up edges, where they are not those of two layers like Llama's; experts have more of the last.

@@ -11,6 +11,10 @@ from ptqpipe.calibration.generate import check_windows
 from ptqpipe.calibration.kv import check_seen
 from ptqpipe.calibration.rows import weighted
 from ptqpipe.checkpoint import Mode, check_disjoint, name_of, resolve_source
+from ptqpipe.conversion import cache_specs, container_of
+from ptqpipe.conversion.prepare import prepare as prepare_conversion
+from ptqpipe.conversion.summary import missing_config, warnings_of
+from ptqpipe.conversion.transform.plan import TransformOptions, foldable_rotations, matrix_bytes
 from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.evaluation.text import check_text
 from ptqpipe.models.folding import find_structure
@@ -19,17 +23,13 @@ from ptqpipe.models.reader_facts import check_rotation
 from ptqpipe.models.source import Source
 from ptqpipe.recipe import Recipe, build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, check_options
-from ptqpipe.rewriting import cache_specs, container_of
 from ptqpipe.run.machine import Machine
 from ptqpipe.run.quantities import disk_size
 from ptqpipe.runtime.loading import default_length, load_tokenizer, read_config
-from ptqpipe.stages.convert.prepare import prepare as prepare_conversion
-from ptqpipe.stages.convert.text import missing_config, warnings_of
 from ptqpipe.stages.pipeline import call
 from ptqpipe.stages.pipeline.stages import Pipeline
 from ptqpipe.stages.pipeline.table import TABLE, WEIGHTS, Way, kind_of
 from ptqpipe.stages.plan.run import Budget, check_budget
-from ptqpipe.stages.transform.plan import TransformOptions, foldable_rotations, matrix_bytes
 
 MATRICES = 128_000_000  # bytes of a record that the matrices of rotations may take: half of what is read
 

@@ -21,6 +21,8 @@ from ptqpipe.calibration.reverse import enough, least_step, streams
 from ptqpipe.calibration.rows import files_of
 from ptqpipe.calibration.statistics import of_all_experts
 from ptqpipe.checkpoint.tensor_names import layer_of
+from ptqpipe.conversion.transform.learn import ELEMENTS, STATES, TEMPORARIES
+from ptqpipe.conversion.transform.plan import TransformOptions, matrix_bytes
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT
 from ptqpipe.evaluation.log_probabilities import MOST
 from ptqpipe.evaluation.scores import scoring_bytes
@@ -34,8 +36,6 @@ from ptqpipe.run.quantities import disk_size, memory_size
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
 from ptqpipe.stages.pipeline.call import own_weight
 from ptqpipe.stages.pipeline.table import Way
-from ptqpipe.stages.transform.learn import ELEMENTS, STATES, TEMPORARIES
-from ptqpipe.stages.transform.plan import TransformOptions, matrix_bytes
 
 # Bytes for each channel of a matrix, in float32: maximum, mean, second moment and that of the held-out samples, and the
 # mean square of the gradient at an output; the moments of its block of 16 and those of the held-out samples; a factor

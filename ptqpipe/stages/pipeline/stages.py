@@ -19,15 +19,16 @@ from ptqpipe.calibration.own_text import GenerateOptions, generate
 from ptqpipe.calibration.rows import weighted
 from ptqpipe.calibration.statistics import STATS_FILE
 from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, has_begun, read_json_object, run_id_of
+from ptqpipe.conversion import command as conversion, named_source
+from ptqpipe.conversion.prepare import best_with, prepare
+from ptqpipe.conversion.transform.factors import find_factors
+from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import AlreadyComplete, CheckpointError, PtqWarning
 from ptqpipe.models.source import Source
 from ptqpipe.quantization.learned_codes import ROUNDING_FILE
 from ptqpipe.recipe import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
-from ptqpipe.rewriting import named_source
 from ptqpipe.run.machine import Machine, compute_threads
-from ptqpipe.stages.convert import run as conversion
-from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.evaluate import run as evaluation
 from ptqpipe.stages.evaluate.text import write as write_evaluation
 from ptqpipe.stages.pipeline import call
@@ -36,8 +37,6 @@ from ptqpipe.stages.pipeline.room import Disk, disk_of, memory_of, memory_text, 
 from ptqpipe.stages.pipeline.table import Way, words_of
 from ptqpipe.stages.plan.run import Budget, plan_mixed, write_recipe
 from ptqpipe.stages.report.run import make_report
-from ptqpipe.stages.transform.factors import find_factors
-from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.tune.run import tune
 from ptqpipe.stages.verify.run import verify
 from ptqpipe.tuning.options import TuneOptions

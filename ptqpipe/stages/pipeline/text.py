@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ptqpipe.conversion.output_error import judgement
+from ptqpipe.conversion.summary import kept_damaged, kept_not_finite
 from ptqpipe.evaluation.verdict import verdict
-from ptqpipe.rewriting.output_error import judgement
 from ptqpipe.run.machine import peak_bytes
 from ptqpipe.run.quantities import disk_size, memory_size
-from ptqpipe.stages.convert.text import kept_damaged, kept_not_finite
 
 if TYPE_CHECKING:
     from ptqpipe.stages.pipeline.run import Made

@@ -32,6 +32,7 @@ import torch
 from ptqpipe.calibration.inputs import InputStatistics, WeightGradients
 from ptqpipe.calibration.statistics import BLOCK, Statistics
 from ptqpipe.checkpoint.tensor_names import role_of
+from ptqpipe.conversion.moments import module_of
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source, SourceRows
@@ -40,7 +41,6 @@ from ptqpipe.numerics.rotation import rotated
 from ptqpipe.numerics.schemes import Activation, Scheme
 from ptqpipe.quantization import gathered_bytes
 from ptqpipe.recipe.plan import Unit
-from ptqpipe.rewriting.moments import module_of
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine, MemoryPool, counting_bar, one_thread_each
 from ptqpipe.run.quantities import option_size, option_size_above
 from ptqpipe.runtime.activations import InputQuantizer

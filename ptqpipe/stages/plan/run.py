@@ -14,11 +14,11 @@ from typing import Any
 
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import check_file, name_of, resolve_source, write_file
+from ptqpipe.conversion import check_model
 from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.recipe import recipe_text
 from ptqpipe.recipe.knapsack import Allocation, require_scipy, solve
-from ptqpipe.rewriting import check_model
 from ptqpipe.run.machine import Machine
 from ptqpipe.run.quantities import bytes_of, disk_size, option_size
 from ptqpipe.stages.plan.cost import Costs, choose_moment, estimate, knows_outputs

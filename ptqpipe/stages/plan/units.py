@@ -15,6 +15,7 @@ from typing import Any
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.layouts import Container, Part
 from ptqpipe.checkpoint.tensor_names import expert_of, experts_of
+from ptqpipe.conversion import Outputs, container_of, outputs_of
 from ptqpipe.errors import FormatError, RecipeError, UsageError
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
@@ -22,7 +23,6 @@ from ptqpipe.numerics.schemes import Scheme, get_scheme
 from ptqpipe.quantization import Sink, Task, UnitResult, Weight, rtn
 from ptqpipe.recipe import Recipe, Rule, exact_patterns, parse_recipe
 from ptqpipe.recipe.plan import Unit, make_plan
-from ptqpipe.rewriting import Outputs, container_of, outputs_of
 
 KEEP = "keep"
 DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.checkpoint import RECORD_FILE, file_sha256, name_of
+from ptqpipe.conversion.record import Record, text_data
 from ptqpipe.models.source import Source
-from ptqpipe.record import Record, text_data
 
 
 def rules(record: Record | None) -> tuple[tuple[str, str, str], ...]:

@@ -15,15 +15,15 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import check_file, name_of, write_file
 from ptqpipe.checkpoint.layouts import is_kv_scale
 from ptqpipe.checkpoint.tensor_names import layer_of, role_of
+from ptqpipe.conversion import as_quantized
+from ptqpipe.conversion.output_error import judged_by, mean_known, samples_text, tuned_blocks, tuned_by, tuned_from
+from ptqpipe.conversion.record import Record, claims_ownership, read_record
 from ptqpipe.errors import CheckpointError, UsageError, one_line
 from ptqpipe.evaluation.result import read_result
 from ptqpipe.evaluation.verdict import thresholds, verdict
 from ptqpipe.models.source import Source
-from ptqpipe.record import Record, claims_ownership, read_record
 from ptqpipe.report import KeptTensor, Report, check_kind, default_path, is_report, pooled_mse, render
 from ptqpipe.report.run_facts import run_facts
-from ptqpipe.rewriting import as_quantized
-from ptqpipe.rewriting.output_error import judged_by, mean_known, samples_text, tuned_blocks, tuned_by, tuned_from
 from ptqpipe.run.machine import Machine, one_thread_each
 from ptqpipe.run.quantities import decibels
 from ptqpipe.scan import NAMES, SAMPLE, STORED, Scan, scan_weight

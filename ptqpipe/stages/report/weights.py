@@ -13,11 +13,11 @@ import torch
 
 from ptqpipe.checkpoint.layouts import StoredWeight
 from ptqpipe.checkpoint.tensor_names import expert_of, layer_of, role_of
+from ptqpipe.conversion.measured import prove_weight
+from ptqpipe.conversion.record import Record
 from ptqpipe.errors import UsageError
-from ptqpipe.measured import prove_weight
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.recipe.origins import Origins
-from ptqpipe.record import Record
 from ptqpipe.report import Histogram, Proof, ReportedWeight, ScaleChoice, WorstBlock
 from ptqpipe.run.machine import Machine, counting_bar
 from ptqpipe.scan import STORED, Scan, codes_of, compare_choices, scale_axis

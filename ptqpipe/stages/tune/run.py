@@ -35,6 +35,8 @@ from ptqpipe.calibration.rounding import Learned, Settings, learn, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Block, MtpBlock, Runner
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_place
+from ptqpipe.conversion.conversion import Conversion
+from ptqpipe.conversion.prepare import best_with, prepare
 from ptqpipe.errors import UsageError
 from ptqpipe.models.language_model import takes_images, with_note
 from ptqpipe.numerics.kernels.decoding import decoded
@@ -42,12 +44,10 @@ from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization import two_sided
 from ptqpipe.quantization.learned_codes import ROUNDING_FILE
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.run.machine import BASE_BYTES, Machine, compute_threads, counting_bar, peak_bytes, threads
 from ptqpipe.runtime.loading import config_of, default_length
 from ptqpipe.runtime.memory import keep_freed_memory
 from ptqpipe.runtime.skeleton import Skeleton
-from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.tune.text import described
 from ptqpipe.tuning import backwards, codes as codes_of, end_to_end
 from ptqpipe.tuning.block import BlockWork, observe

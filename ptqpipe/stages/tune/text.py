@@ -6,8 +6,8 @@ from typing import Any
 
 from ptqpipe.calibration.data import Samples
 from ptqpipe.checkpoint import Finished, name_of
-from ptqpipe.rewriting.conversion import Conversion
-from ptqpipe.rewriting.output_error import samples_text
+from ptqpipe.conversion.conversion import Conversion
+from ptqpipe.conversion.output_error import samples_text
 from ptqpipe.run.quantities import counted, memory_size, number, table
 from ptqpipe.tuning.options import TuneOptions
 

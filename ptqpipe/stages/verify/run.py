@@ -17,15 +17,15 @@ from typing import Any
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
+from ptqpipe.conversion import BIAS_REASON as CORRECTED, Outputs, as_quantized, describe_statistics
+from ptqpipe.conversion.output_error import tuned_judgement
+from ptqpipe.conversion.record import Record, claims_ownership, read_record
 from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.search.proof import Optimality
 from ptqpipe.quantization.learned_codes import TRAINED_REASON
 from ptqpipe.recipe.origins import Origins
 from ptqpipe.recipe.plan import Unit
-from ptqpipe.record import Record, claims_ownership, read_record
-from ptqpipe.rewriting import BIAS_REASON as CORRECTED, Outputs, as_quantized, describe_statistics
-from ptqpipe.rewriting.output_error import tuned_judgement
 from ptqpipe.run.machine import counting_bar, default_workers, one_thread_each
 from ptqpipe.runtime.expected import unlike_model
 from ptqpipe.stages.verify.text import VerifyReport, header

@@ -9,8 +9,8 @@ from typing import Any
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.checkpoint.json_values import finite
 from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
+from ptqpipe.conversion.output_error import mean_known
 from ptqpipe.numerics.search.proof import Optimality
-from ptqpipe.rewriting.output_error import mean_known
 from ptqpipe.run.quantities import disk_size, number, sqnr_db, table
 from ptqpipe.verification.findings import Finding
 from ptqpipe.verification.weights import WeightReport

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 import ptqpipe
 from ptqpipe.checkpoint.layouts import get_container
 from ptqpipe.cli import main
+from ptqpipe.conversion.transform.factors import find_factors
+from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import WrongOutput
 from ptqpipe.models.folded import encoded
 from ptqpipe.models.reader_facts import READERS
@@ -23,8 +25,6 @@ from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.runtime import load_model
 from ptqpipe.stages.pipeline.prepare import prepare
 from ptqpipe.stages.pipeline.table import FP8, TABLE, Way, kind_of, markdown
-from ptqpipe.stages.transform.factors import find_factors
-from ptqpipe.stages.transform.plan import TransformOptions
 from tests.calibration.models import make_model
 from tests.stages import damage
 from tests.stages.pipeline.runs import LENGTH, ONE, few, files_of, made, ran, weights_of, work_of

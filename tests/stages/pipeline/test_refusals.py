@@ -13,14 +13,14 @@ from click.testing import CliRunner
 
 from ptqpipe.calibration import pairs
 from ptqpipe.cli import main
+from ptqpipe.conversion.conversion import Conversion
+from ptqpipe.conversion.transform.run import Transformation
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
-from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.stages.pipeline import run as stage, stages
 from ptqpipe.stages.pipeline.prepare import prepare
 from ptqpipe.stages.pipeline.room import memory_of, pair_samples
-from ptqpipe.stages.transform.run import Transformation
 from ptqpipe.stages.tune import run as tune_stage
 from ptqpipe.tuning import backwards
 from tests import tiny

@@ -10,12 +10,12 @@ from click.testing import CliRunner
 
 import ptqpipe
 from ptqpipe.cli import main
+from ptqpipe.conversion.conversion import Conversion
+from ptqpipe.conversion.transform import learn as learning
+from ptqpipe.conversion.transform.run import Transformation
 from ptqpipe.errors import AlreadyComplete, UsageError, WrongOutput
 from ptqpipe.recipe.options import PipelineOptions
-from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.stages.pipeline import stages
-from ptqpipe.stages.transform import learn as learning
-from ptqpipe.stages.transform.run import Transformation
 from ptqpipe.stages.tune import run as tune_stage
 from tests.stages.pipeline.runs import few, files_of, made, ran, stops, work_of
 
@@ -57,7 +57,7 @@ def test_a_run_that_was_stopped_in_every_stage_ends_with_the_same_bytes(
 KILLED = """
 import os, signal, sys
 from ptqpipe.cli import main
-from ptqpipe.rewriting.consume import Consumed
+from ptqpipe.conversion.consume import Consumed
 
 real = Consumed._remove
 

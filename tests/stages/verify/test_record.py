@@ -16,11 +16,11 @@ import pytest
 
 import ptqpipe
 from ptqpipe.checkpoint import read_json_object, vouches_for_itself
+from ptqpipe.conversion.dequantize import dequantize
+from ptqpipe.conversion.record import self_faults
+from ptqpipe.conversion.relayout.run import relayout
+from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import CheckpointError, PtqError
-from ptqpipe.record import self_faults
-from ptqpipe.stages.dequantize import dequantize
-from ptqpipe.stages.relayout.run import relayout
-from ptqpipe.stages.transform.run import transform
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
 from tests.stages import damage

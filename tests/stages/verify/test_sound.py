@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.stages.convert.text import by_role
-from ptqpipe.stages.relayout.run import relayout
+from ptqpipe.conversion.relayout.run import relayout
+from ptqpipe.conversion.summary import by_role
 from ptqpipe.stages.verify.run import verify
 from ptqpipe.stages.verify.text import render, to_json
 from tests import tiny

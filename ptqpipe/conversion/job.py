@@ -17,7 +17,6 @@ from typing import Any, Generic, TypedDict
 
 import torch
 
-from ptqpipe.card import CARD, ORIGINAL, card, original_card
 from ptqpipe.checkpoint import (
     INDEX_NAME,
     RECORD_FILE,
@@ -35,6 +34,7 @@ from ptqpipe.checkpoint import (
     run_id_of,
     sealed,
 )
+from ptqpipe.conversion.card import CARD, ORIGINAL, card, original_card
 from ptqpipe.errors import OutputError
 from ptqpipe.models.families import check_config
 from ptqpipe.models.source import Source

@@ -15,16 +15,7 @@ from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import check_disjoint, name_of, resolve_source
 from ptqpipe.checkpoint.adapter import ADAPTER_CONFIG
 from ptqpipe.checkpoint.layouts import get_container
-from ptqpipe.errors import CheckpointError, RecipeError, UsageError
-from ptqpipe.models.families import doubts, facts_of, is_known
-from ptqpipe.models.source import Source
-from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.numerics.search import get_search
-from ptqpipe.quantization.learned_codes import ROUNDING_FILE, TRAINED_REASON, Rounding
-from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe, matches
-from ptqpipe.recipe.options import ALGORITHMS, AUTO, CodeOptions
-from ptqpipe.recipe.plan import Plan, check_ignored, make_plan
-from ptqpipe.rewriting import (
+from ptqpipe.conversion import (
     InputScales,
     Outputs,
     WriteCacheScales,
@@ -35,7 +26,16 @@ from ptqpipe.rewriting import (
     open_statistics,
     outputs_of,
 )
-from ptqpipe.rewriting.conversion import Conversion
+from ptqpipe.conversion.conversion import Conversion
+from ptqpipe.errors import CheckpointError, RecipeError, UsageError
+from ptqpipe.models.families import doubts, facts_of, is_known
+from ptqpipe.models.source import Source
+from ptqpipe.numerics.schemes import get_scheme
+from ptqpipe.numerics.search import get_search
+from ptqpipe.quantization.learned_codes import ROUNDING_FILE, TRAINED_REASON, Rounding
+from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe, matches
+from ptqpipe.recipe.options import ALGORITHMS, AUTO, CodeOptions
+from ptqpipe.recipe.plan import Plan, check_ignored, make_plan
 from ptqpipe.run.machine import without_collections
 from ptqpipe.runtime.expected import unlike_model
 

@@ -30,6 +30,8 @@ from ptqpipe.checkpoint.layouts import (
     remembered,
 )
 from ptqpipe.checkpoint.tensor_names import experts_of
+from ptqpipe.conversion.job import CopyTensor, write_whole
+from ptqpipe.conversion.kv_cache import WriteCacheScales, cache_specs, config_with_cache
 from ptqpipe.errors import CheckpointError, NumericsError, UnfitFormat, UsageError
 from ptqpipe.models.families import UNLIKE_EXPERTS, Fact, fails_either_way, family_of
 from ptqpipe.models.reader_facts import check_experts, check_rotation
@@ -40,8 +42,6 @@ from ptqpipe.quantization import Sink, Weight
 from ptqpipe.quantization.learned_codes import TRAINED_REASON
 from ptqpipe.recipe import Recipe, failing_facts
 from ptqpipe.recipe.plan import Kept, Plan, Unit, make_plan
-from ptqpipe.rewriting.kv_cache import WriteCacheScales, cache_specs, config_with_cache
-from ptqpipe.rewriting.run import CopyTensor, write_whole
 from ptqpipe.run.machine import Job
 
 BIAS_REASON = "bias corrected by the mean error of its weight"

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from ptqpipe.checkpoint import TensorSpec
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES, FLOATS
+from ptqpipe.conversion import CopyTensor
 from ptqpipe.errors import UsageError
 from ptqpipe.models.folding import BLOCKS, ROTATIONS, Edge, Matrix, Structure, get_rotation, grouped, rotated_tensors
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import Activation, get_scheme
 from ptqpipe.quantization.transforms import SCALINGS, get_scaling, transform_names
-from ptqpipe.rewriting import CopyTensor
 from ptqpipe.run.machine import Job
 
 EIGHT_BITS = (

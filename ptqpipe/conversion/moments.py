@@ -19,6 +19,7 @@ import torch
 from ptqpipe.calibration.inputs import OUT_ROWS, Moments
 from ptqpipe.calibration.statistics import KnownInputs, Statistics
 from ptqpipe.checkpoint import OF_WEIGHTS, name_of
+from ptqpipe.conversion.outputs import corrected_biases
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
@@ -29,7 +30,6 @@ from ptqpipe.quantization.columns import has_block_scales
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe import Recipe
 from ptqpipe.recipe.plan import Plan, Unit
-from ptqpipe.rewriting.outputs import corrected_biases
 
 OUTPUT_BYTES = 36  # for each number of the moments of gradients, as read and as they are factored
 _SHOWN = 12  # hex digits of a fingerprint in a message

@@ -9,29 +9,7 @@
 Knows no command line and prints nothing but progress.
 """
 
-from ptqpipe.rewriting.kv_cache import CACHE_REASON, WriteCacheScales, cache_specs, check_cached, write_scales
-from ptqpipe.rewriting.moments import (
-    InputScales,
-    check_model,
-    describe_statistics,
-    means_of,
-    module_of,
-    open_statistics,
-    unit_extra_bytes,
-)
-from ptqpipe.rewriting.outputs import (
-    BIAS_REASON,
-    MeanErrors,
-    OutputJob,
-    Outputs,
-    QuantizeUnit,
-    check_read_back,
-    container_of,
-    corrected_biases,
-    outputs_of,
-    with_reasons,
-)
-from ptqpipe.rewriting.run import (
+from ptqpipe.conversion.job import (
     CopyTensor,
     Done,
     Rewrite,
@@ -46,4 +24,26 @@ from ptqpipe.rewriting.run import (
     run_parts_of,
     write_whole,
 )
-from ptqpipe.rewriting.units import QuantizedRows, correct_unit, learned_codes, low_rank_bytes, quantize_unit
+from ptqpipe.conversion.kv_cache import CACHE_REASON, WriteCacheScales, cache_specs, check_cached, write_scales
+from ptqpipe.conversion.moments import (
+    InputScales,
+    check_model,
+    describe_statistics,
+    means_of,
+    module_of,
+    open_statistics,
+    unit_extra_bytes,
+)
+from ptqpipe.conversion.outputs import (
+    BIAS_REASON,
+    MeanErrors,
+    OutputJob,
+    Outputs,
+    QuantizeUnit,
+    check_read_back,
+    container_of,
+    corrected_biases,
+    outputs_of,
+    with_reasons,
+)
+from ptqpipe.conversion.units import QuantizedRows, correct_unit, learned_codes, low_rank_bytes, quantize_unit

@@ -1,13 +1,13 @@
 """convert: a published checkpoint in, a packed low-precision checkpoint out.
 
-What ``prepare.py`` has decided from headers runs here; the jobs are those of ``rewriting/conversion.py``.
+What ``prepare.py`` has decided from headers runs here; the jobs are those of ``conversion/conversion.py``.
 """
 
 from typing import Unpack
 
+from ptqpipe.conversion import Done, QuantizeUnit, Run, rewrite
+from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.errors import UsageError
-from ptqpipe.rewriting import Done, QuantizeUnit, Run, rewrite
-from ptqpipe.rewriting.conversion import Conversion
 from ptqpipe.run.machine import Machine
 from ptqpipe.run.quantities import option_size, option_size_above
 

@@ -17,12 +17,7 @@ from typing import Any, Unpack
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, TensorSpec, check_disjoint
 from ptqpipe.checkpoint.layouts import ConfigRequest, Container, Role, get_container
-from ptqpipe.errors import CheckpointError, FormatError, UsageError
-from ptqpipe.models.source import Source
-from ptqpipe.numerics.formats import get_format
-from ptqpipe.recipe.plan import is_matrix
-from ptqpipe.record import TAKEN_OVER, UNKNOWN, read_record, self_faults
-from ptqpipe.rewriting import (
+from ptqpipe.conversion import (
     CopyTensor,
     Done,
     Rewrite,
@@ -33,8 +28,8 @@ from ptqpipe.rewriting import (
     parts_of_stage,
     rewrite,
 )
-from ptqpipe.run.machine import Share
-from ptqpipe.stages.relayout.jobs import (
+from ptqpipe.conversion.record import TAKEN_OVER, UNKNOWN, read_record, self_faults
+from ptqpipe.conversion.relayout.jobs import (
     Moved,
     MoveWeight,
     WeightPiece,
@@ -46,6 +41,11 @@ from ptqpipe.stages.relayout.jobs import (
     warnings_of,
     weight_jobs,
 )
+from ptqpipe.errors import CheckpointError, FormatError, UsageError
+from ptqpipe.models.source import Source
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.recipe.plan import is_matrix
+from ptqpipe.run.machine import Share
 
 # What holds of each part of a stack's weight that is split: how its numbers were found, not what they cost.
 _OF_EVERY_PART = (

@@ -5,6 +5,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
+from ptqpipe.conversion import BIAS_REASON, Done
+from ptqpipe.conversion.conversion import Conversion
+from ptqpipe.conversion.output_error import (
+    can_be_proven,
+    chosen_by_data,
+    judged_by,
+    judgement,
+    mean_known,
+    tuned_blocks,
+)
 from ptqpipe.errors import one_line
 from ptqpipe.models.kinds import has_tokenizer, may_continue_text
 from ptqpipe.numerics.kernels import cpu
@@ -12,9 +22,6 @@ from ptqpipe.numerics.schemes import Activation
 from ptqpipe.quantization.learned_codes import TRAINED_REASON
 from ptqpipe.recipe import BY_RECIPE, IGNORED
 from ptqpipe.recipe.plan import pattern_hint, unmatched_patterns
-from ptqpipe.rewriting import BIAS_REASON, Done
-from ptqpipe.rewriting.conversion import Conversion
-from ptqpipe.rewriting.output_error import can_be_proven, chosen_by_data, judged_by, judgement, mean_known, tuned_blocks
 from ptqpipe.run.machine import WORKER_BYTES, Machine
 from ptqpipe.run.quantities import disk_size, memory_size, number, option_size, option_size_above, sqnr_db, table
 

@@ -15,15 +15,15 @@ from typing import Any
 
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import FOLDING_FILE, BlockFolder, Finished, Mode, read_json_object, resolve_source
+from ptqpipe.conversion import named_source, records_of
+from ptqpipe.conversion.transform.plan import Component, TransformOptions
+from ptqpipe.conversion.transform.run import Transformation, check_memory, prepare
+from ptqpipe.conversion.transform.weights import Weights
 from ptqpipe.errors import UsageError
 from ptqpipe.models.folded import encoded
 from ptqpipe.models.folding import ROTATIONS
 from ptqpipe.models.source import Source
-from ptqpipe.rewriting import named_source, records_of
 from ptqpipe.run.machine import Machine, one_thread_each, peak_bytes, progress_bar, run_jobs
-from ptqpipe.stages.transform.plan import Component, TransformOptions
-from ptqpipe.stages.transform.run import Transformation, check_memory, prepare
-from ptqpipe.stages.transform.weights import Weights
 
 
 def find_factors(

@@ -15,13 +15,13 @@ import torch
 from ptqpipe.checkpoint import COPY_BYTES, CheckpointReader, CheckpointWriter, TensorSpec
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
 from ptqpipe.checkpoint.layouts import Container, Part, Role, StoredWeight, Target, kv_scale, scale_codes
+from ptqpipe.conversion import CopyTensor
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.models.families import family_of
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import CODECS, Codec
 from ptqpipe.numerics.qtensor import scale_values
 from ptqpipe.numerics.schemes import Scheme
-from ptqpipe.rewriting import CopyTensor
 from ptqpipe.run.machine import Job
 
 _OTHER_SPELLING = {

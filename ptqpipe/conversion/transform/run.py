@@ -21,25 +21,29 @@ from ptqpipe._version import __version__
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec, check_disjoint, resolve_source
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
+from ptqpipe.conversion import (
+    CopyTensor,
+    Done,
+    Rewrite,
+    Run,
+    check_model,
+    merged,
+    named_source,
+    parts_of_stage,
+    rewrite,
+)
+from ptqpipe.conversion.dequantize import with_dtype
+from ptqpipe.conversion.transform import plan
+from ptqpipe.conversion.transform.learn import LearningUnit, learn_units, learning_bytes, learning_units, matrices_of
+from ptqpipe.conversion.transform.plan import Component, TransformOptions
+from ptqpipe.conversion.transform.weights import Weights, input_quantizer, make_problem, weight_quantizer
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.models.folding import ROTATIONS, Edge, Op, Structure, find_structure, get_rotation, is_exact, move_factors
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.quantization.transforms import SCALINGS, Solution, SolveOptions, get_scaling, transform_names
-from ptqpipe.rewriting import CopyTensor, Done, Rewrite, Run, check_model, merged, named_source, parts_of_stage, rewrite
 from ptqpipe.run.machine import BASE_BYTES, Machine, Share, counting_bar
 from ptqpipe.run.quantities import option_size, option_size_above, scientific
-from ptqpipe.stages.dequantize import with_dtype
-from ptqpipe.stages.transform import plan
-from ptqpipe.stages.transform.learn import (
-    LearningUnit,
-    learn_units,
-    learning_bytes,
-    learning_units,
-    matrices_of,
-)
-from ptqpipe.stages.transform.plan import Component, TransformOptions
-from ptqpipe.stages.transform.weights import Weights, input_quantizer, make_problem, weight_quantizer
 
 FLOAT32_ROUNDING = 1e-12  # relative MSE below which an error is float32's own: not worth a number
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.statistics import Statistics, of_all_experts
+from ptqpipe.conversion.transform.plan import TransformOptions, block_of
+from ptqpipe.conversion.transform.weights import Weights, input_quantizer
 from ptqpipe.errors import NumericsError, OutputError, UsageError
 from ptqpipe.models.folded import encoded
 from ptqpipe.models.folding import STREAM, Edge, Matrix, Norm, Structure, turns
@@ -23,8 +25,6 @@ from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.quantization.transforms import BATCH, Learned, Reader, Rounding, learn
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.runtime.activations import GROUP
-from ptqpipe.stages.transform.plan import TransformOptions, block_of
-from ptqpipe.stages.transform.weights import Weights, input_quantizer
 
 ELEMENTS = 1 << 29  # numbers of all pairs together: of more, tokens are left out
 LEAST = 256  # tokens that stay whatever they take

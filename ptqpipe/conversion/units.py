@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.statistics import KnownInputs, Statistics
+from ptqpipe.conversion.moments import inputs_of, module_of
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization import Sink, Task, UnitResult, Weight, WeightError, lorc, quantizer
@@ -19,7 +20,6 @@ from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.quantization.recheck import Recheck
 from ptqpipe.recipe.options import ALGORITHMS, LEARNED
 from ptqpipe.recipe.plan import Unit
-from ptqpipe.rewriting.moments import inputs_of, module_of
 
 QuantizedRows = dict[tuple[int, int], QTensor]
 """(member, first row) -> quantized rows of a unit."""

@@ -1,6 +1,6 @@
 """The `Rewrite` of convert: a published checkpoint in, a packed low-precision checkpoint out.
 
-What ``stages/convert/prepare.py`` has decided from headers is a `Conversion`: its jobs quantize unit by unit and write
+What ``conversion/prepare.py`` has decided from headers is a `Conversion`: its jobs quantize unit by unit and write
 each part at its place. Memory is a few chunks for each worker, whatever the size of the model; the bytes depend on
 source and recipe alone. tune takes its plan and its units, and runs no job of it.
 """
@@ -18,20 +18,20 @@ from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointWriter, NotFinite, TensorWriter, margin
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.layouts import WHOLE_ROLES, Part, Role, encode_part, part_offset
+from ptqpipe.conversion.consume import Consumed
+from ptqpipe.conversion.job import CopyTensor, Rewrite, merged, named_source, write_whole
+from ptqpipe.conversion.kv_cache import write_scales
+from ptqpipe.conversion.measured import Changes, certificate, changes_of, counting
+from ptqpipe.conversion.moments import InputScales, describe_statistics, means_of, unit_extra_bytes
+from ptqpipe.conversion.outputs import MeanErrors, OutputJob, Outputs, QuantizeUnit
+from ptqpipe.conversion.units import learned_codes, low_rank_bytes, quantize_unit
 from ptqpipe.errors import NumericsError
-from ptqpipe.measured import Changes, certificate, changes_of, counting
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Scratch, Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization import UnitResult, WeightError, check_decode, gathered_bytes
 from ptqpipe.quantization.learned_codes import TRAINED_REASON, Rounding
 from ptqpipe.recipe.plan import Unit
-from ptqpipe.rewriting.consume import Consumed
-from ptqpipe.rewriting.kv_cache import write_scales
-from ptqpipe.rewriting.moments import InputScales, describe_statistics, means_of, unit_extra_bytes
-from ptqpipe.rewriting.outputs import MeanErrors, OutputJob, Outputs, QuantizeUnit
-from ptqpipe.rewriting.run import CopyTensor, Rewrite, merged, named_source, write_whole
-from ptqpipe.rewriting.units import learned_codes, low_rank_bytes, quantize_unit
 from ptqpipe.run.machine import Share
 
 # A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.

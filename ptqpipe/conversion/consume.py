@@ -9,8 +9,8 @@ import threading
 from collections.abc import Sequence
 
 from ptqpipe.checkpoint import CheckpointWriter, output_errors
+from ptqpipe.conversion.outputs import QuantizeUnit
 from ptqpipe.quantization.learned_codes import Rounding
-from ptqpipe.rewriting.outputs import QuantizeUnit
 
 
 class Consumed:

@@ -16,9 +16,9 @@ import yaml
 
 from ptqpipe.checkpoint import hub_name, name_of, write_file
 from ptqpipe.checkpoint.regular_file import read_regular
+from ptqpipe.conversion.record import text_data
 from ptqpipe.errors import one_line
 from ptqpipe.models.source import Source
-from ptqpipe.record import text_data
 from ptqpipe.run.quantities import disk_size
 
 CARD = "README.md"
