@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ptqpipe.evaluation.bootstrap import cluster_sums, standard_error
-from ptqpipe.evaluation.measures import perplexity
-from ptqpipe.evaluation.scores import Logits, Scores, Window, model_logits, score
-from ptqpipe.evaluation.text import read_text
+from ptqpipe.check.evaluate.bootstrap import cluster_sums, standard_error
+from ptqpipe.check.evaluate.measures import perplexity
+from ptqpipe.check.evaluate.scores import Logits, Scores, Window, model_logits, score
+from ptqpipe.check.evaluate.text import read_text
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.loading import load_model, load_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from quality_entries import FORMATS
 
-from ptqpipe.evaluation.bootstrap import interval
+from ptqpipe.check.evaluate.bootstrap import interval
 
 OWN = "ptqpipe"
 REASON = 160  # characters of a failure's reason

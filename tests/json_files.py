@@ -21,14 +21,18 @@ from safetensors.torch import save_file
 import ptqpipe
 from ptqpipe.calibration.rows import read_rows
 from ptqpipe.calibration.statistics import Statistics
+from ptqpipe.check.evaluate.result import read_result
+from ptqpipe.check.evaluate.summary import check_target
+from ptqpipe.check.evaluate.text import read_text as read_tokens
+from ptqpipe.check.inspect import inspect, render as render_inspected, to_json as inspected_json
+from ptqpipe.check.verify.config import check_config
+from ptqpipe.check.verify.findings import Findings
 from ptqpipe.checkpoint.files import read_json_object, scan_folder
 from ptqpipe.checkpoint.layouts import detect_container, get_container, merged_config
 from ptqpipe.checkpoint.partial import completed_run
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.conversion.record import read_record
 from ptqpipe.errors import PtqError
-from ptqpipe.evaluation.result import read_result
-from ptqpipe.evaluation.text import read_text as read_tokens
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.quantization.learned_codes import Rounding
@@ -36,10 +40,6 @@ from ptqpipe.recipe import Recipe
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.recipe.plan import make_plan
 from ptqpipe.runtime.loading import load_tokenizer, read_config, read_generation_config
-from ptqpipe.stages.evaluate.text import check_target
-from ptqpipe.stages.inspect import inspect, render as render_inspected, to_json as inspected_json
-from ptqpipe.verification.config import check_config
-from ptqpipe.verification.findings import Findings
 from tests import tiny
 from tests.checkpoint.test_fuzz import HOSTILE, VALUES, mutate_bytes, mutate_json
 

@@ -13,6 +13,7 @@ import torch
 
 import ptqpipe
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.check.verify.command import verify
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.models.families import (
@@ -28,7 +29,6 @@ from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.recipe import failing_facts, matches
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.runtime import load, load_model
-from ptqpipe.stages.verify.run import verify
 from tests import families, family_rows, tiny
 
 # Held by models of their own elsewhere: tests/tiny.py, tests/families.py, tests/transforms/models.py,

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 import ptqpipe
+from ptqpipe.check.inspect import inspect
+from ptqpipe.check.verify.command import verify
 from ptqpipe.errors import FormatError
 from ptqpipe.numerics.formats import CODECS, FORMATS, Codec, Format, get_format, integers, unpack
 from ptqpipe.numerics.kernels import cpu
@@ -29,8 +31,6 @@ from ptqpipe.numerics.qtensor import (
 from ptqpipe.numerics.schemes import SCHEMES, Activation, Scheme
 from ptqpipe.numerics.search import absmax, brute_force, exact, get_search, refit, search_names
 from ptqpipe.numerics.search.objective import magnitude_blocks, scores
-from ptqpipe.stages.inspect import inspect
-from ptqpipe.stages.verify.run import verify
 from tests import tiny
 
 INT4 = integers("int4", 4)

@@ -13,12 +13,12 @@ import transformers as t
 from transformers.models.auto import modeling_auto
 
 import ptqpipe
+from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint.layouts import get_container
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.recipe import Recipe, Rule
 from ptqpipe.recipe.plan import make_plan
-from ptqpipe.stages.verify.run import verify
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,

@@ -277,9 +277,9 @@ def test_commands_import_all_that_their_rows_say() -> None:
     [
         ("stages/plan/run.py", "from ptqpipe.stages.plan import cost", False),
         ("stages/plan/run.py", "from ptqpipe.run.quantities import sqnr_db", False),
-        ("stages/plan/run.py", "from ptqpipe.stages.verify.run import verify", True),
+        ("stages/plan/run.py", "from ptqpipe.check.verify.command import verify", True),
         ("stages/common.py", "from ptqpipe.stages import convert", True),
-        ("stages/demo.py", "from ptqpipe.stages.verify import run", False),
+        ("stages/demo.py", "from ptqpipe.check.verify import command as run", False),
     ],
 )
 def test_the_check_sees_imports_between_commands(path: str, source: str, *, crosses: bool) -> None:

@@ -11,18 +11,18 @@ import pytest
 
 from ptqpipe.calibration.rows import read_rows
 from ptqpipe.calibration.statistics import Statistics
+from ptqpipe.check.evaluate.result import read_result
+from ptqpipe.check.evaluate.text import read_text
+from ptqpipe.check.inspect import inspect
 from ptqpipe.checkpoint.files import INDEX_NAME
 from ptqpipe.checkpoint.partial import completed_run
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.regular_file import read_regular, read_regular_text
 from ptqpipe.errors import PtqError
-from ptqpipe.evaluation.result import read_result
-from ptqpipe.evaluation.text import read_text
 from ptqpipe.models.source import Source
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.runtime.loading import load_tokenizer, read_config
-from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.serve.checks import read_template
 from tests import tiny
 

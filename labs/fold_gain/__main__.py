@@ -34,10 +34,10 @@ from safetensors.torch import load_file, save_file
 
 import ptqpipe
 from labs.fold_gain.fold_search import Errors, descend, search
+from ptqpipe.check.evaluate.scores import model_logits
+from ptqpipe.check.evaluate.text import read_text
 from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.conversion.transform.run import transform
-from ptqpipe.evaluation.scores import model_logits
-from ptqpipe.evaluation.text import read_text
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.runtime.activations import GROUP
 from ptqpipe.runtime.loading import load_model, load_tokenizer

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from quality_measure import Remembered
 
-from ptqpipe.evaluation.scores import model_logits, score
-from ptqpipe.evaluation.text import read_text
+from ptqpipe.check.evaluate.scores import model_logits, score
+from ptqpipe.check.evaluate.text import read_text
 from ptqpipe.numerics.kernels.cpu_library import processor
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.loading import load_model, load_tokenizer

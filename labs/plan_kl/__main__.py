@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 import ptqpipe
 from ptqpipe.calibration.statistics import STATS_FILE
 from ptqpipe.calibration.store import OUTPUTS_FILE
-from ptqpipe.evaluation.cache import KeptLogits
-from ptqpipe.evaluation.scores import score
-from ptqpipe.evaluation.text import read_text
+from ptqpipe.check.evaluate.cache import KeptLogits
+from ptqpipe.check.evaluate.scores import score
+from ptqpipe.check.evaluate.text import read_text
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.kernels.cpu_library import processor
 from ptqpipe.run.machine import Machine

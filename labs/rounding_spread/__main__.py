@@ -27,9 +27,9 @@ from click.testing import CliRunner
 from quality_measure import Remembered
 from safetensors.torch import load_file, save_file
 
+from ptqpipe.check.evaluate.scores import model_logits, score
+from ptqpipe.check.evaluate.text import read_text
 from ptqpipe.cli import main as ptqpipe
-from ptqpipe.evaluation.scores import model_logits, score
-from ptqpipe.evaluation.text import read_text
 from ptqpipe.numerics import global_scale
 from ptqpipe.numerics.kernels.cpu_library import processor
 from ptqpipe.numerics.schemes import get_scheme

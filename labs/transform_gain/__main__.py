@@ -21,12 +21,12 @@ import torch
 from quality_measure import Remembered, kl_of
 
 import ptqpipe
+from ptqpipe.check.evaluate.bootstrap import cluster_sums, interval, standard_error
+from ptqpipe.check.evaluate.scores import Scores, model_logits
+from ptqpipe.check.evaluate.text import read_text
 from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import PtqError
-from ptqpipe.evaluation.bootstrap import cluster_sums, interval, standard_error
-from ptqpipe.evaluation.scores import Scores, model_logits
-from ptqpipe.evaluation.text import read_text
 from ptqpipe.numerics.schemes import Activation, get_scheme
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 

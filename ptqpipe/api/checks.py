@@ -18,14 +18,14 @@ from ptqpipe.api.calls import (
 )
 from ptqpipe.api.data import Data, data_names
 from ptqpipe.api.result import Result
+from ptqpipe.check import diff as diff_stage, inspect as inspect_stage
+from ptqpipe.check.evaluate import command as evaluate_stage, summary as evaluate_text
+from ptqpipe.check.evaluate.cache import DEFAULT_LIMIT
+from ptqpipe.check.report.command import make_report
+from ptqpipe.check.report.compare_command import compare
+from ptqpipe.check.verify import command as verify_stage, report as verify_text
 from ptqpipe.errors import PtqWarning, UsageError
-from ptqpipe.evaluation.cache import DEFAULT_LIMIT
 from ptqpipe.run.quantities import disk_size, number
-from ptqpipe.stages import diff as diff_stage, inspect as inspect_stage
-from ptqpipe.stages.evaluate import run as evaluate_stage, text as evaluate_text
-from ptqpipe.stages.report.compare import compare
-from ptqpipe.stages.report.run import make_report
-from ptqpipe.stages.verify import run as verify_stage, text as verify_text
 
 
 @command({"workers": (int | None, None)})

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.evaluation.verdict import Verdict, verdict
+from ptqpipe.check.evaluate.verdict import Verdict, verdict
 
 _COLOURS = {
     "near-lossless": ("#17794a", "\u2713"),

@@ -35,8 +35,8 @@ def verify(given: Given) -> None:
     errors are recomputed, and the weights are quantized again to compare. docs/using.md lists the few claims that
     cannot be checked.
     """
-    from ptqpipe.stages.verify import run as stage
-    from ptqpipe.stages.verify.text import render, to_json
+    from ptqpipe.check.verify import command as stage
+    from ptqpipe.check.verify.report import render, to_json
 
     if given.all_blocks and not given.optimal:
         raise UsageError("--all says how many blocks --optimal proves; add --optimal")
@@ -64,7 +64,7 @@ def inspect(given: Given) -> None:
 
     Formats and bits per weight of CKPT are grouped by the role of the weights.
     """
-    from ptqpipe.stages import inspect as stage
+    from ptqpipe.check import inspect as stage
 
     report = stage.inspect(given.ckpt)
     given.tell(report, stage)
@@ -80,7 +80,7 @@ def diff(given: Given) -> None:
 
     A and B may have different containers; their weights are compared.
     """
-    from ptqpipe.stages import diff as stage
+    from ptqpipe.check import diff as stage
 
     report = stage.diff(given.a, given.b)
     given.tell(report, stage)
@@ -121,7 +121,7 @@ def report(given: Given) -> None:
     """
     machine = machine_of(None, "cpu", 2 << 30, progress=not given.quiet)
     if len(given.ckpts) > 1:
-        from ptqpipe.stages.report.compare import compare
+        from ptqpipe.check.report.compare_command import compare
 
         if given.source is not None or given.evaluation is not None or given.all_rows:
             raise UsageError("--source, --eval and --all are for a report on one checkpoint; leave them out")
@@ -129,7 +129,7 @@ def report(given: Given) -> None:
         given.show(lines)
         next_steps.say_next(given, next_steps.report, path)
         return
-    from ptqpipe.stages.report.run import make_report
+    from ptqpipe.check.report.command import make_report
 
     path, lines = make_report(
         given.ckpts[0],
@@ -175,7 +175,7 @@ def doctor(given: Given) -> None:
 
     Processor and kernels, torch, GPU, optional packages, memory, disk and hub. The exit code is always 0.
     """
-    from ptqpipe.stages import doctor as stage
+    from ptqpipe.check import doctor as stage
 
     checks = stage.examine()
     if given.as_json:

@@ -168,7 +168,7 @@ def inspect(given: Given, quantized: bool) -> Iterator[Call]:
 
 def _original(ckpt: str | Path) -> Call:
     """The model that a checkpoint was made from, where it is found, as an option."""
-    from ptqpipe.stages.report.find import find_source
+    from ptqpipe.check.report.find import find_source
 
     found = find_source(Path(ckpt))
     return () if found is None else ("--source", found)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.rows import begin_token
+from ptqpipe.check.evaluate import perplexity, score
+from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import RECORD_FILE, Paths, check_place, locked, output_errors
 from ptqpipe.checkpoint.regular_file import read_json
 from ptqpipe.conversion import Done
@@ -20,7 +22,6 @@ from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.conversion.summary import by_role
 from ptqpipe.errors import CheckpointError, OutputExists
-from ptqpipe.evaluation import perplexity, score
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import get_scheme
@@ -28,7 +29,6 @@ from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import Machine, one_thread_each
 from ptqpipe.run.quantities import disk_size, sqnr_db
 from ptqpipe.runtime.loading import load_model, load_tokenizer
-from ptqpipe.stages.verify.run import verify
 
 MODEL = Path(__file__).resolve().parent.parent / "demo_model"
 SCHEMES = ("nvfp4", "mxfp4a16", "fp8")

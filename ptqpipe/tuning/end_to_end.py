@@ -22,10 +22,10 @@ from ptqpipe.calibration.end_to_end import Found, Variables, descend
 from ptqpipe.calibration.rounding import Choice, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Runner
 from ptqpipe.calibration.whole import LayerForward, Whole
+from ptqpipe.check.evaluate.text import SAMPLE, read_text
 from ptqpipe.checkpoint import BlockFolder, CheckpointReader, is_sealed, output_errors, write_tensors
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.errors import UsageError
-from ptqpipe.evaluation.text import SAMPLE, read_text
 from ptqpipe.quantization.learned_codes import Rounding, relative_change, sha256_of
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import BASE_BYTES, Machine, counting_bar

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
+from ptqpipe.check.verify.command import verify
 from ptqpipe.errors import NumericsError
 from ptqpipe.models.slices import Slice
 from ptqpipe.models.source import Source, SourceRows
@@ -23,7 +24,6 @@ from ptqpipe.numerics.qtensor import QTensor, encode
 from ptqpipe.numerics.search import brute_force
 from ptqpipe.quantization import Task, UnitResult, rtn
 from ptqpipe.quantization.unit import LoadedWeight, joined
-from ptqpipe.stages.verify.run import verify
 from tests import families, tiny
 
 MXFP4, NVFP4 = FORMATS["mxfp4"], FORMATS["nvfp4"]

@@ -13,9 +13,9 @@ from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.data import load_samples
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.calibration.statistics import Statistics
+from ptqpipe.check.verify.command import verify
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.stages.tune.run import TuneOptions, tune
-from ptqpipe.stages.verify.run import verify
 from tests import processors
 from tests.engine import images
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 import ptqpipe
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.statistics import Statistics
+from ptqpipe.check.verify.command import verify
 from ptqpipe.errors import CheckpointError
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.runtime import load
 from ptqpipe.stages.tune.run import tune
-from ptqpipe.stages.verify.run import verify
 from ptqpipe.tuning.options import TuneOptions, settings_of
 from tests import families
 

@@ -113,7 +113,7 @@ def test_what_was_measured_is_written_even_if_nobody_reads_what_is_printed(
     def closed(*_: object, **__: object) -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
-    monkeypatch.setattr("ptqpipe.stages.evaluate.run.evaluate", lambda *_, **__: {"version": 1})
+    monkeypatch.setattr("ptqpipe.check.evaluate.command.evaluate", lambda *_, **__: {"version": 1})
     monkeypatch.setattr(click, "echo", closed)
     result = run("eval", "model", "--data", "file", "-o", "found.json", "--json")
     assert (result.exit_code, result.stderr) == (1, "")

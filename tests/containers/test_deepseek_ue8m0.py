@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
+from ptqpipe.check.verify.command import verify
 from ptqpipe.conversion.relayout.run import relayout
 from ptqpipe.errors import CheckpointError
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.search.brute_force import search as brute_force
 from ptqpipe.runtime import load, load_model
-from ptqpipe.stages.verify.run import verify
 from tests import tiny
 
 WEIGHT = "model.layers.0.self_attn.o_proj.weight"

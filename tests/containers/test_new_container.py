@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 import ptqpipe
+from ptqpipe.check.diff import diff
+from ptqpipe.check.inspect import inspect
+from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import layouts as containers
 from ptqpipe.conversion.relayout.run import relayout
 from ptqpipe.errors import FormatError, PtqError, UsageError
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages.diff import diff
-from ptqpipe.stages.inspect import inspect
-from ptqpipe.stages.verify.run import verify
 from tests import tiny
 
 # Scales before codes, another suffix for each part, a scale of the kv cache of its own, and a config key per weight.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ptqpipe.evaluation.bootstrap import cluster_sums, interval, resampled_means, standard_error
+from ptqpipe.check.evaluate.bootstrap import cluster_sums, interval, resampled_means, standard_error
 
 CLUSTERS, SIZE, TRIALS, TRUTH = 60, 20, 400, 2.0
 
@@ -79,7 +79,7 @@ def test_a_paired_difference_is_narrower_than_its_parts() -> None:
 
 
 def test_many_clusters_are_drawn_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ptqpipe.evaluation import bootstrap
+    from ptqpipe.check.evaluate import bootstrap
 
     values, cluster = trial(np.random.default_rng(1))
     sums, counts = cluster_sums(values, cluster)

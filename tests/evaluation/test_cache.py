@@ -9,10 +9,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from ptqpipe.check.evaluate import divergence, perplexity, score, windows
+from ptqpipe.check.evaluate.cache import CachedLogits, open_cache, store_bytes
+from ptqpipe.check.evaluate.log_probabilities import decode, encode
 from ptqpipe.errors import CheckpointError, NumericsError
-from ptqpipe.evaluation import divergence, perplexity, score, windows
-from ptqpipe.evaluation.cache import CachedLogits, open_cache, store_bytes
-from ptqpipe.evaluation.log_probabilities import decode, encode
 
 VOCABULARY = 40
 TOKENS = torch.randint(0, VOCABULARY, (150,), generator=torch.Generator().manual_seed(2))

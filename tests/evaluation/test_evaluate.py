@@ -13,11 +13,10 @@ import torch
 from click.testing import CliRunner, Result
 
 import ptqpipe
+from ptqpipe.check.evaluate import command as stage, harness
+from ptqpipe.check.evaluate.result import read_result
+from ptqpipe.check.evaluate.verdict import WORDS, verdict
 from ptqpipe.cli import main
-from ptqpipe.evaluation import harness
-from ptqpipe.evaluation.result import read_result
-from ptqpipe.evaluation.verdict import WORDS, verdict
-from ptqpipe.stages.evaluate import run as stage
 
 MODEL = Path(__file__).resolve().parents[2] / "ptqpipe" / "demo_model"
 TEXT = MODEL / "heldout.txt"

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import ptqpipe
+from ptqpipe.check.evaluate import score
+from ptqpipe.check.evaluate.harness import LOCAL_TASKS, TaskMetric, TaskRequest, check_tasks, compare, run_tasks
 from ptqpipe.errors import UsageError
-from ptqpipe.evaluation import score
-from ptqpipe.evaluation.harness import LOCAL_TASKS, TaskMetric, TaskRequest, check_tasks, compare, run_tasks
 from ptqpipe.runtime import load_model
 from ptqpipe.runtime.loading import load_tokenizer
 

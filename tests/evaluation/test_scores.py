@@ -11,8 +11,8 @@ import transformers
 from hypothesis import given, settings, strategies as st
 from transformers import AutoModelForCausalLM
 
+from ptqpipe.check.evaluate import Scores, Window, divergence, perplexity, score, scores as module, windows
 from ptqpipe.errors import NumericsError, UsageError
-from ptqpipe.evaluation import Scores, Window, divergence, perplexity, score, scores as module, windows
 
 
 def tiny(seed: int, vocabulary: int = 48) -> Any:

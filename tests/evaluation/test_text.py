@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ptqpipe.check.evaluate.text import check_text, read_text
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.evaluation.text import check_text, read_text
 from ptqpipe.runtime.loading import load_tokenizer
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.evaluation.scores import Scores, windows
-from ptqpipe.evaluation.tokens import FIRST, PER_DECADE, beginnings, kl_by_position, kl_histogram, worst_tokens
+from ptqpipe.check.evaluate.scores import Scores, windows
+from ptqpipe.check.evaluate.tokens import FIRST, PER_DECADE, beginnings, kl_by_position, kl_histogram, worst_tokens
 
 COUNT, WINDOW, STRIDE = 75, 16, 12
 

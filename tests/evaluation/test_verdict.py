@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ptqpipe.evaluation.verdict import KNOWN, LEVELS, WORDS, like, thresholds, verdict
+from ptqpipe.check.evaluate.verdict import KNOWN, LEVELS, WORDS, like, thresholds, verdict
 
 NOISE = (-0.1, 0.05)
 

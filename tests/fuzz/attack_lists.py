@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from ptqpipe.stages.verify.run import verify
+from ptqpipe.check.verify.command import verify
 from tests.stages.verify.vendors import all_cases
 
 

@@ -27,13 +27,13 @@ import torch
 from safetensors.torch import load_file
 
 import ptqpipe
+from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint.layouts import container_names, quantization_config
 from ptqpipe.conversion import Done
 from ptqpipe.conversion.relayout.run import relayout
 from ptqpipe.errors import FormatError, PtqError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages.verify.run import verify
 
 ROUNDED = 5.001 * 2.0**-24  # the reciprocal, the two scales and the two products are rounded once each
 RECORD = "ptqpipe.json"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ptqpipe.report.content import Report
-from ptqpipe.stages.report.run import gather
+from ptqpipe.check.report.command import gather
+from ptqpipe.check.report.content import Report
 from tests.report.pages import NASTY, converted
 from tests.tiny import Tensors, llama
 

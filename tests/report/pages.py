@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ptqpipe.check.report.content import Report, ReportedWeight
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.report.content import Report, ReportedWeight
 from tests.tiny import save
 
 NASTY = "model.layers.0.mlp.<script>alert(1)</script>&\"'`|.weight"

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from ptqpipe.check.report.command import gather, make_report
+from ptqpipe.check.report.compare_command import compare
+from ptqpipe.check.report.html import render_html
+from ptqpipe.check.report.markdown import render_markdown
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.report.html import render_html
-from ptqpipe.report.markdown import render_markdown
-from ptqpipe.stages.report.compare import compare
-from ptqpipe.stages.report.run import gather, make_report
 from tests.report.pages import Page, titles
 
 

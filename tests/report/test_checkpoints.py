@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from ptqpipe.report.html import render_html
-from ptqpipe.report.markdown import render_markdown
-from ptqpipe.stages.report.run import gather
+from ptqpipe.check.report.command import gather
+from ptqpipe.check.report.html import render_html
+from ptqpipe.check.report.markdown import render_markdown
 from tests.report.pages import Page, converted
 from tests.tiny import fused_moe, llama
 

@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ptqpipe.check.report.command import gather
+from ptqpipe.check.report.content import Report
+from ptqpipe.check.report.html import render_html
+from ptqpipe.check.report.markdown import render_markdown
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.models.source import Source
@@ -14,10 +18,6 @@ from ptqpipe.numerics.global_scale import absmax_global, sample_rows
 from ptqpipe.numerics.qtensor import encode
 from ptqpipe.numerics.search import get_search
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.report.content import Report
-from ptqpipe.report.html import render_html
-from ptqpipe.report.markdown import render_markdown
-from ptqpipe.stages.report.run import gather
 from tests.report.pages import Page, by_name, converted
 from tests.tiny import Tensors
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from ptqpipe.check.report.command import gather, make_report
+from ptqpipe.check.report.compare_command import compare
+from ptqpipe.check.report.html import render_html
+from ptqpipe.check.report.markdown import render_markdown
+from ptqpipe.check.report.quality import sample_texts
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.report.html import render_html
-from ptqpipe.report.markdown import render_markdown
-from ptqpipe.report.quality import sample_texts
-from ptqpipe.stages.report.compare import compare
-from ptqpipe.stages.report.run import gather, make_report
 from tests.report.pages import EVAL, WHERE, Page, measured, titles
 
 

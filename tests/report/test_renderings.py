@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from ptqpipe.check.report import errors, roles
+from ptqpipe.check.report.command import gather
+from ptqpipe.check.report.content import Report
+from ptqpipe.check.report.html import render_html
+from ptqpipe.check.report.markdown import render_markdown
 from ptqpipe.models.source import Source
-from ptqpipe.report import errors, roles
-from ptqpipe.report.content import Report
-from ptqpipe.report.html import render_html
-from ptqpipe.report.markdown import render_markdown
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages.report.run import gather
 from tests.report.pages import NASTY, Page
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from ptqpipe.check.report.command import gather, make_report
 from ptqpipe.cli import main
 from ptqpipe.errors import OutputError, UsageError
-from ptqpipe.stages.report.run import gather, make_report
 from tests.tiny import LLAMA_CONFIG, Tensors, save
 
 

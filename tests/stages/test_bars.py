@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 import ptqpipe
+from ptqpipe.check.report.command import make_report
 from ptqpipe.cli import main
 from ptqpipe.conversion import job as rewriting
 from ptqpipe.run.machine import Job, Machine, bars_of, counting_bar, progress_bar
-from ptqpipe.stages.report.run import make_report
 from tests import tiny
 
 NAME = "model.layers.31.mlp.down_proj.weight"

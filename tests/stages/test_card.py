@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from huggingface_hub import ModelCard
 
 import ptqpipe
+from ptqpipe.check.evaluate.card_section import write_quality
+from ptqpipe.check.verify.command import verify
 from ptqpipe.cli import main
 from ptqpipe.conversion.card import LARGEST_ORIGINAL, card_sha256, front_matter
-from ptqpipe.evaluation.card_section import write_quality
-from ptqpipe.stages.verify.run import verify
 from tests.tiny import LLAMA_CONFIG, bytes_of, llama, save
 
 THEIRS = """---

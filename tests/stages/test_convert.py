@@ -15,6 +15,8 @@ from click.testing import CliRunner
 from safetensors import safe_open
 
 import ptqpipe
+from ptqpipe.check.diff import diff
+from ptqpipe.check.verify.command import verify
 from ptqpipe.cli import main
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.prepare import prepare
@@ -24,8 +26,6 @@ from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import SCHEMES
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
-from ptqpipe.stages.diff import diff
-from ptqpipe.stages.verify.run import verify
 from tests import tiny
 
 Q = "model.layers.0.self_attn.q_proj.weight"

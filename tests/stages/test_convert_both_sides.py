@@ -12,17 +12,17 @@ import ptqpipe
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.calibration.store import outputs_of
+from ptqpipe.check.evaluate.text import SAMPLE
+from ptqpipe.check.verify.command import verify
 from ptqpipe.conversion import module_of
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.evaluation.text import SAMPLE
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import Machine
 from ptqpipe.stages import demo
 from ptqpipe.stages.tune import run as tune
-from ptqpipe.stages.verify.run import verify
 from ptqpipe.tuning.options import TuneOptions
 from tests.calibration.models import make_model, make_windows, write_windows
 

@@ -18,6 +18,8 @@ import torch
 from safetensors import safe_open
 
 import ptqpipe
+from ptqpipe.check.verify import report as verify_text
+from ptqpipe.check.verify.command import verify
 from ptqpipe.conversion import QuantizeUnit, summary as convert_text
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.conversion import Conversion
@@ -28,8 +30,6 @@ from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization import gptq
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
-from ptqpipe.stages.verify import text as verify_text
-from ptqpipe.stages.verify.run import verify
 from tests import tiny
 from tests.algorithms.inputs import correlated, inputs_of_llama, write_statistics
 from tests.stages import damage

@@ -9,9 +9,9 @@ import torch
 from click.testing import CliRunner
 
 import ptqpipe
+from ptqpipe.check.evaluate.text import SAMPLE
 from ptqpipe.checkpoint import BlockFolder, CheckpointWriter
 from ptqpipe.cli import main
-from ptqpipe.evaluation.text import SAMPLE
 from tests.calibration.models import make_model, make_windows, write_windows
 from tests.checkpoint.runs import snapshot
 from tests.stages.pipeline.runs import stops

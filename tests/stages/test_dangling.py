@@ -13,11 +13,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
+from ptqpipe.check.inspect import inspect
+from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint.dtypes import DTYPE_NAMES
 from ptqpipe.checkpoint.layouts import dangling
 from ptqpipe.errors import CheckpointError
-from ptqpipe.stages.inspect import inspect
-from ptqpipe.stages.verify.run import verify
 from tests import tiny
 from tests.cli.calls import refused, run
 from tests.engine.models import DEMO

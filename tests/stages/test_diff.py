@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 import ptqpipe
+from ptqpipe.check.diff import DiffReport, Same, diff, render, to_json
 from ptqpipe.conversion.relayout.run import relayout
 from ptqpipe.errors import CheckpointError
-from ptqpipe.stages.diff import DiffReport, Same, diff, render, to_json
 from tests import tiny
 from tests.stages import damage
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from ptqpipe.check import doctor
 from ptqpipe.cli import main
 from ptqpipe.numerics.kernels import cpu_library
-from ptqpipe.stages import doctor
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,10 @@ from safetensors.torch import load_file
 
 import ptqpipe
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.check.evaluate.command import Options, evaluate
+from ptqpipe.check.inspect import inspect
+from ptqpipe.check.verify.command import verify
+from ptqpipe.check.verify.report import VerifyReport
 from ptqpipe.checkpoint import file_sha256
 from ptqpipe.cli import main
 from ptqpipe.conversion.prepare import prepare
@@ -25,12 +29,8 @@ from ptqpipe.recipe import Recipe, RecipeOptions, Rule
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.loading import default_length, positions_of
-from ptqpipe.stages.evaluate.run import Options, evaluate
-from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.plan.run import Budget, plan_mixed
 from ptqpipe.stages.serve.checks import check_checkpoint
-from ptqpipe.stages.verify.run import verify
-from ptqpipe.stages.verify.text import VerifyReport
 from tests import families, tiny
 from tests.stages import damage
 

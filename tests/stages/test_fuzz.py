@@ -23,6 +23,10 @@ import torch
 from safetensors import deserialize
 
 import ptqpipe
+from ptqpipe.check.diff import diff, render as render_diff
+from ptqpipe.check.inspect import inspect, render as render_inspected
+from ptqpipe.check.verify.command import verify
+from ptqpipe.check.verify.report import render
 from ptqpipe.checkpoint.partial import Paths
 from ptqpipe.conversion import summary as tables
 from ptqpipe.conversion.command import convert
@@ -34,10 +38,6 @@ from ptqpipe.errors import PtqError
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime.expected import unlike_model
-from ptqpipe.stages.diff import diff, render as render_diff
-from ptqpipe.stages.inspect import inspect, render as render_inspected
-from ptqpipe.stages.verify.run import verify
-from ptqpipe.stages.verify.text import render
 from tests import tiny
 from tests.checkpoint.test_fuzz import mutate_bytes, mutate_json
 from tests.stages import damage

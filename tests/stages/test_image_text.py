@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 import ptqpipe
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.own_text import GenerateOptions, generate
+from ptqpipe.check.evaluate.command import Options, evaluate
+from ptqpipe.check.verify.command import verify
 from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.conversion.transform.run import transform
 from ptqpipe.engine.images import Images
@@ -23,10 +25,8 @@ from ptqpipe.engine.runner import CacheOptions, ModelRunner, check_model
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.check import check_load
-from ptqpipe.stages.evaluate.run import Options, evaluate
 from ptqpipe.stages.serve.checks import check_checkpoint
 from ptqpipe.stages.serve.tower import Tower
-from ptqpipe.stages.verify.run import verify
 from tests import families, image_text, tiny
 from tests.engine import images as pictures
 from tests.engine.models import ask, engine, generate as served_by, greedy_of, tokenizer

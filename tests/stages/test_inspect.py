@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import ptqpipe
+from ptqpipe.check.inspect import inspect, render, to_json
 from ptqpipe.errors import CheckpointError
-from ptqpipe.stages.inspect import inspect, render, to_json
 from tests import tiny
 from tests.stages import damage
 

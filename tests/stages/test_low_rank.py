@@ -15,6 +15,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
+from ptqpipe.check.diff import diff
+from ptqpipe.check.inspect import inspect
+from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.cli import main
 from ptqpipe.conversion.command import convert
@@ -26,9 +29,6 @@ from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import Machine
 from ptqpipe.stages import demo
-from ptqpipe.stages.diff import diff
-from ptqpipe.stages.inspect import inspect
-from ptqpipe.stages.verify.run import verify
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
 from tests.stages import damage

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ptqpipe.check.evaluate.scores import score
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import UsageError
-from ptqpipe.evaluation.scores import score
 from ptqpipe.models.slices import Member, Slice
 from ptqpipe.models.source import Source
 from ptqpipe.recipe import RecipeOptions

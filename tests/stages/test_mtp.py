@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import ptqpipe
+from ptqpipe.check.verify.command import verify
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.conversion.summary import warnings_of
 from ptqpipe.errors import UsageError
 from ptqpipe.recipe.options import RecipeOptions
-from ptqpipe.stages.verify.run import verify
 from tests import families, tiny
 
 Make = Callable[[str], Path]

@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 import ptqpipe
+from ptqpipe.check.verify.command import verify
 from ptqpipe.cli import main
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.recipe import Recipe, Rule
-from ptqpipe.stages.verify.run import verify
 from tests import tiny
 
 Make = Callable[..., Path]

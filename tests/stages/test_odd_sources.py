@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import ptqpipe
+from ptqpipe.check.verify.command import verify
 from ptqpipe.cli import main
 from ptqpipe.conversion import summary as tables
 from ptqpipe.conversion.command import convert
@@ -23,7 +24,6 @@ from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import AlreadyComplete, CheckpointError, FormatError, NumericsError, OutputError, UsageError
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages.verify.run import verify
 from tests import tiny
 
 Q, K, V, OUT = (f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkvo")

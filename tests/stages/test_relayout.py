@@ -333,7 +333,7 @@ def test_experts_with_biases_stay_stacks(tmp_path: Path) -> None:
 
 
 def test_the_record_says_what_it_was_and_verify_accepts_it(tmp_path: Path) -> None:
-    from ptqpipe.stages.verify.run import verify
+    from ptqpipe.check.verify.command import verify
 
     model = tiny.save(tmp_path / "model", tiny.llama())
     first = ptqpipe.convert(model, out=tmp_path / "first")

@@ -10,12 +10,12 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import ptqpipe
+from ptqpipe.check.verify.command import verify
 from ptqpipe.cli import main
 from ptqpipe.conversion.dequantize import dequantize
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.runtime.shard_read import read_part
-from ptqpipe.stages.verify.run import verify
 from tests import families, tiny
 from tests.stages import damage
 

@@ -22,12 +22,12 @@ from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.data import Samples, load_samples
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.calibration.runner import Runner
+from ptqpipe.check.evaluate.text import SAMPLE
 from ptqpipe.checkpoint import tensor_file
 from ptqpipe.cli import main
 from ptqpipe.conversion import command as convert_stage, conversion
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import NumericsError, OutputError, UsageError
-from ptqpipe.evaluation.text import SAMPLE
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.quantization.learned_codes import Rounding

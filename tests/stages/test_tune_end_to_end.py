@@ -15,11 +15,11 @@ from ptqpipe.api.matrices import load_tensors
 from ptqpipe.calibration.data import DataFile, Samples
 from ptqpipe.calibration.end_to_end import Found, Variables
 from ptqpipe.calibration.rounding import Settings
+from ptqpipe.check.evaluate.text import SAMPLE
 from ptqpipe.checkpoint import Finished
 from ptqpipe.cli import main
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import UsageError
-from ptqpipe.evaluation.text import SAMPLE
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe import RecipeOptions

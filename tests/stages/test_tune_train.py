@@ -14,11 +14,11 @@ from ptqpipe.calibration.end_to_end import Found, Variables
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.whole import Whole
+from ptqpipe.check.evaluate.text import SAMPLE
 from ptqpipe.checkpoint import CheckpointReader, Finished
 from ptqpipe.cli import main
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import UsageError
-from ptqpipe.evaluation.text import SAMPLE
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.quantization.learned_codes import TRAINED_FILE, Rounding
 from ptqpipe.recipe import RecipeOptions

@@ -10,13 +10,13 @@ from ptqpipe.calibration.data import check_samples, check_seed
 from ptqpipe.calibration.generate import check_windows
 from ptqpipe.calibration.kv import check_seen
 from ptqpipe.calibration.rows import weighted
+from ptqpipe.check.evaluate.text import check_text
 from ptqpipe.checkpoint import Mode, check_disjoint, name_of, resolve_source
 from ptqpipe.conversion import cache_specs, container_of
 from ptqpipe.conversion.prepare import prepare as prepare_conversion
 from ptqpipe.conversion.summary import missing_config, warnings_of
 from ptqpipe.conversion.transform.plan import TransformOptions, foldable_rotations, matrix_bytes
 from ptqpipe.errors import PtqError, UsageError
-from ptqpipe.evaluation.text import check_text
 from ptqpipe.models.folding import find_structure
 from ptqpipe.models.language_model import takes_images
 from ptqpipe.models.reader_facts import check_rotation

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.check.evaluate.result import is_result
+from ptqpipe.check.report import is_report
 from ptqpipe.checkpoint import (
     RECORD_FILE,
     Mode,
@@ -46,9 +48,7 @@ from ptqpipe.checkpoint import (
     write_file,
 )
 from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, PtqError, UsageError, WrongOutput
-from ptqpipe.evaluation.result import is_result
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
-from ptqpipe.report import is_report
 from ptqpipe.run.machine import Machine, bars_of
 from ptqpipe.run.quantities import disk_size
 from ptqpipe.stages.pipeline import text

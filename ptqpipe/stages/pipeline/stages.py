@@ -18,6 +18,10 @@ from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.own_text import GenerateOptions, generate
 from ptqpipe.calibration.rows import weighted
 from ptqpipe.calibration.statistics import STATS_FILE
+from ptqpipe.check.evaluate import command as evaluation
+from ptqpipe.check.evaluate.summary import write as write_evaluation
+from ptqpipe.check.report.command import make_report
+from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, has_begun, read_json_object, run_id_of
 from ptqpipe.conversion import command as conversion, named_source
 from ptqpipe.conversion.prepare import best_with, prepare
@@ -29,16 +33,12 @@ from ptqpipe.quantization.learned_codes import ROUNDING_FILE
 from ptqpipe.recipe import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.run.machine import Machine, compute_threads
-from ptqpipe.stages.evaluate import run as evaluation
-from ptqpipe.stages.evaluate.text import write as write_evaluation
 from ptqpipe.stages.pipeline import call
 from ptqpipe.stages.pipeline.ledger import Ledger
 from ptqpipe.stages.pipeline.room import Disk, disk_of, memory_of, memory_text, pair_samples
 from ptqpipe.stages.pipeline.table import Way, words_of
 from ptqpipe.stages.plan.run import Budget, plan_mixed, write_recipe
-from ptqpipe.stages.report.run import make_report
 from ptqpipe.stages.tune.run import tune
-from ptqpipe.stages.verify.run import verify
 from ptqpipe.tuning.options import TuneOptions
 
 

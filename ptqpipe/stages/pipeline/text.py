@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ptqpipe.check.evaluate.verdict import verdict
 from ptqpipe.conversion.output_error import judgement
 from ptqpipe.conversion.summary import kept_damaged, kept_not_finite
-from ptqpipe.evaluation.verdict import verdict
 from ptqpipe.run.machine import peak_bytes
 from ptqpipe.run.quantities import disk_size, memory_size
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from ptqpipe.check.evaluate.cache import KeptLogits
+from ptqpipe.check.evaluate.scores import score
+from ptqpipe.check.evaluate.text import read_text
 from ptqpipe.checkpoint.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.errors import UsageError
-from ptqpipe.evaluation.cache import KeptLogits
-from ptqpipe.evaluation.scores import score
-from ptqpipe.evaluation.text import read_text
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Scheme

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from ptqpipe.stages.verify.run import verify
-from ptqpipe.stages.verify.text import VerifyReport
+from ptqpipe.check.verify.command import verify
+from ptqpipe.check.verify.report import VerifyReport
 from tests import tiny
 from tests.stages import damage
 

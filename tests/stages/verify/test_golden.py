@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ptqpipe.stages.verify.run import verify
-from ptqpipe.stages.verify.text import VerifyReport
+from ptqpipe.check.verify.command import verify
+from ptqpipe.check.verify.report import VerifyReport
 from tests.stages import damage
 
 SOURCES = {"qwen3moe": "bf16-qwen3moe", "mixtral": "bf16-mixtral", "gptoss": "bf16-gptoss"}

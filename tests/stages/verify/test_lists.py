@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ptqpipe.stages.verify.run import verify
+from ptqpipe.check.verify.command import verify
 from tests.stages.verify.checks import found
 from tests.stages.verify.vendors import all_cases
 

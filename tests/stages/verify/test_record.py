@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 import ptqpipe
+from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import read_json_object, vouches_for_itself
 from ptqpipe.conversion.dequantize import dequantize
 from ptqpipe.conversion.record import self_faults
 from ptqpipe.conversion.relayout.run import relayout
 from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import CheckpointError, PtqError
-from ptqpipe.stages.verify.run import verify
 from tests import tiny
 from tests.stages import damage
 from tests.stages.test_convert_stats import inputs_of_llama, run, write_statistics

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import ptqpipe
+from ptqpipe.check.verify.command import verify
+from ptqpipe.check.verify.report import render, to_json
 from ptqpipe.conversion.relayout.run import relayout
 from ptqpipe.conversion.summary import by_role
-from ptqpipe.stages.verify.run import verify
-from ptqpipe.stages.verify.text import render, to_json
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
 from tests.stages import damage

@@ -1,0 +1,1 @@
+"""What judges a checkpoint: verify, evaluate, report, diff, inspect."""

@@ -1,0 +1,199 @@
+"""A model's log-probabilities on a text, computed once, so that the source of many checkpoints runs once. On disk:
+
+    <cache>/logits/<digest>/key.json          what the digest is of: model, tokens, windows, dtype, versions
+    <cache>/logits/<digest>/<start>-<stop>    one batch, as `log_probabilities.py` encodes it, then its CRC-32
+
+A batch that was just computed is decoded, too, so a hit and a miss measure the same bits. A file appears under its name
+only when it is whole, and one that is damaged is computed again. The least recently used digests go when the limit is
+reached. Must not know what a model is: one is made when a batch is missing.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe.check.evaluate.log_probabilities import MOST, decode, encode
+from ptqpipe.check.evaluate.scores import Window, batches, model_logits, vocabulary_of, windows as windows_of
+from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.run.quantities import memory_size
+
+LAYOUT = 2
+DEFAULT_LIMIT = 16 * 2**30  # bytes on disk
+MOST_IN_MEMORY = 8 << 30  # bytes
+
+
+class CachedLogits:
+    """The log-probabilities of one model on one text (see ``scores.Logits``): from disk, or else computed and stored.
+
+    folder     where they are
+    most       bytes that they take there, at most
+    stored     whether an earlier run has left any
+    """
+
+    def __init__(self, folder: Path, *, vocabulary: int, most: int, make: Callable[[], Any]) -> None:
+        """Use `open_cache`."""
+        self.folder = folder
+        self.vocabulary = vocabulary
+        self.most = most
+        self.stored = any("-" in file.name for file in folder.iterdir())
+        self._make = make
+        self._model: Any = None
+
+    def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
+        """As ``scores.Logits`` says."""
+        found = self._read(batch)
+        return found if found is not None else self._compute(batch, tokens)
+
+    def fill(
+        self, windows: Sequence[Window], tokens: torch.Tensor, *, on_batch: Callable[[int], None] | None = None
+    ) -> None:
+        """Computes what is missing, and lets go of the model."""
+        for batch in batches(windows, vocabulary=self.vocabulary):
+            if self._read(batch) is None:
+                self._compute(batch, tokens)
+            if on_batch is not None:
+                on_batch(sum(window.scored for window in batch))
+        self._model = None
+
+    def _compute(self, batch: Sequence[Window], tokens: torch.Tensor) -> torch.Tensor:
+        """Runs the model and stores what it gives. A full or read-only disk only means that nothing is stored."""
+        if self._model is None:
+            self._model = self._make()
+        logits = model_logits(self._model, batch, tokens)
+        if logits.shape[-1] != self.vocabulary:
+            raise CheckpointError(
+                f"a model with a vocabulary of {self.vocabulary} gives {logits.shape[-1]} logits; check vocab_size in "
+                "config.json"
+            )
+        raw = encode(logits)
+        data = raw.numpy().data
+        with suppress(OSError):
+            write_atomically(self._file(batch), data, zlib.crc32(data).to_bytes(4, "little"))
+        found = decode(raw, *logits.shape)
+        assert found is not None
+        return found
+
+    def _file(self, batch: Sequence[Window]) -> Path:
+        return self.folder / f"{batch[0].start}-{batch[-1].stop}"
+
+    def _read(self, batch: Sequence[Window]) -> torch.Tensor | None:
+        """What is stored of a batch; None where it is missing or damaged."""
+        try:
+            raw = bytearray(self._file(batch).read_bytes())
+        except OSError:
+            return None
+        if len(raw) < 5 or zlib.crc32(memoryview(raw)[:-4]) != int.from_bytes(raw[-4:], "little"):
+            return None
+        data = torch.frombuffer(raw, dtype=torch.uint8, count=len(raw) - 4)
+        return decode(data, sum(window.scored for window in batch), self.vocabulary)
+
+
+class KeptLogits:
+    """The log-probabilities of a model on ``tokens`` int64 [T], once computed and kept in memory: for short texts."""
+
+    def __init__(self, model: Any, tokens: torch.Tensor, window: int, *, begin: int | None = None) -> None:
+        """UsageError where they would take more than 8 GiB."""
+        self.vocabulary = vocabulary_of(model) or 0
+        needed = MOST * self.vocabulary * len(tokens)
+        if needed > MOST_IN_MEMORY:
+            most = MOST_IN_MEMORY // (MOST * self.vocabulary)
+            raise UsageError(
+                f"log-probabilities of {len(tokens)} tokens take {memory_size(needed)}; use --max-tokens {most} or less"
+            )
+        found = windows_of(len(tokens), window, begin=begin)
+        self._kept = {
+            batch[0].start: encode(model_logits(model, batch, tokens))
+            for batch in batches(found, vocabulary=self.vocabulary)
+        }
+
+    def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
+        found = decode(self._kept[batch[0].start], sum(window.scored for window in batch), self.vocabulary)
+        assert found is not None
+        return found
+
+
+def open_cache(
+    cache: Path,
+    *,
+    key: Mapping[str, Any],
+    windows: Sequence[Window],
+    vocabulary: int,
+    dtype: torch.dtype,
+    make: Callable[[], Any],
+    limit_bytes: int = DEFAULT_LIMIT,
+) -> CachedLogits | None:
+    """The store of one model on one text; None where it would not fit ``limit_bytes`` or the disk, or the folder cannot
+    be written.
+
+    key         everything that decides the logits, JSON
+    vocabulary  width of the logits, to be known before the model is
+    dtype       what the model computes in
+    make        gives the transformers model
+    """
+    begin = windows[0].begin if windows else None
+    content = {
+        **key,
+        "begin": begin,
+        "vocabulary": vocabulary,
+        "dtype": str(dtype),
+        "torch": torch.__version__,
+        "layout": LAYOUT,
+    }
+    raw = json.dumps(content, sort_keys=True, indent=1).encode()
+    folder = cache / "logits" / hashlib.sha256(raw).hexdigest()[:32]
+    needed = store_bytes(windows, vocabulary)
+    if needed > limit_bytes:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "key.json", raw)  # anew each time: its time says when it was used
+        _make_room(cache / "logits", folder, limit_bytes - needed)
+        there = sum(file.stat().st_size for file in folder.iterdir())
+        if shutil.disk_usage(folder).free < needed - there:
+            return None
+    except OSError:
+        return None
+    return CachedLogits(folder, vocabulary=vocabulary, most=needed, make=make)
+
+
+def store_bytes(windows: Sequence[Window], vocabulary: int) -> int:
+    """What the store of a text takes on disk, at most."""
+    files = len(list(batches(windows, vocabulary=vocabulary)))
+    return sum(window.scored for window in windows) * (MOST * vocabulary + 4) + 4 * files
+
+
+def _make_room(root: Path, keep: Path, room: int) -> None:
+    """Removes the least recently used stores until all but ``keep`` have at most ``room`` bytes."""
+    stores = []
+    for folder in root.iterdir():
+        if folder != keep and (folder / "key.json").is_file():
+            size = sum(file.stat().st_size for file in folder.iterdir())
+            stores.append(((folder / "key.json").stat().st_mtime_ns, size, folder))
+    total = sum(size for _, size, _ in stores)
+    for _, size, folder in sorted(stores):
+        if total <= room:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        total -= size
+
+
+def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
+    """A file that appears whole or not at all. OSError where it cannot be written."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            for part in parts:
+                file.write(part)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,242 @@
+"""Our own output made once more from its record and its source.
+
+The record names the recipe, so the whole plan follows from it and the source's headers: every name, dtype, shape, place
+and config key of the checkpoint is compared with it. Then the searches and kernels that wrote the checkpoint run again,
+so repeating finds any change of the bytes but no error of the search itself; the torch reference (``weights.py``) and
+brute force (``search/proof.py``) find that.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ptqpipe.calibration.statistics import Statistics
+from ptqpipe.check.verify.claims import SUM_TOLERANCE, check_numbers, check_reasons, conversion_parts, recipe_of
+from ptqpipe.check.verify.findings import Findings
+from ptqpipe.checkpoint import RECORD_FILE, run_id_of
+from ptqpipe.checkpoint.json_values import json_differences
+from ptqpipe.checkpoint.layouts import Role
+from ptqpipe.conversion import Outputs, QuantizedRows, correct_unit, outputs_of, quantize_unit
+from ptqpipe.conversion.measured import prove_joint
+from ptqpipe.conversion.record import Claim, Record, object_of, text_of
+from ptqpipe.errors import CheckpointError
+from ptqpipe.models.slices import Member
+from ptqpipe.models.source import Source, SourceRows
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.search.proof import Optimality
+from ptqpipe.quantization.learned_codes import trained_of
+from ptqpipe.recipe.plan import Unit
+
+# Relative: a low-rank part from another processor's eigenvectors, rounded otherwise here and there.
+LOW_RANK_TOLERANCE = 1e-4
+
+
+def repeat_unit(
+    ckpt: Source,
+    source: Source,
+    unit: Unit,
+    claims: Mapping[str, Claim],
+    findings: Findings,
+    *,
+    cache_bytes: int,
+    statistics: Statistics | None = None,
+    with_statistics: bool = False,
+) -> None:
+    """Quantizes a unit again and compares its rows with the stored ones, its numbers with the claimed ones.
+
+    A unit that was made with statistics is repeated where they are at hand: matrix products give the same bits on the
+    same kind of processor only. For that reason a low-rank part is compared by what it leaves.
+
+    with_statistics  whether the checkpoint was made with any
+    """
+    if any(member.weight not in ckpt.stored or member.key not in claims for member in unit.members):
+        return  # missing weights are reported by name elsewhere
+    if _learned(unit, claims, findings) or (unit.rule.calibrated and statistics is None):
+        return
+    cache = sum(member.elements for member in unit.members) * 2 <= cache_bytes
+    rows = [SourceRows(source, m.source, shape=m.shape, cache=cache) for m in unit.members]
+    differing: dict[tuple[int, int], str] = {}
+    quantized: QuantizedRows = {}
+
+    def compare(member: int, row: int, q: QTensor) -> None:  # a second pass over a row replaces what the first found
+        if unit.scheme.low_rank is not None:
+            quantized[(member, row)] = q
+        differing.pop((member, row), None)
+        others = _unlike(ckpt, unit.members[member], row, q)
+        if others:
+            differing[(member, row)] = others
+
+    result = quantize_unit(unit, rows, compare, statistics=statistics, codes_only=True)
+    _check_outcomes(unit, result.record_fields, claims, findings)
+    for (index, row), others in sorted(differing.items()):
+        message = f"from row {row}: re-quantizing with the recorded recipe gives {others}"
+        findings.fault("repeat", unit.members[index].key, message)
+    if unit.scheme.low_rank is not None and (statistics is not None or not with_statistics):
+        again = correct_unit(unit, rows, quantized, result, statistics=statistics, sink=lambda *_: None)
+        _check_low_rank(unit, [error.squared_error for error in again.errors], claims, findings)
+    for member, error in zip(unit.members, result.errors, strict=True):
+        claim, ratio = claims[member.key], 1.0
+        if unit.scheme.low_rank is not None and error.squared_error:
+            ratio = claim.numbers.get("squared_error", 0.0) / error.squared_error
+        actual = {"versus_absmax": error.versus_absmax * ratio, "versus_plain_global": result.versus_plain_global}
+        check_numbers(member.key, claim, actual, findings)
+        for what, recorded, expected in (
+            ("format", claim.format, unit.scheme.fmt.name),
+            ("scheme", claim.scheme, unit.scheme.name),
+            ("search", claim.search, unit.search),
+            ("proven", claim.proven, result.proven),
+            ("global_scale", claim.global_scale, result.global_scale),
+        ):
+            if recorded != expected:
+                message = f"says {what}={recorded} in {RECORD_FILE}; the recipe gives {expected}"
+                findings.fault("record", member.key, message)
+
+
+def _check_low_rank(unit: Unit, errors: Sequence[float], claims: Mapping[str, Claim], findings: Findings) -> None:
+    """The squared error that each low-rank part leaves, against that of the record."""
+    for member, error in zip(unit.members, errors, strict=True):
+        claimed = claims[member.key].numbers.get("squared_error", 0.0)
+        if not math.isclose(claimed, error, rel_tol=LOW_RANK_TOLERANCE):
+            message = (
+                f"the low-rank part leaves a squared error of {claimed:.6g}; re-quantizing with the recorded recipe"
+            )
+            findings.fault("repeat", member.key, f"{message} leaves {error:.6g}")
+
+
+def _check_outcomes(
+    unit: Unit, outcomes: Sequence[Mapping[str, Any]], claims: Mapping[str, Claim], findings: Findings
+) -> None:
+    """Checks the record's fields about quantizing with statistics, weight by weight."""
+    for member, outcome in zip(unit.members, outcomes, strict=True):
+        found = claims[member.key].entry
+        for key, wanted in outcome.items():
+            number = isinstance(wanted, float) and isinstance(found.get(key), float | int)
+            if not (math.isclose(found[key], wanted, rel_tol=SUM_TOLERANCE) if number else found.get(key) == wanted):
+                findings.fault("record", member.key, f"claims {key} {found.get(key)!r:.40}, recomputed {wanted!r:.40}")
+
+
+def _learned(unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> bool:
+    """Whether a unit has learned codes, which are not available; a fault where a record does not say what its rule
+    does."""
+    learned = False
+    for member in unit.members:
+        claim = claims[member.key]
+        learned = learned or claim.algorithm == "learned"
+        wanted = (unit.rule.algorithm, unit.rule.weighting)
+        if claim.algorithm != "learned" and (claim.algorithm, claim.weighting) != wanted:
+            findings.fault("record", member.key, f"claims {claim.algorithm}, the recipe says {wanted[0]}")
+    return learned
+
+
+def _unlike(ckpt: Source, member: Member, row: int, q: QTensor) -> str:
+    """What of a run of rows the stored ones have otherwise; empty when it is nothing."""
+    expert = member.source.expert if member.stack is not None else None
+    found = ckpt.quantized(member.weight, expert=expert, rows=(row, row + q.shape[0]))
+    if found.data.shape != q.data.shape or found.scales.shape != q.scales.shape:
+        return "other shapes"
+    g, wanted = found.multiplying().global_scale, q.global_scale
+    if (g is None) != (wanted is None) or (g is not None and wanted is not None and not torch.equal(g, wanted)):
+        return "another global scale"
+    if not torch.equal(found.scales.float(), q.scales.float()):
+        return f"{int((found.scales.float() != q.scales.float()).sum())} other block scales"
+    if not torch.equal(found.data, q.data):
+        return f"{int((found.data != q.data).sum())} other bytes of codes"
+    return ""
+
+
+def check_input_scales(ckpt: Source, planned: Outputs, record: Record, findings: Findings) -> None:
+    """Every static input scale is the one that the record claims; without statistics that is the recipe's constant."""
+    roles: Sequence[Role] = (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR)
+    measured = isinstance(record.raw.get("statistics"), Mapping)
+    for stored in ckpt.stored.values():
+        largest = stored.scheme.activation.static_max
+        if largest is None:
+            continue
+        amax = planned.recipe.largest_input(stored.scheme.activation)
+        constant = torch.tensor(amax, dtype=torch.float32) / largest
+        for part in stored.parts:
+            if part.role not in roles:
+                continue
+            for expert, value in enumerate(ckpt.reader.read(part.name).float().reshape(-1)):
+                claim = record.weights.get(stored.key(None if stored.experts is None else expert))
+                own = claim.input_scale if claim is not None else None
+                claimed = constant if not measured else torch.tensor(own or 0.0)
+                wanted = 1.0 / claimed if part.role is Role.INPUT_GLOBAL_DIVISOR else claimed
+                if not torch.equal(value, wanted):
+                    given = f"is {value.item():.9g}, {'the record' if measured else 'the recipe'} gives"
+                    findings.fault("scales", part.name, f"{given} {wanted.item():.9g}")
+
+
+def prove_unit(ckpt: Source, source: Source, unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> None:
+    """Proves the one scale of a unit that has one for all of its weights."""
+    if any(member.weight not in ckpt.stored or member.stack is not None for member in unit.members):
+        return
+    members = [(m.weight, SourceRows(source, m.source, shape=m.shape)) for m in unit.members]
+    judge_proof(unit.members[0].weight, prove_joint(ckpt, members), claims.get(unit.members[0].key), findings)
+
+
+def judge_proof(name: str, proof: Optimality, claim: Claim | None, found: Findings) -> None:
+    """A fault where a claim of optimality is wrong."""
+    if claim is not None and claim.proven and (proof.worse or proof.tied):
+        bad = f"{proof.worse + proof.tied} of {proof.blocks} block scales"
+        where = "" if proof.first is None else f", the first at {list(proof.first)} of the scale grid"
+        found.fault("optimal", name, f"{bad} are not the proven optimum that {RECORD_FILE} claims{where}")
+
+
+def replan(record: Record, source: Source) -> Outputs:
+    """What must have been written. Raises a PtqError where the recorded recipe is none, or makes nothing of this
+    source."""
+    conversion = record.conversion
+    if conversion is None:
+        raise CheckpointError(f"{RECORD_FILE} has no recipe")
+    recipe, name = recipe_of(object_of(conversion, "recipe")), text_of(conversion, "container", RECORD_FILE)
+    return outputs_of(source, recipe, container_name=name, trained=trained_of(record.raw))
+
+
+def check_plan(ckpt: Source, source: Source, record: Record, planned: Outputs, findings: Findings) -> None:
+    """Names, dtypes, shapes, places, config files and the run's identity follow from recipe and source."""
+    reader, layout = ckpt.reader, planned.layout
+    specs = {spec.name: spec for shard in layout.shards for spec in shard.tensors}
+    for name in sorted(specs.keys() - reader.entries.keys()):
+        findings.fault("plan", name, "should have been written by the recorded recipe, but is missing")
+    for name, entry in reader.entries.items():
+        spec = specs.get(name)
+        if spec is None:
+            findings.fault("plan", name, "would not have been written by the recorded recipe")
+        elif (entry.dtype, entry.shape) != (spec.dtype, spec.shape):
+            wanted = f"{spec.dtype} {list(spec.shape)}"
+            findings.fault("plan", name, f"is {entry.dtype} {list(entry.shape)}, the recorded recipe writes {wanted}")
+        elif (entry.file.relative_to(reader.path).as_posix(), entry.offset) != (
+            layout.placements[name].file,
+            layout.placements[name].offset,
+        ):
+            findings.fault("plan", name, "lies at another place than the recorded recipe puts it")
+    check_reasons(record, planned.plan, findings, planned.recipe)
+    _check_config_files(ckpt, source, record, planned, findings)
+
+
+def _check_config_files(ckpt: Source, source: Source, record: Record, planned: Outputs, findings: Findings) -> None:
+    for name, wanted in planned.configs(source, version=record.raw.get("ptqpipe")).items():
+        found = ckpt.reader.read_json(name)
+        if found is None:
+            findings.fault("config", name, "is missing")
+        elif differences := list(json_differences(found, json.loads(json.dumps(wanted)))):
+            key, there, expected = differences[0]
+            message = f"differs from what was written in {key} ({there}, expected {expected})"
+            findings.fault("config", name, message)
+
+
+def check_conversion(source: Source, record: Record, planned: Outputs, findings: Findings) -> None:
+    """The run that converted binds recipe and source to the layout that the recipe makes of it."""
+    conversion = record.conversion
+    assert conversion is not None  # it was planned again
+    raw = {**record.raw, "ptqpipe": conversion.get("ptqpipe", record.raw.get("ptqpipe"))}
+    parts = conversion_parts(raw, planned.recipe, layout=planned.layout.digest)
+    if conversion.get("run_id") != run_id_of(parts):
+        findings.fault("record", RECORD_FILE, "its run_id is not that of its recipe, layout, version and source")
+    claimed = record.raw.get("consumed")
+    if claimed != sorted(source.consumed):
+        findings.fault("record", "consumed", "does not list the parts of the source's own quantized weights")
