@@ -275,11 +275,11 @@ def test_commands_import_all_that_their_rows_say() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "crosses"),
     [
-        ("stages/plan/run.py", "from ptqpipe.stages.plan import cost", False),
-        ("stages/plan/run.py", "from ptqpipe.run.quantities import sqnr_db", False),
-        ("stages/plan/run.py", "from ptqpipe.check.verify.command import verify", True),
+        ("pipeline/budget/command.py", "from ptqpipe.pipeline.budget import cost", False),
+        ("pipeline/budget/command.py", "from ptqpipe.run.quantities import sqnr_db", False),
+        ("pipeline/budget/command.py", "from ptqpipe.check.verify.command import verify", True),
         ("stages/common.py", "from ptqpipe.stages import convert", True),
-        ("stages/demo.py", "from ptqpipe.check.verify import command as run", False),
+        ("pipeline/demo.py", "from ptqpipe.check.verify import command as run", False),
     ],
 )
 def test_the_check_sees_imports_between_commands(path: str, source: str, *, crosses: bool) -> None:
@@ -328,7 +328,7 @@ def test_the_check_sees_imports_of_every_spelling(path: str, source: str, *, cro
         ("evaluation/model.py", "import transformers", True),
         ("stages/convert.py", "import transformers", True),
         ("stages/convert.py", "def f():\n    from transformers import AutoModel", True),
-        ("stages/demo.py", "import lm_eval.tasks", True),
+        ("pipeline/demo.py", "import lm_eval.tasks", True),
         ("runtime/engine.py", "from transformers import AutoConfig", False),
         ("stages/convert.py", "import click", True),
         ("cli.py", "import click", False),

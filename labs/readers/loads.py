@@ -302,8 +302,8 @@ def refusal(
     """What ``convert --for`` says instead of writing a model in a format for a reader; empty where it writes it."""
     from ptqpipe.conversion.prepare import prepare
     from ptqpipe.errors import UsageError
+    from ptqpipe.pipeline.call import for_reader
     from ptqpipe.recipe import RecipeOptions
-    from ptqpipe.stages.pipeline.call import for_reader
 
     try:
         asked = RecipeOptions(scheme=scheme, container=container, ignore=tuple(ignore), mtp=mtp)

@@ -41,15 +41,14 @@ from ptqpipe.conversion.summary import converted_text, missing_config
 from ptqpipe.conversion.transform import run as transform_stage
 from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import PtqWarning
+from ptqpipe.pipeline import text as pipeline_text
+from ptqpipe.pipeline.budget import command as plan_stage, summary as plan_text
+from ptqpipe.pipeline.budget.measure import sensitivity
+from ptqpipe.pipeline.call import check_alone, container_of_all, for_reader, formats_for
+from ptqpipe.pipeline.run import Made, pipeline
+from ptqpipe.pipeline.tune import command as tune_stage, options as tune_options, summary as tune_text
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, recipe_path
 from ptqpipe.run.quantities import disk_size, number
-from ptqpipe.stages.pipeline import text as pipeline_text
-from ptqpipe.stages.pipeline.call import check_alone, container_of_all, for_reader, formats_for
-from ptqpipe.stages.pipeline.run import Made, pipeline
-from ptqpipe.stages.plan import run as plan_stage, text as plan_text
-from ptqpipe.stages.plan.measure import sensitivity
-from ptqpipe.stages.tune import run as tune_stage, text as tune_text
-from ptqpipe.tuning import options as tune_options
 
 COMPUTING = "8GiB"  # the limit of memory of what runs a model
 

@@ -75,8 +75,8 @@ def convert(given: Given) -> None:
     from ptqpipe.conversion import command as stage, summary as tables
     from ptqpipe.conversion.prepare import best_with, prepare
     from ptqpipe.conversion.push import also_complete
+    from ptqpipe.pipeline.call import for_reader
     from ptqpipe.run.machine import without_collections
-    from ptqpipe.stages.pipeline.call import for_reader
 
     mode, machine = given.mode, given.machine(given.device)
     where = {"recipe_path": given.recipe_path, "stats": given.stats, "rounding": given.rounding}
@@ -128,8 +128,8 @@ def _upload(given: Given, out: Path) -> None:
 def _pipeline(given: Given, work: PipelineOptions) -> None:
     """All stages that the call needs, in one run."""
     from ptqpipe.conversion.push import also_complete
-    from ptqpipe.stages.pipeline import call, run as stage, text
-    from ptqpipe.stages.pipeline.prepare import prepare
+    from ptqpipe.pipeline import call, run as stage, text
+    from ptqpipe.pipeline.prepare import prepare
 
     call.check_alone(stats=given.stats, rounding=given.rounding, dry_run=given.dry_run)
     if ranks_of().world > 1:
@@ -306,7 +306,7 @@ def demo(given: Given) -> None:
 
     The checkpoints are verified, and a table shows what each format costs.
     """
-    from ptqpipe.stages import demo as stage
+    from ptqpipe.pipeline import demo as stage
 
     machine = machine_of(None, "cpu", 2 << 30, progress=False)
     stage.run_demo(given.out, machine=machine, show=given.show)

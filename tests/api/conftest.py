@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ptqpipe.stages.demo import MODEL
+from ptqpipe.pipeline.demo import MODEL
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ptqpipe
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.errors import OutputExists, UsageError
+from ptqpipe.pipeline.demo import MODEL
 from ptqpipe.runtime.hf import PackedConfig
 from ptqpipe.runtime.linear import PackedLinear
-from ptqpipe.stages.demo import MODEL
 from tests.runtime.models import logits, save_source
 from tests.tiny import bytes_of
 

@@ -15,7 +15,7 @@ from ptqpipe.calibration.rounding import Settings
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.check.verify.command import verify
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.stages.tune.run import TuneOptions, tune
+from ptqpipe.pipeline.tune.command import TuneOptions, tune
 from tests import processors
 from tests.engine import images
 

@@ -10,11 +10,11 @@ import ptqpipe
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.data import DataFile, Samples, load_samples
 from ptqpipe.calibration.likeness import UNLIKE, Likeness, lines_of
+from ptqpipe.pipeline.demo import MODEL
+from ptqpipe.pipeline.run import pipeline
+from ptqpipe.pipeline.tune.command import tune
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
-from ptqpipe.stages.demo import MODEL
-from ptqpipe.stages.pipeline.run import pipeline
-from ptqpipe.stages.tune.run import tune
-from ptqpipe.tuning.options import TuneOptions
 
 
 def samples_of(every: int | None = None) -> Samples:

@@ -14,10 +14,10 @@ from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.check.verify.command import verify
 from ptqpipe.errors import CheckpointError
+from ptqpipe.pipeline.tune.command import tune
+from ptqpipe.pipeline.tune.options import TuneOptions, settings_of
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.runtime import load
-from ptqpipe.stages.tune.run import tune
-from ptqpipe.tuning.options import TuneOptions, settings_of
 from tests import families
 
 KINDS = ("deepseek_v3", "glm4_moe", "qwen3_next")

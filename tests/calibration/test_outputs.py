@@ -27,12 +27,12 @@ from ptqpipe.conversion.moments import module_of
 from ptqpipe.errors import CheckpointError
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.rotation import rotated_weight
+from ptqpipe.pipeline.budget import cost
+from ptqpipe.pipeline.budget.command import Budget, plan_mixed
+from ptqpipe.pipeline.budget.metric import ByWindows
+from ptqpipe.pipeline.budget.units import find_groups, schemes_of
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime.skeleton import Skeleton
-from ptqpipe.stages.plan import cost
-from ptqpipe.stages.plan.metric import ByWindows
-from ptqpipe.stages.plan.run import Budget, plan_mixed
-from ptqpipe.stages.plan.units import find_groups, schemes_of
 from tests import tiny
 from tests.calibration.models import make_model, make_windows, write_windows
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.stages.demo import MODEL
+from ptqpipe.pipeline.demo import MODEL
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ptqpipe.stages.demo import MODEL
+from ptqpipe.pipeline.demo import MODEL
 
 
 @pytest.mark.slow

@@ -16,9 +16,9 @@ from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.models.families import in_mtp_layers
 from ptqpipe.models.reader_facts import READERS
 from ptqpipe.numerics.schemes import SCHEMES
+from ptqpipe.pipeline.call import for_reader
 from ptqpipe.recipe import load_recipe, matches, named_recipes
 from ptqpipe.recipe.options import RecipeOptions
-from ptqpipe.stages.pipeline.call import for_reader
 from tests.recipes.published import PUBLISHED, Published
 
 ROOT = Path(__file__).resolve().parents[2]

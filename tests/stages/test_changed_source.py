@@ -21,9 +21,9 @@ from ptqpipe.conversion.relayout.run import relayout
 from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import CheckpointError, OutputError
+from ptqpipe.pipeline.tune.command import tune
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages.tune.run import tune
-from ptqpipe.tuning.options import TuneOptions
 from tests.calibration.models import make_model, make_windows, write_windows
 
 ONE = Machine(workers=1)

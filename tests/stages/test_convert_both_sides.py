@@ -19,11 +19,11 @@ from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.pipeline import demo
+from ptqpipe.pipeline.tune import command as tune
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages import demo
-from ptqpipe.stages.tune import run as tune
-from ptqpipe.tuning.options import TuneOptions
 from tests.calibration.models import make_model, make_windows, write_windows
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"

@@ -12,11 +12,11 @@ from click.testing import CliRunner
 
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.cli import main
+from ptqpipe.pipeline import demo
+from ptqpipe.pipeline.tune import command as tune
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages import demo
-from ptqpipe.stages.tune import run as tune
-from ptqpipe.tuning.options import TuneOptions
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
 

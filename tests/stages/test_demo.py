@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from ptqpipe.pipeline import demo
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages import demo
 
 ROWS = [
     demo.DemoRow("bf16", 2_890_000, None, 17.122, "Return the value.", "the source"),

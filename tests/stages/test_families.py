@@ -25,11 +25,11 @@ from ptqpipe.cli import main
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.numerics.schemes import get_scheme
+from ptqpipe.pipeline.budget.command import Budget, plan_mixed
 from ptqpipe.recipe import Recipe, RecipeOptions, Rule
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.loading import default_length, positions_of
-from ptqpipe.stages.plan.run import Budget, plan_mixed
 from ptqpipe.stages.serve.checks import check_checkpoint
 from tests import families, tiny
 from tests.stages import damage

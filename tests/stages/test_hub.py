@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
-from ptqpipe.stages.demo import MODEL
+from ptqpipe.pipeline.demo import MODEL
 from tests.hub import COMMIT, TOKEN, Hub
 from tests.tiny import bytes_of
 

@@ -16,8 +16,8 @@ from ptqpipe.conversion.prepare import prepare
 from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import UsageError
-from ptqpipe.stages import demo
-from ptqpipe.stages.plan.run import Budget, plan_mixed
+from ptqpipe.pipeline import demo
+from ptqpipe.pipeline.budget.command import Budget, plan_mixed
 from tests.transforms.models import make_model, make_statistics, token_ids
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"

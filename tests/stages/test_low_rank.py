@@ -26,9 +26,9 @@ from ptqpipe.conversion.prepare import prepare
 from ptqpipe.conversion.relayout.run import relayout
 from ptqpipe.errors import CheckpointError, FormatError, RecipeError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.pipeline import demo
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages import demo
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
 from tests.stages import damage
@@ -258,7 +258,7 @@ def test_other_containers_refuse(container: str | None, model: Path, tmp_path: P
 
 
 def test_relayout_and_learned_codes_refuse(model: Path, tmp_path: Path) -> None:
-    from ptqpipe.stages.tune import run as tune
+    from ptqpipe.pipeline.tune import command as tune
 
     run(model, tmp_path / "out")
     with pytest.raises(FormatError, match=r"has a low-rank part \(rank 8 in bf16\).*dequantize"):

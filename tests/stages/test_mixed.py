@@ -19,11 +19,11 @@ from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import squared_error
+from ptqpipe.pipeline.budget.command import Budget, MixedPlan, plan_mixed, write_recipe
+from ptqpipe.pipeline.budget.units import find_groups, schemes_of
 from ptqpipe.quantization.metric import output_error
 from ptqpipe.recipe import exact_patterns, load_recipe, matches
 from ptqpipe.recipe.knapsack import solve
-from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed, write_recipe
-from ptqpipe.stages.plan.units import find_groups, schemes_of
 from tests.algorithms import inputs
 from tests.tiny import LLAMA_CONFIG, Tensors, fused_moe, llama, save
 

@@ -12,11 +12,11 @@ from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import UsageError
 from ptqpipe.models.slices import Member, Slice
 from ptqpipe.models.source import Source
+from ptqpipe.pipeline.budget.command import Budget, MixedPlan, plan_mixed, write_recipe
+from ptqpipe.pipeline.budget.measure import Measurement
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.runtime.find_weight import find_place
 from ptqpipe.runtime.loading import load_model
-from ptqpipe.stages.plan.measure import Measurement
-from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed, write_recipe
 from tests.tiny import llama, save
 
 FORMATS = ("nvfp4", "fp8_dynamic", "keep")

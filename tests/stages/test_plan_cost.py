@@ -17,11 +17,11 @@ from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.numerics.schemes import get_scheme
+from ptqpipe.pipeline.budget import cost
+from ptqpipe.pipeline.budget.metric import ByTokens, ByWindows
+from ptqpipe.pipeline.budget.units import Group, find_groups, schemes_of
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.stages.plan import cost
-from ptqpipe.stages.plan.metric import ByTokens, ByWindows
-from ptqpipe.stages.plan.units import Group, find_groups, schemes_of
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
 

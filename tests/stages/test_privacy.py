@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from ptqpipe.cli import main
-from ptqpipe.stages import demo
+from ptqpipe.pipeline import demo
 
 MODEL = Path(demo.__file__).resolve().parent.parent / "demo_model"
 TELLTALE = "telltale-7c1f"

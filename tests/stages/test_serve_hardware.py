@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from ptqpipe.cli import main
 from ptqpipe.cli.serve import _place
 from ptqpipe.errors import UsageError
+from ptqpipe.pipeline import demo
 from ptqpipe.run import machine as machine_facts
 from ptqpipe.runtime.memory import available_bytes, cgroup_bytes, room
-from ptqpipe.stages import demo
 from ptqpipe.stages.serve import lead, ranks, run
 from ptqpipe.stages.serve.ranks import Place, parse_place
 

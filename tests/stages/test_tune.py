@@ -30,17 +30,16 @@ from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import NumericsError, OutputError, UsageError
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.kernels import cpu_library
+from ptqpipe.pipeline import demo
+from ptqpipe.pipeline.tune import backwards, command as tune, feedback, in_order
+from ptqpipe.pipeline.tune.block import BlockWork
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import LARGE_MATRIX, Machine
 from ptqpipe.runtime import compiled, load_model
 from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.runtime.skeleton import Skeleton
-from ptqpipe.stages import demo
-from ptqpipe.stages.tune import run as tune
-from ptqpipe.tuning import backwards, feedback, in_order
-from ptqpipe.tuning.block import BlockWork
-from ptqpipe.tuning.options import TuneOptions
 from tests.calibration.models import make_model, make_windows, write_windows
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"

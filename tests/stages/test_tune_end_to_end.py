@@ -21,14 +21,13 @@ from ptqpipe.cli import main
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.formats import get_format
+from ptqpipe.pipeline import demo
+from ptqpipe.pipeline.tune import codes as codes_of, command as tune, end_to_end
+from ptqpipe.pipeline.tune.options import TuneOptions, settings_of
+from ptqpipe.pipeline.tune.summary import render
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages import demo
-from ptqpipe.stages.tune import run as tune
-from ptqpipe.stages.tune.text import render
-from ptqpipe.tuning import codes as codes_of, end_to_end
-from ptqpipe.tuning.options import TuneOptions, settings_of
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"
 OPTIONS = TuneOptions(samples=40, seqlen=64, method="kl", metric="output", settings=Settings(steps=8))

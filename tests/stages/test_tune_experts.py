@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ptqpipe.calibration.activations import OnDisk
+from ptqpipe.pipeline.tune import command as tune, in_order
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages.tune import run as tune
-from ptqpipe.tuning import in_order
-from ptqpipe.tuning.options import TuneOptions
 from tests.calibration.models import make_model, make_windows, write_windows
 
 ONE = Machine(workers=1)

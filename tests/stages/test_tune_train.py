@@ -20,16 +20,15 @@ from ptqpipe.cli import main
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.formats import get_format
+from ptqpipe.pipeline import demo
+from ptqpipe.pipeline.tune import command as tune, end_to_end
+from ptqpipe.pipeline.tune.kept import Trained, find_kept
+from ptqpipe.pipeline.tune.options import TuneOptions
+from ptqpipe.pipeline.tune.summary import render
 from ptqpipe.quantization.learned_codes import TRAINED_FILE, Rounding
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime.skeleton import Skeleton
-from ptqpipe.stages import demo
-from ptqpipe.stages.tune import run as tune
-from ptqpipe.stages.tune.text import render
-from ptqpipe.tuning import end_to_end
-from ptqpipe.tuning.kept import Trained, find_kept
-from ptqpipe.tuning.options import TuneOptions
 from tests.calibration.models import make_model, make_windows
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"

@@ -7,9 +7,9 @@ from typing import Any
 from click.testing import CliRunner
 
 from ptqpipe.cli import main
+from ptqpipe.pipeline import run as stage
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.run.machine import Machine
-from ptqpipe.stages.pipeline import run as stage
 
 LENGTH = 24
 ONE = Machine(workers=1)

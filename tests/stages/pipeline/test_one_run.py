@@ -9,8 +9,8 @@ import ptqpipe
 from ptqpipe.checkpoint import Paths
 from ptqpipe.cli import main
 from ptqpipe.errors import AlreadyComplete, OutputError, WrongOutput
+from ptqpipe.pipeline import stages
 from ptqpipe.recipe.options import PipelineOptions
-from ptqpipe.stages.pipeline import stages
 from tests.checkpoint.holding import another_process_in
 from tests.checkpoint.runs import snapshot
 from tests.stages.pipeline.runs import files_of, made, stops, work_of

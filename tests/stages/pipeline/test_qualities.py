@@ -20,11 +20,11 @@ from ptqpipe.errors import WrongOutput
 from ptqpipe.models.folded import encoded
 from ptqpipe.models.reader_facts import READERS
 from ptqpipe.numerics.schemes import get_scheme
+from ptqpipe.pipeline.prepare import prepare
+from ptqpipe.pipeline.table import FP8, TABLE, Way, kind_of, markdown
 from ptqpipe.quantization.transforms import learn_rotations
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.runtime import load_model
-from ptqpipe.stages.pipeline.prepare import prepare
-from ptqpipe.stages.pipeline.table import FP8, TABLE, Way, kind_of, markdown
 from tests.calibration.models import make_model
 from tests.stages import damage
 from tests.stages.pipeline.runs import LENGTH, ONE, few, files_of, made, ran, weights_of, work_of

@@ -17,12 +17,11 @@ from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.transform.run import Transformation
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.models.source import Source
+from ptqpipe.pipeline import run as stage, stages
+from ptqpipe.pipeline.prepare import prepare
+from ptqpipe.pipeline.room import memory_of, pair_samples
+from ptqpipe.pipeline.tune import backwards, command as tune_stage
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
-from ptqpipe.stages.pipeline import run as stage, stages
-from ptqpipe.stages.pipeline.prepare import prepare
-from ptqpipe.stages.pipeline.room import memory_of, pair_samples
-from ptqpipe.stages.tune import run as tune_stage
-from ptqpipe.tuning import backwards
 from tests import tiny
 from tests.stages.pipeline.runs import LENGTH, ONE, made, work_of
 

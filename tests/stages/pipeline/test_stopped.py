@@ -14,9 +14,9 @@ from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.transform import learn as learning
 from ptqpipe.conversion.transform.run import Transformation
 from ptqpipe.errors import AlreadyComplete, UsageError, WrongOutput
+from ptqpipe.pipeline import stages
+from ptqpipe.pipeline.tune import command as tune_stage
 from ptqpipe.recipe.options import PipelineOptions
-from ptqpipe.stages.pipeline import stages
-from ptqpipe.stages.tune import run as tune_stage
 from tests.stages.pipeline.runs import few, files_of, made, ran, stops, work_of
 
 STAGES = [  # in their order: each goes on where the one before was stopped
@@ -97,7 +97,7 @@ def test_codes_that_are_written_are_gone_and_a_killed_run_goes_on_without_them(
 KILLED_BACKWARDS = """
 import os, signal, sys
 from ptqpipe.cli import main
-from ptqpipe.tuning import backwards
+from ptqpipe.pipeline.tune import backwards
 
 at, real = int(sys.argv[1]), backwards.reverse_model
 backwards.BASE_BYTES = 8 << 30  # all of the memory: the hidden states lie on disk

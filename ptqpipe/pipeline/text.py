@@ -11,8 +11,8 @@ from ptqpipe.run.machine import peak_bytes
 from ptqpipe.run.quantities import disk_size, memory_size
 
 if TYPE_CHECKING:
-    from ptqpipe.stages.pipeline.run import Made
-    from ptqpipe.stages.pipeline.stages import Pipeline, Step
+    from ptqpipe.pipeline.run import Made
+    from ptqpipe.pipeline.stages import Pipeline, Step
 
 
 def header(run: "Pipeline", steps: Sequence["Step"]) -> Iterator[str]:

@@ -39,13 +39,13 @@ from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.numerics.schemes import Activation, Scheme
+from ptqpipe.pipeline.budget.metric import ByTokens, ByWindows, Total, joint
+from ptqpipe.pipeline.budget.units import Group, quantize_as
 from ptqpipe.quantization import gathered_bytes
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine, MemoryPool, counting_bar, one_thread_each
 from ptqpipe.run.quantities import option_size, option_size_above
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.stages.plan.metric import ByTokens, ByWindows, Total, joint
-from ptqpipe.stages.plan.units import Group, quantize_as
 
 Costs = Mapping[tuple[str, str], float]
 """(group id, option name) -> cost. Keeping costs nothing and is left out."""

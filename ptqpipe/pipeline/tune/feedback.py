@@ -17,10 +17,10 @@ from ptqpipe.calibration.paired import Known, Paired
 from ptqpipe.models.slices import Member
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.pipeline.tune.block import BlockWork, by_data
 from ptqpipe.quantization import LoadedWeight, Task, asymmetric, gptq, joined, two_sided
 from ptqpipe.quantization.metric import Metric
 from ptqpipe.recipe.plan import Unit
-from ptqpipe.tuning.block import BlockWork, by_data
 
 TRIED_ROWS, TRIED_SHARE = 64, 16  # of a weight so many of its rows are tried first, but at most one of so many
 

@@ -8,8 +8,8 @@ from ptqpipe.calibration.data import Samples
 from ptqpipe.checkpoint import Finished, name_of
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.output_error import samples_text
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.run.quantities import counted, memory_size, number, table
-from ptqpipe.tuning.options import TuneOptions
 
 
 def described(prepared: Conversion, samples: Samples, options: TuneOptions) -> str:

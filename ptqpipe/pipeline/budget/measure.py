@@ -23,11 +23,11 @@ from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Scheme
+from ptqpipe.pipeline.budget.units import Group, quantize_as
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import counting_bar
 from ptqpipe.runtime.find_weight import find_place
 from ptqpipe.runtime.loading import check_length, default_length, load, load_tokenizer, read_config
-from ptqpipe.stages.plan.units import Group, quantize_as
 
 VERSION = 1
 DEFAULT_TOKENS = 4096

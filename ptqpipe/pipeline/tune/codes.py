@@ -15,10 +15,10 @@ from ptqpipe.calibration.runner import Block
 from ptqpipe.checkpoint import BlockFolder, name_of, write_tensors
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.pipeline.tune import backwards
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.quantization.learned_codes import ROUNDING_VERSION, TRAINED_FILE, Rounding
 from ptqpipe.recipe.plan import Unit
-from ptqpipe.tuning import backwards
-from ptqpipe.tuning.options import TuneOptions
 
 ENDED = "end to end"  # what gradient descent on the whole model has ended with: its entry in the journal
 START = "start"  # where codes lie, beside the output, from which others are learned

@@ -41,6 +41,11 @@ from ptqpipe.errors import UsageError
 from ptqpipe.models.language_model import takes_images, with_note
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.pipeline.tune import backwards, codes as codes_of, end_to_end
+from ptqpipe.pipeline.tune.block import BlockWork, observe
+from ptqpipe.pipeline.tune.in_order import divided, follow
+from ptqpipe.pipeline.tune.options import TuneOptions, check
+from ptqpipe.pipeline.tune.summary import described
 from ptqpipe.quantization import two_sided
 from ptqpipe.quantization.learned_codes import ROUNDING_FILE
 from ptqpipe.recipe import RecipeOptions
@@ -48,11 +53,6 @@ from ptqpipe.run.machine import BASE_BYTES, Machine, compute_threads, counting_b
 from ptqpipe.runtime.loading import config_of, default_length
 from ptqpipe.runtime.memory import keep_freed_memory
 from ptqpipe.runtime.skeleton import Skeleton
-from ptqpipe.stages.tune.text import described
-from ptqpipe.tuning import backwards, codes as codes_of, end_to_end
-from ptqpipe.tuning.block import BlockWork, observe
-from ptqpipe.tuning.in_order import divided, follow
-from ptqpipe.tuning.options import TuneOptions, check
 
 
 def tune(

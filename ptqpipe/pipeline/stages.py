@@ -29,17 +29,17 @@ from ptqpipe.conversion.transform.factors import find_factors
 from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import AlreadyComplete, CheckpointError, PtqWarning
 from ptqpipe.models.source import Source
+from ptqpipe.pipeline import call
+from ptqpipe.pipeline.budget.command import Budget, plan_mixed, write_recipe
+from ptqpipe.pipeline.ledger import Ledger
+from ptqpipe.pipeline.room import Disk, disk_of, memory_of, memory_text, pair_samples
+from ptqpipe.pipeline.table import Way, words_of
+from ptqpipe.pipeline.tune.command import tune
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.quantization.learned_codes import ROUNDING_FILE
 from ptqpipe.recipe import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.run.machine import Machine, compute_threads
-from ptqpipe.stages.pipeline import call
-from ptqpipe.stages.pipeline.ledger import Ledger
-from ptqpipe.stages.pipeline.room import Disk, disk_of, memory_of, memory_text, pair_samples
-from ptqpipe.stages.pipeline.table import Way, words_of
-from ptqpipe.stages.plan.run import Budget, plan_mixed, write_recipe
-from ptqpipe.stages.tune.run import tune
-from ptqpipe.tuning.options import TuneOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,13 +29,13 @@ from ptqpipe.conversion.transform.plan import TransformOptions, matrix_bytes
 from ptqpipe.models.folding import find_structure
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
+from ptqpipe.pipeline.call import own_weight
+from ptqpipe.pipeline.table import Way
 from ptqpipe.quantization.transforms import BATCH, transform_names
 from ptqpipe.recipe.options import PipelineOptions
 from ptqpipe.recipe.origins import Origins
 from ptqpipe.run.quantities import disk_size, memory_size
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
-from ptqpipe.stages.pipeline.call import own_weight
-from ptqpipe.stages.pipeline.table import Way
 
 # Bytes for each channel of a matrix, in float32: maximum, mean, second moment and that of the held-out samples, and the
 # mean square of the gradient at an output; the moments of its block of 16 and those of the held-out samples; a factor

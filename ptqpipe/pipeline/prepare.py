@@ -21,15 +21,15 @@ from ptqpipe.models.folding import find_structure
 from ptqpipe.models.language_model import takes_images
 from ptqpipe.models.reader_facts import check_rotation
 from ptqpipe.models.source import Source
+from ptqpipe.pipeline import call
+from ptqpipe.pipeline.budget.command import Budget, check_budget
+from ptqpipe.pipeline.stages import Pipeline
+from ptqpipe.pipeline.table import TABLE, WEIGHTS, Way, kind_of
 from ptqpipe.recipe import Recipe, build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, check_options
 from ptqpipe.run.machine import Machine
 from ptqpipe.run.quantities import disk_size
 from ptqpipe.runtime.loading import default_length, load_tokenizer, read_config
-from ptqpipe.stages.pipeline import call
-from ptqpipe.stages.pipeline.stages import Pipeline
-from ptqpipe.stages.pipeline.table import TABLE, WEIGHTS, Way, kind_of
-from ptqpipe.stages.plan.run import Budget, check_budget
 
 MATRICES = 128_000_000  # bytes of a record that the matrices of rotations may take: half of what is read
 

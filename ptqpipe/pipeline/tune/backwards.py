@@ -22,11 +22,11 @@ from ptqpipe.calibration.reverse import Slopes, expert_products, linear_modules,
 from ptqpipe.calibration.runner import in_batches
 from ptqpipe.checkpoint import CheckpointReader, file_sha256, output_errors, write_tensors
 from ptqpipe.conversion.conversion import Conversion
+from ptqpipe.pipeline.tune.in_order import divided
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.run.machine import BASE_BYTES, Machine, counting_bar
 from ptqpipe.runtime.compiled import pass_dtype
 from ptqpipe.runtime.skeleton import Skeleton
-from ptqpipe.tuning.in_order import divided
-from ptqpipe.tuning.options import TuneOptions
 
 PASS = "backwards"  # the pass as a unit of the journal: {"layers": {layer: sha256}, "slopes": sha256 or None}
 _BLOCK = "."  # where a module's name would be: the block's own output

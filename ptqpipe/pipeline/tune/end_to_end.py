@@ -26,17 +26,17 @@ from ptqpipe.check.evaluate.text import SAMPLE, read_text
 from ptqpipe.checkpoint import BlockFolder, CheckpointReader, is_sealed, output_errors, write_tensors
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.errors import UsageError
+from ptqpipe.pipeline.tune import codes as codes_of
+from ptqpipe.pipeline.tune.block import BlockWork
+from ptqpipe.pipeline.tune.in_order import divided
+from ptqpipe.pipeline.tune.kept import Trained, TrainedTensor, find_kept, unit_name, with_gain
+from ptqpipe.pipeline.tune.options import FOUR_BIT_RATE, GLOBAL, TuneOptions
 from ptqpipe.quantization.learned_codes import Rounding, relative_change, sha256_of
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import BASE_BYTES, Machine, counting_bar
 from ptqpipe.run.quantities import option_size, option_size_above
 from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.runtime.skeleton import Skeleton
-from ptqpipe.tuning import codes as codes_of
-from ptqpipe.tuning.block import BlockWork
-from ptqpipe.tuning.in_order import divided
-from ptqpipe.tuning.kept import Trained, TrainedTensor, find_kept, unit_name, with_gain
-from ptqpipe.tuning.options import FOUR_BIT_RATE, GLOBAL, TuneOptions
 
 DATA, OTHER = "held-out samples", "sample text"
 _STATE, _FOUND, _FILE = "state", "found", "model.safetensors"  # folders beside the output, and what each has

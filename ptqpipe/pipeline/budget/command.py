@@ -17,20 +17,13 @@ from ptqpipe.checkpoint import check_file, name_of, resolve_source, write_file
 from ptqpipe.conversion import check_model
 from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source
+from ptqpipe.pipeline.budget.cost import Costs, choose_moment, estimate, knows_outputs
+from ptqpipe.pipeline.budget.measure import Measurement, measure
+from ptqpipe.pipeline.budget.units import DEFAULT_FORMATS, Group, find_groups, forecast, recipe_content, schemes_of
 from ptqpipe.recipe import recipe_text
 from ptqpipe.recipe.knapsack import Allocation, require_scipy, solve
 from ptqpipe.run.machine import Machine
 from ptqpipe.run.quantities import bytes_of, disk_size, option_size
-from ptqpipe.stages.plan.cost import Costs, choose_moment, estimate, knows_outputs
-from ptqpipe.stages.plan.measure import Measurement, measure
-from ptqpipe.stages.plan.units import (
-    DEFAULT_FORMATS,
-    Group,
-    find_groups,
-    forecast,
-    recipe_content,
-    schemes_of,
-)
 
 POINTS = 9  # of the Pareto curve
 _MARK = "# Converts to "

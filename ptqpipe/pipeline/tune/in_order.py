@@ -21,10 +21,10 @@ from ptqpipe.calibration.paired import Known, paired_inputs, paired_moments
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.pipeline.tune.block import BlockWork
+from ptqpipe.pipeline.tune.experts import follow_stack
+from ptqpipe.pipeline.tune.feedback import Given, Turn, chosen, outputs_of
 from ptqpipe.recipe.plan import Unit
-from ptqpipe.tuning.block import BlockWork
-from ptqpipe.tuning.experts import follow_stack
-from ptqpipe.tuning.feedback import Given, Turn, chosen, outputs_of
 
 
 def follow(

@@ -48,13 +48,13 @@ from ptqpipe.checkpoint import (
     write_file,
 )
 from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, PtqError, UsageError, WrongOutput
+from ptqpipe.pipeline import text
+from ptqpipe.pipeline.ledger import Ledger
+from ptqpipe.pipeline.prepare import prepare
+from ptqpipe.pipeline.stages import Pipeline
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.run.machine import Machine, bars_of
 from ptqpipe.run.quantities import disk_size
-from ptqpipe.stages.pipeline import text
-from ptqpipe.stages.pipeline.ledger import Ledger
-from ptqpipe.stages.pipeline.prepare import prepare
-from ptqpipe.stages.pipeline.stages import Pipeline
 
 CALL_FILE = "pipeline.json"  # of a folder of --keep-stages
 Say = Callable[[str], None]

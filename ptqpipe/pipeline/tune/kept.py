@@ -18,9 +18,9 @@ from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.global_scale import canonical
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.pipeline.tune.options import GLOBAL
 from ptqpipe.recipe.plan import FLOAT_DTYPES, Unit
 from ptqpipe.runtime.skeleton import MTP, Skeleton
-from ptqpipe.tuning.options import GLOBAL
 
 _LEAST = 0.01  # what the root mean square of a tensor counts at least: biases may be zeros
 _GLOBAL_RATE = 9e-4  # of the logarithm of a global scale

@@ -19,10 +19,10 @@ from ptqpipe.calibration.runner import BATCH_TOKENS
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.rotation import rotated
+from ptqpipe.pipeline.tune.block import BlockWork
+from ptqpipe.pipeline.tune.feedback import Given, Turn, chosen, outputs_of
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.runtime.experts import first_stack
-from ptqpipe.tuning.block import BlockWork
-from ptqpipe.tuning.feedback import Given, Turn, chosen, outputs_of
 
 
 def follow_stack(
