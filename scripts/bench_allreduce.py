@@ -43,7 +43,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ptqpipe.collectives import CODECS, QuantAllReduce
+from ptqpipe.serving.collectives import CODECS, QuantAllReduce
 
 SIZES = ("64K", "256K", "1M", "4M", "16M", "64M")
 BURST = {1: "128kb", 5: "256kb", 10: "512kb"}

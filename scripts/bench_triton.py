@@ -45,7 +45,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ptqpipe.api.matrices import quantize
-from ptqpipe.engine.attention import fused_attention, load
 from ptqpipe.numerics.formats import Format, get_format
 from ptqpipe.numerics.kernels import cpu, cuda_fp8, triton as kernels, triton_attention, triton_linear
 from ptqpipe.numerics.kernels.cpu_attention import PagedSpans
@@ -59,6 +58,7 @@ from ptqpipe.quantization.unit import kernel_for, quantize_rows
 from ptqpipe.runtime import packed as runtime
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
+from ptqpipe.serving.engine.attention import fused_attention, load
 
 BLOCK_FORMATS = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8")
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8_channel", "fp8_block")

@@ -26,12 +26,12 @@ from torch.multiprocessing.spawn import start_processes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ptqpipe.collectives import reference
-from ptqpipe.collectives.codecs import WireCodec, get_wire_codec
-from ptqpipe.collectives.layout import cut
-from ptqpipe.collectives.stats import Stats
-from ptqpipe.collectives.symmetric import SymmetricExchange, SymmetricMemory, buffer_bytes
 from ptqpipe.numerics.kernels.triton import interpreting
+from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives.codecs import WireCodec, get_wire_codec
+from ptqpipe.serving.collectives.layout import cut
+from ptqpipe.serving.collectives.stats import Stats
+from ptqpipe.serving.collectives.symmetric import SymmetricExchange, SymmetricMemory, buffer_bytes
 
 GPU = not interpreting()
 DEVICE = "cuda" if GPU else "cpu"

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from ptqpipe.engine import Engine, EngineOptions
-from ptqpipe.engine.engine import Request
-from ptqpipe.engine.runner import CacheOptions, ModelRunner
-from ptqpipe.engine.sequence import SamplingParams
 from ptqpipe.numerics.kernels import cpu
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.linear import PackedLinear
 from ptqpipe.runtime.loading import load
 from ptqpipe.runtime.memory import keep_freed_memory
+from ptqpipe.serving.engine import Engine, EngineOptions
+from ptqpipe.serving.engine.engine import Request
+from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.sequence import SamplingParams
 
 READ_BYTES = 1 << 30
 CLOCK = time.process_time if "--cpu-clock" in sys.argv else time.perf_counter

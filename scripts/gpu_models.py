@@ -32,12 +32,12 @@ import make_synthetic_model as synthetic
 from safetensors.torch import load_file
 
 import ptqpipe
-from ptqpipe.engine import Engine, EngineOptions, Request, SamplingParams
-from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.numerics.kernels import triton, triton_linear
 from ptqpipe.quantization import unit
 from ptqpipe.runtime import packed
 from ptqpipe.runtime.loading import load, load_model
+from ptqpipe.serving.engine import Engine, EngineOptions, Request, SamplingParams
+from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "ptqpipe" / "demo_model"

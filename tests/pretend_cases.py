@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
+from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
 from tests import tiny
 from tests.containers.builders import read_checkpoint
 from tests.engine import models, test_architectures, test_states

@@ -29,7 +29,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ptqpipe.engine.runner import ModelRunner
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.kernels import (
     cpu,
@@ -41,6 +40,7 @@ from ptqpipe.numerics.kernels import (
     triton_rows,
 )
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.serving.engine.runner import ModelRunner
 
 aten = torch.ops.aten
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from ptqpipe.cli import main
 from ptqpipe.errors import PtqError
 from ptqpipe.models.families import check_config, doubts
-from ptqpipe.stages.serve.run import ServeOptions, serving
+from ptqpipe.serving.command import ServeOptions, serving
 from tests import families, processors, tiny
 from tests.engine import images
 from tests.stages.test_sources import K, N, compressed, gptq_source, integer_source, numbers, words

@@ -6,9 +6,9 @@ Every rounding has the bits that the bytes of ``reference.py`` have. Must not kn
 import torch
 
 from labs.allreduce_simulator.schemes import WireRounding
-from ptqpipe.collectives import reference
-from ptqpipe.collectives.codecs import CODECS, WireCodec, get_wire_codec
 from ptqpipe.errors import UsageError
+from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives.codecs import CODECS, WireCodec, get_wire_codec
 
 _SMALLEST_SCALE = 2.0**-127  # of a block that is not zero; its inverse is a float
 

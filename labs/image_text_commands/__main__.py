@@ -50,7 +50,7 @@ def served(model: Path) -> tuple[str, str]:
     from transformers import AutoModelForImageTextToText
 
     from ptqpipe.errors import PtqError
-    from ptqpipe.stages.serve.run import ServeOptions, serving
+    from ptqpipe.serving.command import ServeOptions, serving
 
     options = ServeOptions(str(model), port=0, dtype="float32", cache_bytes=1 << 24, threads=1)
     body = {"prompt": list(PROMPT), "max_tokens": COUNT, "temperature": 0, "ignore_eos": True}

@@ -36,14 +36,14 @@ import bench_allreduce
 import torch
 import torch.distributed as dist
 
-from ptqpipe.collectives import QuantAllReduce
-from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.engine.overlap import Overlap, least_tokens
-from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.loading import load_rank, read_config
 from ptqpipe.runtime.memory import keep_freed_memory, use_one_arena
 from ptqpipe.runtime.parallel import TensorParallel
+from ptqpipe.serving.collectives import QuantAllReduce
+from ptqpipe.serving.engine.batch import Batch, Span
+from ptqpipe.serving.engine.overlap import Overlap, least_tokens
+from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
 
 BLOCK = 16  # tokens a page
 LIMIT_S = 1800

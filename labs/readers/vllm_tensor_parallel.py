@@ -24,7 +24,7 @@ from typing import Any
 from labs.readers.vllm_child import Answer, Outcome, Request, run
 from labs.readers.vllm_loads import differences
 
-EXTENSION = "ptqpipe.vllm_plugin.worker.AllReduceNumbers"
+EXTENSION = "ptqpipe.serving.vllm_plugin.worker.AllReduceNumbers"
 
 
 def windows_of(model: Path, text: Path, *, tokens: int, window: int) -> list[list[int]]:

@@ -73,7 +73,7 @@ def chat(given: Given) -> None:
 def _served(given: Given) -> AbstractContextManager[str]:
     """A service of the checkpoint for this talk alone, on a free port of this machine; its URL."""
     from ptqpipe.checkpoint import resolve_source
-    from ptqpipe.stages.serve.run import ServeOptions, serving
+    from ptqpipe.serving.command import ServeOptions, serving
 
     given_here = {"port": 0, "max_len": given.max_model_len, "threads": given.workers, "max_seqs": 1}
     options = given.into(ServeOptions, ckpt=str(resolve_source(given.ckpt)), **given_here)

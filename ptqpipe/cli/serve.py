@@ -14,7 +14,7 @@ from ptqpipe.cli.parameters import ACTIVATIONS, Size, computing_dtype, options, 
 from ptqpipe.errors import UsageError
 
 if TYPE_CHECKING:
-    from ptqpipe.stages.serve.ranks import Place
+    from ptqpipe.serving.ranks import Place
 
 # Options of ptqpipe serve -> flags of vLLM. Handed over when they were given.
 FLAGS = {
@@ -207,7 +207,7 @@ def serve(given: Given) -> None:
         return
     from ptqpipe.checkpoint import resolve_source
     from ptqpipe.run.processes import own_command
-    from ptqpipe.stages.serve import run as stage
+    from ptqpipe.serving import command as stage
 
     serving = given.into(
         stage.ServeOptions,
@@ -229,7 +229,7 @@ def serve(given: Given) -> None:
 
 def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "Place":
     """Which rank this is: of a service that starts its own, or of a torchrun."""
-    from ptqpipe.stages.serve.ranks import Place, parse_place
+    from ptqpipe.serving.ranks import Place, parse_place
 
     if tp is not None and tp < 1:
         raise UsageError(f"--tp is {tp}, expected 1 or more")
@@ -265,7 +265,7 @@ def _handed_to_vllm(given: Given) -> bool:
 
 def _serve_vllm(given: Given, stated: set[str]) -> None:
     """Starts vLLM with the options of the command line."""
-    from ptqpipe.stages.serve.vllm import VllmService, serve_vllm
+    from ptqpipe.serving.vllm import VllmService, serve_vllm
 
     if unknown := sorted(stated - FLAGS.keys() - set(OWN) - {"drain_s"}):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in unknown)

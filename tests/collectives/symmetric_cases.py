@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.collectives import QuantAllReduce
-from ptqpipe.collectives.codecs import DTYPES, get_wire_codec
-from ptqpipe.collectives.layout import cut
-from ptqpipe.collectives.stats import Stats
-from ptqpipe.collectives.symmetric import SymmetricExchange, SymmetricMemory, buffer_bytes
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.kernels import triton_symmetric
+from ptqpipe.serving.collectives import QuantAllReduce
+from ptqpipe.serving.collectives.codecs import DTYPES, get_wire_codec
+from ptqpipe.serving.collectives.layout import cut
+from ptqpipe.serving.collectives.stats import Stats
+from ptqpipe.serving.collectives.symmetric import SymmetricExchange, SymmetricMemory, buffer_bytes
 from tests.collectives.ranks import on_ranks
 from tests.collectives.test_allreduce import partial, simulated
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from ptqpipe.collectives import QuantAllReduce
+from ptqpipe.serving.collectives import QuantAllReduce
 from tests.collectives.ranks import on_ranks
 
 CLOSE = 0.02  # twice the error of a sum of Gaussians, of which a layer's output is far from the only part
@@ -30,7 +30,7 @@ def with_dtensor(rank: int, world: int) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor, Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    from ptqpipe.collectives.dtensor import QuantPartial, QuantRowwise
+    from ptqpipe.serving.collectives.dtensor import QuantPartial, QuantRowwise
 
     mesh = init_device_mesh("cpu", (world,))
     reduce, other = QuantAllReduce(mesh.get_group(), min_bytes=0), QuantAllReduce(mesh.get_group(), min_bytes=0)

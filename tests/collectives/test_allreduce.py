@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptqpipe.collectives import NEVER, QuantAllReduce, Thresholds
-from ptqpipe.collectives.codecs import CODECS, DTYPES, WireCodec, get_wire_codec
-from ptqpipe.collectives.reference import decode, decode_units, encode, encode_units, rotate
 from ptqpipe.errors import UsageError
+from ptqpipe.serving.collectives import NEVER, QuantAllReduce, Thresholds
+from ptqpipe.serving.collectives.codecs import CODECS, DTYPES, WireCodec, get_wire_codec
+from ptqpipe.serving.collectives.reference import decode, decode_units, encode, encode_units, rotate
 from tests.collectives.ranks import on_ranks
 
 WORLDS = (2, 3, 5)

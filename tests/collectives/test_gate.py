@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.collectives import NEVER, Thresholds, gate
-from ptqpipe.collectives.gate import SIZES, PlainWay, Sum, Times, Way, decide, table
+from ptqpipe.serving.collectives import NEVER, Thresholds, gate
+from ptqpipe.serving.collectives.gate import SIZES, PlainWay, Sum, Times, Way, decide, table
 from tests.collectives.ranks import on_ranks
 
 KIB, MIB = 1 << 10, 1 << 20

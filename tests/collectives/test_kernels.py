@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from ptqpipe.collectives import reference
-from ptqpipe.collectives.codecs import CODECS, DTYPES, WireCodec, get_wire_codec
 from ptqpipe.numerics.kernels import cpu_collective, cpu_library as lib
+from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives.codecs import CODECS, DTYPES, WireCodec, get_wire_codec
 
 WIRES = [
     *(get_wire_codec(name, block) for name in ("int8", "int6", "int4", "fp8") for block in (32, 64, 128, 256)),

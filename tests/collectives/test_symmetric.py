@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ptqpipe.collectives import QuantAllReduce, symmetric
-from ptqpipe.collectives.codecs import get_wire_codec
 from ptqpipe.errors import UsageError
+from ptqpipe.serving.collectives import QuantAllReduce, symmetric
+from ptqpipe.serving.collectives.codecs import get_wire_codec
 from tests.collectives.ranks import on_ranks
 
 CASES = Path(__file__).with_name("symmetric_cases.py")

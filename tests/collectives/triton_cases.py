@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ptqpipe.collectives import reference
-from ptqpipe.collectives.codecs import DTYPES, get_wire_codec
 from ptqpipe.numerics.kernels import triton_collective
 from ptqpipe.numerics.kernels.triton import interpreting
+from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives.codecs import DTYPES, get_wire_codec
 from tests.collectives.test_kernels import adversarial, same
 
 DEVICE = "cpu" if interpreting() else "cuda"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.engine.graphs import StepGraphs
-from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.numerics.kernels.triton import interpreting
+from ptqpipe.serving.engine.batch import Batch, Span
+from ptqpipe.serving.engine.graphs import StepGraphs
+from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
 
 BLOCK, MAX_LEN = 4, 24
 DEVICE = "cpu" if interpreting() else "cuda"

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.engine.engine import Engine, EngineOptions, Piece, Request
-from ptqpipe.engine.runner import CacheOptions, ModelRunner
-from ptqpipe.engine.sequence import SamplingParams
 from ptqpipe.numerics.kernels import cpu_library, cpu_linear
 from ptqpipe.runtime import load_model
+from ptqpipe.serving.engine.batch import Batch, Span
+from ptqpipe.serving.engine.engine import Engine, EngineOptions, Piece, Request
+from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.sequence import SamplingParams
 
 DEMO = Path(__file__).resolve().parents[2] / "ptqpipe" / "demo_model"
 PROMPTS = (

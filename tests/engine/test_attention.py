@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.engine import attention
-from ptqpipe.engine.attention import PagedAttention, Pages, Terms, causal_mask, explicit_attention
-from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.numerics.kernels import cpu_library
+from ptqpipe.serving.engine import attention
+from ptqpipe.serving.engine.attention import PagedAttention, Pages, Terms, causal_mask, explicit_attention
+from ptqpipe.serving.engine.batch import Batch, Span
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 32, 16
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from ptqpipe.engine.block_manager import BlockManager
-from ptqpipe.engine.sequence import SamplingParams, Sequence
+from ptqpipe.serving.engine.block_manager import BlockManager
+from ptqpipe.serving.engine.sequence import SamplingParams, Sequence
 
 SIZE = 4
 

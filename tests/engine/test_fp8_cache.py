@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.engine import attention
-from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.runtime import load_model, simulate
+from ptqpipe.serving.engine import attention
+from ptqpipe.serving.engine.batch import Batch, Span
+from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
 from tests.engine.models import ask, engine, generate, greedy_of, tokenizer
 from tests.runtime.models import quantized, save_source
 from tests.runtime.test_kv_cache import SCHEME, scales_named, with_scales

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ptqpipe.engine.runner import CacheOptions, ModelRunner
-from ptqpipe.engine.sequence import Finish
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.runtime import load_model
+from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.sequence import Finish
 from tests.engine import models
 from tests.engine.models import ask, encoded, engine, generate, greedy, run_all, runner, tokens_of
 

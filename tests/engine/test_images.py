@@ -8,17 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ptqpipe.engine.batch import Batch, Span, unpack
-from ptqpipe.engine.block_manager import BlockManager
-from ptqpipe.engine.engine import Engine, Request
-from ptqpipe.engine.images import ImageRows, Images, Seen, rows_of
-from ptqpipe.engine.overlap import halves
-from ptqpipe.engine.runner import CacheOptions, ModelRunner
-from ptqpipe.engine.sequence import SamplingParams
-from ptqpipe.engine.speculative import Drafter
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime import load, load_model
-from ptqpipe.stages.serve.tower import Tower
+from ptqpipe.serving.engine.batch import Batch, Span, unpack
+from ptqpipe.serving.engine.block_manager import BlockManager
+from ptqpipe.serving.engine.engine import Engine, Request
+from ptqpipe.serving.engine.images import ImageRows, Images, Seen, rows_of
+from ptqpipe.serving.engine.overlap import halves
+from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.sequence import SamplingParams
+from ptqpipe.serving.engine.speculative import Drafter
+from ptqpipe.serving.tower import Tower
 from tests.engine import images
 from tests.engine.models import ask, engine, generate, greedy_of, run_all, tokenizer, tokens_of
 

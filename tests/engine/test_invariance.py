@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.engine import invariance
-from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime import load
 from ptqpipe.runtime.invariant import make_batch_invariant
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
+from ptqpipe.serving.engine import invariance
+from ptqpipe.serving.engine.batch import Batch, Span
+from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
 from tests.engine.models import DEMO, has_one_order
 from tests.runtime.models import quantized, save_source
 

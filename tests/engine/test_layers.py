@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
-from ptqpipe.engine import runner as runners
-from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.engine.layers import use_layers
-from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.runtime import load
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.linear import PackedLinear
+from ptqpipe.serving.engine import runner as runners
+from ptqpipe.serving.engine.batch import Batch, Span
+from ptqpipe.serving.engine.layers import use_layers
+from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
 from tests.engine.models import has_kernels, has_panels, steps
 from tests.runtime.models import linear_layers, quantized, save_source
 

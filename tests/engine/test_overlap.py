@@ -22,18 +22,18 @@ from click.testing import CliRunner
 from hypothesis import given, strategies as st
 
 from ptqpipe.cli import main
-from ptqpipe.collectives import QuantAllReduce
-from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.engine.engine import Engine, EngineOptions
-from ptqpipe.engine.overlap import Overlap, _Half, halves, least_tokens
-from ptqpipe.engine.ranks import Leader, follow
-from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.errors import PtqError
 from ptqpipe.numerics.kernels.cpu_attention import PagedSpans, paged_prefill
 from ptqpipe.runtime import load_model
 from ptqpipe.runtime.loading import load_rank
 from ptqpipe.runtime.parallel import TensorParallel
-from ptqpipe.stages.serve import run as serve
+from ptqpipe.serving import command as serve
+from ptqpipe.serving.collectives import QuantAllReduce
+from ptqpipe.serving.engine.batch import Batch, Span
+from ptqpipe.serving.engine.engine import Engine, EngineOptions
+from ptqpipe.serving.engine.overlap import Overlap, _Half, halves, least_tokens
+from ptqpipe.serving.engine.ranks import Leader, follow
+from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
 from tests.collectives.ranks import on_ranks
 from tests.engine.models import DEMO, ask, generate, greedy_of
 from tests.runtime.models import quantized, save_source

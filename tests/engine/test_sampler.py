@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.engine.sampler import logprobs_of, sample
-from ptqpipe.engine.sequence import SamplingParams, Sequence
 from ptqpipe.errors import UsageError
+from ptqpipe.serving.engine.sampler import logprobs_of, sample
+from ptqpipe.serving.engine.sequence import SamplingParams, Sequence
 from tests.engine.models import ask, encoded, engine, generate
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])

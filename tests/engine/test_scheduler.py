@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from ptqpipe.engine.block_manager import BlockManager
-from ptqpipe.engine.scheduler import PROMPT_LOGITS, Chunk, Scheduler
-from ptqpipe.engine.sequence import SamplingParams, Sequence
+from ptqpipe.serving.engine.block_manager import BlockManager
+from ptqpipe.serving.engine.scheduler import PROMPT_LOGITS, Chunk, Scheduler
+from ptqpipe.serving.engine.sequence import SamplingParams, Sequence
 
 BLOCK = 4
 

@@ -13,12 +13,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
-from ptqpipe.engine.block_manager import BlockManager
-from ptqpipe.engine.engine import Engine
-from ptqpipe.engine.runner import CacheOptions, ModelRunner
-from ptqpipe.engine.scheduler import Chunk
-from ptqpipe.engine.speculative import Drafter
 from ptqpipe.runtime import load
+from ptqpipe.serving.engine.block_manager import BlockManager
+from ptqpipe.serving.engine.engine import Engine
+from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.scheduler import Chunk
+from ptqpipe.serving.engine.speculative import Drafter
 from tests import families
 from tests.engine import models
 from tests.engine.models import ask, generate

@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 
-from ptqpipe.engine import invariance
-from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.engine.runner import CacheOptions, ModelRunner
 from ptqpipe.errors import UsageError
+from ptqpipe.serving.engine import invariance
+from ptqpipe.serving.engine.batch import Batch, Span
+from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
 from tests.engine.models import ask, engine, generate, greedy_of, run_all, tokenizer
 from tests.engine.test_architectures import SIZES
 

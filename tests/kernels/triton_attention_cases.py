@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.engine.attention import PagedAttention, Pages, Terms, store as store_by_torch
-from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.numerics.kernels import triton as kernels, triton_attention
 from ptqpipe.numerics.kernels.cpu_attention import PagedSpans
+from ptqpipe.serving.engine.attention import PagedAttention, Pages, Terms, store as store_by_torch
+from ptqpipe.serving.engine.batch import Batch, Span
 
 DEVICE = torch.device("cpu" if kernels.interpreting() else "cuda")
 BLOCK = 16

@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ptqpipe.collectives import reference
-from ptqpipe.collectives.codecs import DTYPES, WireCodec, get_wire_codec
-from ptqpipe.collectives.layout import cut
 from ptqpipe.numerics.kernels import triton_symmetric as kernels
 from ptqpipe.numerics.kernels.triton import interpreting
 from ptqpipe.numerics.kernels.triton_messages import _RECIPROCAL
+from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives.codecs import DTYPES, WireCodec, get_wire_codec
+from ptqpipe.serving.collectives.layout import cut
 from tests.collectives.test_allreduce import simulated
 from tests.collectives.test_kernels import adversarial, same
 

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from ptqpipe.engine.service import Service
 from ptqpipe.errors import PtqError
-from ptqpipe.server.app import ServerOptions, create_app
-from ptqpipe.server.run import bind, run
+from ptqpipe.serving.engine.service import Service
+from ptqpipe.serving.server.app import ServerOptions, create_app
+from ptqpipe.serving.server.run import bind, run
 from tests.engine import models
 
 TEMPLATE = (

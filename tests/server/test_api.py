@@ -16,9 +16,9 @@ import openai
 import pytest
 import torch
 
-from ptqpipe.engine.engine import ContextTooLong
 from ptqpipe.errors import UsageError
-from ptqpipe.server.errors import api_error
+from ptqpipe.serving.engine.engine import ContextTooLong
+from ptqpipe.serving.server.errors import api_error
 from tests.engine.models import PROMPTS, encoded, greedy, reference, tokenizer
 from tests.server.conftest import TEMPLATE, Server, serving
 

@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 
 from ptqpipe.cli import main
 from ptqpipe.cli.talk import Conversation, Talk, visible
-from ptqpipe.engine.service import Service
 from ptqpipe.errors import PtqError
+from ptqpipe.serving.engine.service import Service
 from tests.engine.models import DEMO, PROMPTS, greedy, tokenizer
 from tests.server.conftest import TEMPLATE, Server, serving
 from tests.server.test_api import text

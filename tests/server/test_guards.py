@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from ptqpipe.cli import main
-from ptqpipe.engine.engine import ContextTooLong
 from ptqpipe.models import chat_template
-from ptqpipe.server import guards
-from ptqpipe.server.errors import ApiError
-from ptqpipe.server.prompts import Prompts
+from ptqpipe.serving.engine.engine import ContextTooLong
+from ptqpipe.serving.server import guards
+from ptqpipe.serving.server.errors import ApiError
+from ptqpipe.serving.server.prompts import Prompts
 from tests.engine import models
 from tests.server.conftest import Server, serving
 
@@ -183,7 +183,7 @@ def test_of_many_items_of_a_wrong_type_few_are_reported(path: str, body: dict[st
     from fastapi.exceptions import RequestValidationError
     from pydantic import TypeAdapter, ValidationError
 
-    from ptqpipe.server import schema
+    from ptqpipe.serving.server import schema
 
     kinds = {"/v1/completions": "CompletionBody", "/v1/chat/completions": "ChatBody", "/detokenize": "DetokenizeBody"}
     with pytest.raises(ValidationError) as error:

@@ -13,10 +13,10 @@ import pytest
 import torch
 import transformers
 
-from ptqpipe.engine import EngineOptions, Images, Overloaded, Request, SamplingParams, Service, State
 from ptqpipe.errors import UsageError
-from ptqpipe.stages.serve.checks import check_checkpoint, processor_of
-from ptqpipe.stages.serve.run import ServeOptions, serving
+from ptqpipe.serving.checks import check_checkpoint, processor_of
+from ptqpipe.serving.command import ServeOptions, serving
+from ptqpipe.serving.engine import EngineOptions, Images, Overloaded, Request, SamplingParams, Service, State
 from tests import processors
 from tests.engine import images
 from tests.server.test_processes import started
@@ -174,7 +174,7 @@ def test_a_tower_without_its_config_ends_the_request_alone(folders: dict[str, Pa
 
 
 def test_many_images_at_once_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ptqpipe.engine.service.MOST_IMAGE_BYTES", 100)
+    monkeypatch.setattr("ptqpipe.serving.engine.service.MOST_IMAGE_BYTES", 100)
     service = Service(lambda: None, max_queue=8)  # type: ignore[arg-type,return-value]
     service.state, service.engine = State.READY, SimpleNamespace(check=lambda request: None, options=LIMITS)  # type: ignore[assignment]
     brought = Images({"pixel_values": torch.zeros(16)}, (b"1",), images.IMAGE)

@@ -16,7 +16,7 @@ import pytest
 
 import ptqpipe
 from ptqpipe.run import processes
-from ptqpipe.stages.serve.run import ServeOptions, serving
+from ptqpipe.serving.command import ServeOptions, serving
 from tests.engine.models import DEMO
 from tests.server.test_processes import started
 

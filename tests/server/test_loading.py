@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from ptqpipe.engine.service import Service, State
 from ptqpipe.errors import PtqError
 from ptqpipe.models.source import Source
 from ptqpipe.runtime import load
 from ptqpipe.runtime.fill import watched
-from ptqpipe.server.run import bind, run
-from ptqpipe.stages.serve.facts import LINE_S, LoadingBar, facts_of, heading, instructions
+from ptqpipe.serving.engine.service import Service, State
+from ptqpipe.serving.facts import LINE_S, LoadingBar, facts_of, heading, instructions
+from ptqpipe.serving.server.run import bind, run
 from tests.engine.models import DEMO
 
 

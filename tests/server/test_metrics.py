@@ -9,11 +9,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ptqpipe.engine import Service, State
-from ptqpipe.engine.engine import Counters
-from ptqpipe.engine.service import Load
-from ptqpipe.server.metrics import Metrics
-from ptqpipe.server.run import Throughput
+from ptqpipe.serving.engine import Service, State
+from ptqpipe.serving.engine.engine import Counters
+from ptqpipe.serving.engine.service import Load
+from ptqpipe.serving.server.metrics import Metrics
+from ptqpipe.serving.server.run import Throughput
 from tests.engine.models import PROMPTS, encoded
 from tests.server.conftest import Server, serving
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from ptqpipe.stages.serve.run import ServeOptions, serving as chats
+from ptqpipe.serving.command import ServeOptions, serving as chats
 from tests import processors
 from tests.engine import images
 from tests.engine.models import PROMPTS, greedy, tokenizer

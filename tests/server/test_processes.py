@@ -113,7 +113,7 @@ def runs(pid: int) -> bool:
 @pytest.mark.parametrize("sums", ["off", "int8"])
 def test_sums_may_have_a_group_of_their_own(tmp_path: Path, sums: str) -> None:
     """As on GPUs, with gloo in NCCL's place, in both processes."""
-    code = "import torch.distributed as dist\nfrom ptqpipe.stages.serve.ranks import Place\n"
+    code = "import torch.distributed as dist\nfrom ptqpipe.serving.ranks import Place\n"
     code += "Place.group_of_sums = lambda self, device: dist.new_group(backend='gloo')\n"
     (tmp_path / "sitecustomize.py").write_text(code)
     options = ("--tp", "2", "--allreduce", sums, "--no-overlap")
@@ -275,7 +275,7 @@ def test_bodies_that_are_refused_do_not_stay_in_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_rank_that_is_stopped_ends_the_service_with_its_name(tmp_path: Path, busy: bool) -> None:
     """After 3 s in the place of 10, which tests/stages/test_watchdog.py counts."""
-    code = "import runpy, ptqpipe.stages.serve.watchdog as w; w.STOPPED_S = 3.0; "
+    code = "import runpy, ptqpipe.serving.watchdog as w; w.STOPPED_S = 3.0; "
     code += "runpy.run_module('ptqpipe', run_name='__main__', alter_sys=True)"
     with started(tmp_path, "--tp", "2", command=("-c", code)) as service:
         (rank,) = service.ranks()
@@ -292,7 +292,7 @@ def test_a_rank_that_is_stopped_ends_the_service_with_its_name(tmp_path: Path, b
 @pytest.mark.parametrize("options", [(), ("--no-overlap",)])
 def test_a_rank_that_does_not_answer_ends_the_service_with_its_name(tmp_path: Path, options: tuple[str, ...]) -> None:
     """With 5 s in the place of 60; that the rank is stopped must not be seen first."""
-    code = "import runpy, ptqpipe.stages.serve.watchdog as w; w.STOPPED_S = 1e9; "
+    code = "import runpy, ptqpipe.serving.watchdog as w; w.STOPPED_S = 1e9; "
     code += "w.Watchdog.__init__.__kwdefaults__['wait_s'] = 5.0; "
     code += "runpy.run_module('ptqpipe', run_name='__main__', alter_sys=True)"
     with started(tmp_path, "--tp", "2", *options, command=("-c", code)) as service:

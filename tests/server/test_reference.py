@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from ptqpipe.server.pages import add_pages
+from ptqpipe.serving.server.pages import add_pages
 from tests.server.conftest import Server
 
 

@@ -8,7 +8,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from ptqpipe.errors import UsageError
-from ptqpipe.stages.serve.run import ServeOptions, serving
+from ptqpipe.serving.command import ServeOptions, serving
 from tests import families
 
 BODY = {"prompt": "w5 w17 w40 w8", "max_tokens": 12, "temperature": 0, "ignore_eos": True}

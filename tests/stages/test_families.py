@@ -30,7 +30,7 @@ from ptqpipe.recipe import Recipe, RecipeOptions, Rule
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.loading import default_length, positions_of
-from ptqpipe.stages.serve.checks import check_checkpoint
+from ptqpipe.serving.checks import check_checkpoint
 from tests import families, tiny
 from tests.stages import damage
 

@@ -19,14 +19,14 @@ from ptqpipe.check.evaluate.command import Options, evaluate
 from ptqpipe.check.verify.command import verify
 from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.conversion.transform.run import transform
-from ptqpipe.engine.images import Images
-from ptqpipe.engine.probe import check_empty
-from ptqpipe.engine.runner import CacheOptions, ModelRunner, check_model
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.check import check_load
-from ptqpipe.stages.serve.checks import check_checkpoint
-from ptqpipe.stages.serve.tower import Tower
+from ptqpipe.serving.checks import check_checkpoint
+from ptqpipe.serving.engine.images import Images
+from ptqpipe.serving.engine.probe import check_empty
+from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner, check_model
+from ptqpipe.serving.tower import Tower
 from tests import families, image_text, tiny
 from tests.engine import images as pictures
 from tests.engine.models import ask, engine, generate as served_by, greedy_of, tokenizer

@@ -16,12 +16,12 @@ from ptqpipe.errors import CheckpointError, PtqError, UsageError
 from ptqpipe.models import chat_template
 from ptqpipe.run.processes import join_remedy
 from ptqpipe.runtime.loading import load_tokenizer
-from ptqpipe.server.run import bind
-from ptqpipe.stages.serve import run as stage
-from ptqpipe.stages.serve.checks import read_template
-from ptqpipe.stages.serve.ranks import OtherRanks, Place
-from ptqpipe.stages.serve.run import ServeOptions
-from ptqpipe.stages.serve.vllm import VllmService
+from ptqpipe.serving import command as stage
+from ptqpipe.serving.checks import read_template
+from ptqpipe.serving.command import ServeOptions
+from ptqpipe.serving.ranks import OtherRanks, Place
+from ptqpipe.serving.server.run import bind
+from ptqpipe.serving.vllm import VllmService
 from tests.engine.models import DEMO
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptqpipe.stages.serve import ranks
-from ptqpipe.stages.serve.ranks import OtherRanks, Place
-from ptqpipe.stages.serve.watchdog import LOOK_S, STOPPED_S, Stopped, Watchdog
+from ptqpipe.serving import ranks
+from ptqpipe.serving.ranks import OtherRanks, Place
+from ptqpipe.serving.watchdog import LOOK_S, STOPPED_S, Stopped, Watchdog
 
 LOOKS = 5
 NUMBER = torch.ones(1)

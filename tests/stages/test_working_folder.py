@@ -12,7 +12,7 @@ import ptqpipe
 from ptqpipe.api.service import ServiceProcess
 from ptqpipe.errors import UsageError
 from ptqpipe.run.processes import own_command, safe_environment
-from ptqpipe.stages.serve import vllm
+from ptqpipe.serving import vllm
 from tests.engine.models import DEMO
 from tests.server.test_processes import started
 

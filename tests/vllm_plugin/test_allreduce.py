@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptqpipe.collectives import NEVER, Thresholds
-from ptqpipe.vllm_plugin import allreduce
-from ptqpipe.vllm_plugin.allreduce import Reducer, checked
-from ptqpipe.vllm_plugin.settings import PluginSettings
+from ptqpipe.serving.collectives import NEVER, Thresholds
+from ptqpipe.serving.vllm_plugin import allreduce
+from ptqpipe.serving.vllm_plugin.allreduce import Reducer, checked
+from ptqpipe.serving.vllm_plugin.settings import PluginSettings
 from tests.collectives.ranks import on_ranks
 
 CLOSE = 0.02  # twice the error of a sum of Gaussians

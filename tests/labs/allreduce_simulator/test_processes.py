@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptqpipe.collectives import QuantAllReduce
+from ptqpipe.serving.collectives import QuantAllReduce
 from labs.allreduce_simulator.inputs import drawn
 
 folder, rank, ranks, elements = Path(sys.argv[1]), *map(int, sys.argv[2:5])

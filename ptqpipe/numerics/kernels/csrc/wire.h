@@ -1,4 +1,4 @@
-// Messages of the quantized all-reduce (ptqpipe/collectives/codecs.py): where codes, scales and exponents lie, numbers of every
+// Messages of the quantized all-reduce (ptqpipe/serving/collectives/codecs.py): where codes, scales and exponents lie, numbers of every
 // dtype to lanes and back, Hadamard rotation, codes to bytes and back. A message is all codes, then all scales, then all
 // exponents; the last unit is filled up with zeros.
 

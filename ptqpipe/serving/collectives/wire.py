@@ -1,0 +1,101 @@
+"""The messages of a transport: bytes of a part, the sum of parts, the values of a sum. Quantized or not.
+
+A transport moves byte tensors and never looks into them. `Quantized` is a codec of this package, `Plain` the tensor's
+own dtype: the same schedule without a codec, which is also the baseline that a codec has to beat. Sums are float32, in
+the order of the ranks, in both. Must not know processes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ptqpipe.numerics.kernels import cpu_collective, triton_collective
+from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives.codecs import WireCodec
+
+PLAIN_UNIT = 64  # elements
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """Messages of a codec. Tensors of values are contiguous, 1-d and of one dtype; messages are uint8."""
+
+    codec: WireCodec
+
+    @property
+    def unit(self) -> int:
+        """Stripes and chunks are whole numbers of this many elements."""
+        return self.codec.unit
+
+    def nbytes(self, elements: int, dtype: torch.dtype) -> int:
+        """Bytes of the message of a part."""
+        return self.codec.nbytes(elements)
+
+    def encode(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """The message of ``x``: in ``room``, or a view of ``x``."""
+        if not (cpu_collective.encode(x, room, self.codec) or triton_collective.encode(x, room, self.codec)):
+            room.copy_(reference.encode(x, self.codec))
+        return room
+
+    def landing(self, out: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """Where the message of a sum should arrive: ``room``, or ``out`` itself when a message is its values."""
+        return room
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes a message's values to ``out``."""
+        if not (cpu_collective.decode(message, out, self.codec) or triton_collective.decode(message, out, self.codec)):
+            out.copy_(reference.decode(message, out.numel(), self.codec))
+
+    def reduce(
+        self, messages: Sequence[torch.Tensor | None], own: torch.Tensor, room: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """The message of the sum, in ``room`` or ``out``, and its decoded values in ``out``. None stands for ``own``.
+
+        ``out`` may be ``own``. With an empty ``room`` the sum goes to ``out`` alone, unrounded but for its dtype.
+        """
+        wanted = room if room.numel() else None
+        done = cpu_collective.reduce(messages, own, wanted, out, self.codec)
+        if not done and not triton_collective.reduce(messages, own, wanted, out, self.codec):
+            message, values = reference.reduce(messages, own, self.codec, requantize=wanted is not None)
+            out.copy_(values)
+            room.copy_(message)
+        return room
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Messages are the values' own bytes, sent from and received into the tensors; methods as in `Quantized`."""
+
+    unit: int = PLAIN_UNIT
+
+    def nbytes(self, elements: int, dtype: torch.dtype) -> int:
+        """As in `Quantized`."""
+        return elements * dtype.itemsize
+
+    def encode(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """As in `Quantized`."""
+        return x.view(torch.uint8)
+
+    def landing(self, out: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """As in `Quantized`."""
+        return out.view(torch.uint8)
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """As in `Quantized`: nothing, since the message arrived in ``out``."""
+
+    def reduce(
+        self, messages: Sequence[torch.Tensor | None], own: torch.Tensor, room: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """As in `Quantized`."""
+        if not cpu_collective.add(messages, own, out):
+            total: torch.Tensor | None = None
+            for message in messages:
+                term = own if message is None else message.view(own.dtype)
+                total = term.float() if total is None else total + term
+            assert total is not None, "there is a rank"
+            out.copy_(total)
+        return out.view(torch.uint8)
+
+
+Wire = Quantized | Plain

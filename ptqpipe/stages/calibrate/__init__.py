@@ -1,1 +1,0 @@
-"""calibrate: statistics of every linear layer's input, layer by layer."""

@@ -1,1 +1,0 @@
-"""convert: a published checkpoint in, a packed low-precision checkpoint out."""

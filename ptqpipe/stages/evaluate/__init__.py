@@ -1,1 +1,0 @@
-"""eval: what a checkpoint computes, measured."""

@@ -1,1 +1,0 @@
-"""report: the numbers of one checkpoint, gathered for people."""

@@ -1,1 +1,0 @@
-"""tune: learned codes, or GPTQ in the order of the model."""

@@ -1,1 +1,0 @@
-"""verify: everything that a packed checkpoint claims, recomputed."""
