@@ -10,9 +10,7 @@ not import torch. Importing it makes transformers' ``from_pretrained`` read thes
 ``runtime/hook.py``.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ptqpipe._version import __version__
@@ -58,7 +56,7 @@ __all__ = [
 
 # Where names are searched for, on first use; what imports little comes first.
 _HOMES = (
-    "qtensor", "runtime.loading", "api.matrices", "api.commands", "api.rewriting", "api.checks", "api.models",
+    "numerics.qtensor", "runtime.loading", "api.matrices", "api.commands", "api.rewriting", "api.checks", "api.models",
     "api.service", "api.loading",
 )  # fmt: skip
 
@@ -81,13 +79,4 @@ def __dir__() -> list[str]:
     return __all__
 
 
-class _Package(ModuleType):
-    """This package, in which two functions have the names of subpackages: importing those leaves the names alone."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("plan", "report") or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 hook.install()

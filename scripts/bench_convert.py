@@ -193,7 +193,7 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
     from ptqpipe.models.source import SourceRows
     from ptqpipe.quantization import rtn
     from ptqpipe.quantization.unit import Task
-    from ptqpipe.recipe import RecipeOptions
+    from ptqpipe.recipe.options import RecipeOptions
 
     torch.set_num_threads(1)
     options = RecipeOptions(scheme=case.format, global_scale=case.global_scale, container=case.container)

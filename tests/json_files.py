@@ -36,9 +36,9 @@ from ptqpipe.errors import PtqError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.quantization.learned_codes import Rounding
-from ptqpipe.recipe import Recipe
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.recipe.plan import make_plan
+from ptqpipe.recipe.recipe import Recipe
 from ptqpipe.runtime.loading import load_tokenizer, read_config, read_generation_config
 from tests import tiny
 from tests.checkpoint.test_fuzz import HOSTILE, VALUES, mutate_bytes, mutate_json

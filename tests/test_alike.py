@@ -4,7 +4,7 @@ import pytest
 
 from ptqpipe.checkpoint.patterns import alike
 from ptqpipe.models.families import COMMON, FAMILIES
-from ptqpipe.recipe import matches
+from ptqpipe.recipe.recipe import matches
 
 NAMES = [
     f"{start}layers.{layer}.{part}"

@@ -13,7 +13,7 @@ from ptqpipe.checkpoint.layouts import container_names
 from ptqpipe.cli import main
 from ptqpipe.numerics.schemes import SCHEMES
 from ptqpipe.numerics.search import search_names
-from ptqpipe.recipe import named_recipes
+from ptqpipe.recipe.file import named_recipes
 
 
 def offered(*words: str) -> list[tuple[str, str]]:

@@ -26,8 +26,8 @@ from ptqpipe.models.families import (
     outside_language_model,
 )
 from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.recipe import failing_facts, matches
 from ptqpipe.recipe.options import RecipeOptions
+from ptqpipe.recipe.recipe import failing_facts, matches
 from ptqpipe.runtime import load, load_model
 from tests import families, family_rows, tiny
 

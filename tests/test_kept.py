@@ -17,8 +17,8 @@ from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint.layouts import get_container
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.recipe import Recipe, Rule
 from ptqpipe.recipe.plan import make_plan
+from ptqpipe.recipe.recipe import Recipe, Rule
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,

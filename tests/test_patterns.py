@@ -12,8 +12,7 @@ from ptqpipe.checkpoint.layouts import get_container
 from ptqpipe.checkpoint.patterns import Expression
 from ptqpipe.errors import CheckpointError, RecipeError
 from ptqpipe.models.families import DEFAULT_KEEP
-from ptqpipe.recipe import matches
-from ptqpipe.recipe.recipe import check_pattern
+from ptqpipe.recipe.recipe import check_pattern, matches
 
 NAME = "model.language_model.layers.12.mlp.experts.101.gate_proj"
 # Of published checkpoints' ignore lists and recipes, and what our own containers write.

@@ -8,8 +8,10 @@ import torch
 
 from ptqpipe.errors import RecipeError, UsageError
 from ptqpipe.numerics.schemes import Abilities
-from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe, parse_recipe
+from ptqpipe.recipe.file import build_recipe, parse_recipe
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.recipe.plan import Plan, conv1d_leaves, make_plan
+from ptqpipe.recipe.recipe import Recipe
 from tests import tiny
 
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.uint8: "U8", torch.int64: "I64"}

@@ -15,18 +15,10 @@ from ptqpipe.cli import main
 from ptqpipe.errors import FormatError, RecipeError, UsageError
 from ptqpipe.models.families import DEFAULT_FUSE, Keep
 from ptqpipe.numerics.schemes import SCHEMES, get_scheme
-from ptqpipe.recipe import (
-    Recipe,
-    RecipeOptions,
-    Rule,
-    build_recipe,
-    file,
-    load_recipe,
-    matches,
-    named_recipes,
-    parse_recipe,
-)
-from ptqpipe.recipe.options import CheckpointOptions, CodeOptions, described, recipe_fields, recipe_path
+from ptqpipe.recipe import file
+from ptqpipe.recipe.file import build_recipe, load_recipe, named_recipes, parse_recipe
+from ptqpipe.recipe.options import CheckpointOptions, CodeOptions, RecipeOptions, described, recipe_fields, recipe_path
+from ptqpipe.recipe.recipe import Recipe, Rule, matches
 
 
 def rules(*pairs: tuple[str, str]) -> list[dict[str, str]]:

@@ -303,7 +303,7 @@ def refusal(
     from ptqpipe.conversion.prepare import prepare
     from ptqpipe.errors import UsageError
     from ptqpipe.pipeline.call import for_reader
-    from ptqpipe.recipe import RecipeOptions
+    from ptqpipe.recipe.options import RecipeOptions
 
     try:
         asked = RecipeOptions(scheme=scheme, container=container, ignore=tuple(ignore), mtp=mtp)

@@ -28,8 +28,8 @@ from ptqpipe.numerics.schemes import Activation
 from ptqpipe.quantization import CHUNK_ELEMENTS, fp8_scale, memory_bytes, nvfp4_scale, static_amax, two_sided
 from ptqpipe.quantization.columns import has_block_scales
 from ptqpipe.quantization.learned_codes import Rounding
-from ptqpipe.recipe import Recipe
 from ptqpipe.recipe.plan import Plan, Unit
+from ptqpipe.recipe.recipe import Recipe
 
 OUTPUT_BYTES = 36  # for each number of the moments of gradients, as read and as they are factored
 _SHOWN = 12  # hex digits of a fingerprint in a message

@@ -40,8 +40,8 @@ from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization import Sink, Weight
 from ptqpipe.quantization.learned_codes import TRAINED_REASON
-from ptqpipe.recipe import Recipe, failing_facts
 from ptqpipe.recipe.plan import Kept, Plan, Unit, make_plan
+from ptqpipe.recipe.recipe import Recipe, failing_facts
 from ptqpipe.run.machine import Job
 
 BIAS_REASON = "bias corrected by the mean error of its weight"

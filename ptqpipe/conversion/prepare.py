@@ -33,9 +33,10 @@ from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.numerics.search import get_search
 from ptqpipe.quantization.learned_codes import ROUNDING_FILE, TRAINED_REASON, Rounding
-from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe, matches
-from ptqpipe.recipe.options import ALGORITHMS, AUTO, CodeOptions
+from ptqpipe.recipe.file import build_recipe
+from ptqpipe.recipe.options import ALGORITHMS, AUTO, CodeOptions, RecipeOptions
 from ptqpipe.recipe.plan import Plan, check_ignored, make_plan
+from ptqpipe.recipe.recipe import Recipe, matches
 from ptqpipe.run.machine import without_collections
 from ptqpipe.runtime.expected import unlike_model
 

@@ -20,8 +20,8 @@ from ptqpipe.models.kinds import has_tokenizer, may_continue_text
 from ptqpipe.numerics.kernels import cpu
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.quantization.learned_codes import TRAINED_REASON
-from ptqpipe.recipe import BY_RECIPE, IGNORED
 from ptqpipe.recipe.plan import pattern_hint, unmatched_patterns
+from ptqpipe.recipe.recipe import BY_RECIPE, IGNORED
 from ptqpipe.run.machine import WORKER_BYTES, Machine
 from ptqpipe.run.quantities import disk_size, memory_size, number, option_size, option_size_above, sqnr_db, table
 

@@ -12,8 +12,9 @@ from ptqpipe.errors import UsageError
 from ptqpipe.models.reader_facts import container_for, formats_of
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.pipeline.budget.units import DEFAULT_FORMATS, KEEP
-from ptqpipe.recipe import Recipe, build_recipe
+from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.recipe.recipe import Recipe
 
 SELF = "self"
 _BY_QUALITY = ("algorithm", "weighting", "damping", "refine", "low_rank", "low_rank_dtype")

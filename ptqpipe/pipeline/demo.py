@@ -25,7 +25,7 @@ from ptqpipe.errors import CheckpointError, OutputExists
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.recipe import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine, one_thread_each
 from ptqpipe.run.quantities import disk_size, sqnr_db
 from ptqpipe.runtime.loading import load_model, load_tokenizer

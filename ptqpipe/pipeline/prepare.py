@@ -25,8 +25,9 @@ from ptqpipe.pipeline import call
 from ptqpipe.pipeline.budget.command import Budget, check_budget
 from ptqpipe.pipeline.stages import Pipeline
 from ptqpipe.pipeline.table import TABLE, WEIGHTS, Way, kind_of
-from ptqpipe.recipe import Recipe, build_recipe
+from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, check_options
+from ptqpipe.recipe.recipe import Recipe
 from ptqpipe.run.machine import Machine
 from ptqpipe.run.quantities import disk_size
 from ptqpipe.runtime.loading import default_length, load_tokenizer, read_config

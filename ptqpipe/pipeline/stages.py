@@ -37,7 +37,7 @@ from ptqpipe.pipeline.table import Way, words_of
 from ptqpipe.pipeline.tune.command import tune
 from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.quantization.learned_codes import ROUNDING_FILE
-from ptqpipe.recipe import build_recipe
+from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.run.machine import Machine, compute_threads
 

@@ -8,8 +8,3 @@ know machines (workers, devices, memory).
                   options of a call that override a file (their table is ``ptqpipe/recipe/options.py``)
     write.py      recipes that plan makes
 """
-
-from ptqpipe.recipe.file import GROUPS, build_recipe, load_recipe, named_recipe, named_recipes, parse_recipe
-from ptqpipe.recipe.options import RecipeOptions
-from ptqpipe.recipe.recipe import BY_RECIPE, IGNORED, Recipe, Rule, failing_facts, matches
-from ptqpipe.recipe.write import exact_patterns, recipe_text

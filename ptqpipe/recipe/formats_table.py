@@ -8,7 +8,6 @@ import ast
 import pkgutil
 import sys
 import textwrap
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,14 @@ from ptqpipe.run.quantities import table
 
 SHAPE = (4096, 4096)  # of the weight whose bits are told
 LINE = 80  # columns
-# Packages whose files are found by name, and their files that are something else.
-PACKAGES: dict[str, tuple[str, ...]] = {
-    "containers": (),
-    "search": ("least", "objective", "proof"),
-    "transforms": ("find_structure", "folding", "learn_rotations", "problem", "structure"),
+# Where the files of what has a name lie, and which files there are something else.
+PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
+    "containers": {"checkpoint.layouts": ()},
+    "search": {"numerics.search": ("least", "objective", "proof")},
+    "transforms": {
+        "quantization.transforms": ("learn_rotations", "problem"),
+        "models.folding": ("find_structure", "structure", "tensors"),
+    },
 }
 
 _COLUMNS = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TRT", "transformers": "HF"}
@@ -69,12 +71,15 @@ def _described(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def named(package: str) -> list[dict[str, str]]:
-    """Name and purpose of every file of a package of `PACKAGES` that can be named; none is imported."""
-    folders = _folders(package)
-    names = sorted({found.name for found in pkgutil.iter_modules(folders)} - set(PACKAGES[package]))
-    files = {name: next(file for folder in folders if (file := Path(folder, f"{name}.py")).is_file()) for name in names}
-    return [{"name": name, "purpose": _purpose(file)} for name, file in files.items() if not name.startswith("_")]
+def named(kind: str) -> list[dict[str, str]]:
+    """Name and purpose of everything of a kind of `PACKAGES` that can be named; no file is imported."""
+    files = {}
+    for package, others in PACKAGES[kind].items():
+        folders = _folders(package)
+        for name in {module.name for module in pkgutil.iter_modules(folders)} - set(others):
+            if not name.startswith("_"):
+                files[name] = next(file for folder in folders if (file := Path(folder, f"{name}.py")).is_file())
+    return [{"name": name, "purpose": _purpose(file)} for name, file in sorted(files.items())]
 
 
 def _folders(package: str) -> list[str]:
@@ -82,8 +87,7 @@ def _folders(package: str) -> list[str]:
     loaded = sys.modules.get(f"ptqpipe.{package}")  # has what was added to it
     if loaded is not None:
         return list(loaded.__path__)
-    spec = find_spec(f"ptqpipe.{package}")
-    return [] if spec is None else list(spec.submodule_search_locations or ())
+    return [str(Path(__file__).parents[1].joinpath(*package.split(".")))]  # its parent would import torch
 
 
 def _purpose(file: Path) -> str:

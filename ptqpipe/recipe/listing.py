@@ -3,7 +3,7 @@
 import textwrap
 from typing import Any
 
-from ptqpipe.recipe import GROUPS, load_recipe, named_recipe, named_recipes
+from ptqpipe.recipe.file import GROUPS, load_recipe, named_recipe, named_recipes
 
 
 def names() -> list[str]:

@@ -13,8 +13,8 @@ from ptqpipe.errors import UsageError
 from ptqpipe.models.slices import Member, Slice
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.schemes import Abilities, get_scheme
-from ptqpipe.recipe import Recipe, Rule
 from ptqpipe.recipe.plan import make_plan
+from ptqpipe.recipe.recipe import Recipe, Rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def own_command(start: str = "run()") -> list[str]:
 
     start  code that calls ``run``, where something else has to come first
     """
-    return [sys.executable, "-P", "-c", _START + start, str(Path(__file__).with_name("__init__.py"))]
+    return [sys.executable, "-P", "-c", _START + start, str(Path(__file__).parents[1] / "__init__.py")]
 
 
 def safe_environment(inherited: Mapping[str, str]) -> dict[str, str]:

@@ -164,7 +164,7 @@ def find_environment(python: str | None) -> Environment:
 
 def _own_source() -> str:
     """What pip installs this package from: its source folder where it runs from there, quoted for a shell."""
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[2]
     return shlex.quote(str(root)) if (root / "pyproject.toml").is_file() else "PATH-TO-THE-PTQPIPE-REPOSITORY"
 
 

@@ -17,8 +17,9 @@ from ptqpipe.models.families import in_mtp_layers
 from ptqpipe.models.reader_facts import READERS
 from ptqpipe.numerics.schemes import SCHEMES
 from ptqpipe.pipeline.call import for_reader
-from ptqpipe.recipe import load_recipe, matches, named_recipes
+from ptqpipe.recipe.file import load_recipe, named_recipes
 from ptqpipe.recipe.options import RecipeOptions
+from ptqpipe.recipe.recipe import matches
 from tests.recipes.published import PUBLISHED, Published
 
 ROOT = Path(__file__).resolve().parents[2]

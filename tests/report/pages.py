@@ -11,7 +11,7 @@ import torch
 from ptqpipe.check.report.content import Report, ReportedWeight
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.prepare import prepare
-from ptqpipe.recipe import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from tests.tiny import save
 
 NASTY = "model.layers.0.mlp.<script>alert(1)</script>&\"'`|.weight"

@@ -13,7 +13,7 @@ from ptqpipe.check.report.html import render_html
 from ptqpipe.check.report.markdown import render_markdown
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.prepare import prepare
-from ptqpipe.recipe import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from tests.report.pages import Page, titles
 
 

@@ -17,7 +17,7 @@ from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.global_scale import absmax_global, sample_rows
 from ptqpipe.numerics.qtensor import encode
 from ptqpipe.numerics.search import get_search
-from ptqpipe.recipe import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from tests.report.pages import Page, by_name, converted
 from tests.tiny import Tensors
 

@@ -24,7 +24,7 @@ from ptqpipe.conversion.summary import converted_text
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError, OutputError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import SCHEMES
-from ptqpipe.recipe import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
 from tests import tiny
 

@@ -15,7 +15,7 @@ from ptqpipe.cli import main
 from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import command as tune
 from ptqpipe.pipeline.tune.options import TuneOptions
-from ptqpipe.recipe import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics

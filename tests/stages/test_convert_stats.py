@@ -28,7 +28,7 @@ from ptqpipe.conversion.summary import plan_text, warnings_of
 from ptqpipe.errors import PtqError, RecipeError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization import gptq
-from ptqpipe.recipe import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
 from tests import tiny
 from tests.algorithms.inputs import correlated, inputs_of_llama, write_statistics

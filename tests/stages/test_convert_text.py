@@ -15,7 +15,7 @@ from ptqpipe.conversion.prepare import prepare
 from ptqpipe.conversion.summary import header_text, plan_text
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.numerics.schemes import SCHEMES
-from ptqpipe.recipe import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.run.quantities import memory_size
 from tests import tiny

@@ -26,7 +26,8 @@ from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.pipeline.budget.command import Budget, plan_mixed
-from ptqpipe.recipe import Recipe, RecipeOptions, Rule
+from ptqpipe.recipe.options import RecipeOptions
+from ptqpipe.recipe.recipe import Recipe, Rule
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.loading import default_length, positions_of

@@ -35,7 +35,7 @@ from ptqpipe.conversion.dequantize import dequantize
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.conversion.relayout.run import relayout
 from ptqpipe.errors import PtqError
-from ptqpipe.recipe import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime.expected import unlike_model
 from tests import tiny

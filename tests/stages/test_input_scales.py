@@ -11,8 +11,10 @@ from ptqpipe.calibration.inputs import InputStatistics
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.conversion import InputScales
 from ptqpipe.numerics.schemes import Activation, get_scheme
-from ptqpipe.recipe import Recipe, RecipeOptions, Rule, build_recipe
+from ptqpipe.recipe.file import build_recipe
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.recipe.plan import Unit, make_plan
+from ptqpipe.recipe.recipe import Recipe, Rule
 from ptqpipe.runtime.activations import InputQuantizer
 
 LAYERS, EXPERTS = 3, 8

@@ -27,7 +27,7 @@ from ptqpipe.conversion.relayout.run import relayout
 from ptqpipe.errors import CheckpointError, FormatError, RecipeError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline import demo
-from ptqpipe.recipe import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics

@@ -14,7 +14,7 @@ from ptqpipe.models.slices import Member, Slice
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline.budget.command import Budget, MixedPlan, plan_mixed, write_recipe
 from ptqpipe.pipeline.budget.measure import Measurement
-from ptqpipe.recipe import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.runtime.find_weight import find_place
 from ptqpipe.runtime.loading import load_model
 from tests.tiny import llama, save

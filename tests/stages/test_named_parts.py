@@ -12,7 +12,7 @@ import ptqpipe
 from ptqpipe.check.verify.command import verify
 from ptqpipe.cli import main
 from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.recipe import Recipe, Rule
+from ptqpipe.recipe.recipe import Recipe, Rule
 from tests import tiny
 
 Make = Callable[..., Path]

@@ -35,7 +35,7 @@ from ptqpipe.pipeline.tune import backwards, command as tune, feedback, in_order
 from ptqpipe.pipeline.tune.block import BlockWork
 from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.quantization.learned_codes import Rounding
-from ptqpipe.recipe import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import LARGE_MATRIX, Machine
 from ptqpipe.runtime import compiled, load_model
 from ptqpipe.runtime.loading import load_tokenizer

@@ -26,7 +26,7 @@ from ptqpipe.pipeline.tune import codes as codes_of, command as tune, end_to_end
 from ptqpipe.pipeline.tune.options import TuneOptions, settings_of
 from ptqpipe.pipeline.tune.summary import render
 from ptqpipe.quantization.learned_codes import Rounding
-from ptqpipe.recipe import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"

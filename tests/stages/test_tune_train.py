@@ -26,7 +26,7 @@ from ptqpipe.pipeline.tune.kept import Trained, find_kept
 from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.pipeline.tune.summary import render
 from ptqpipe.quantization.learned_codes import TRAINED_FILE, Rounding
-from ptqpipe.recipe import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime.skeleton import Skeleton
 from tests.calibration.models import make_model, make_windows

@@ -24,8 +24,8 @@ from ptqpipe.errors import CheckpointError, PtqError, RecipeError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.search import get_search
 from ptqpipe.quantization.learned_codes import relative_change, trained_of
-from ptqpipe.recipe import Recipe
 from ptqpipe.recipe.plan import Plan, Unit, make_plan
+from ptqpipe.recipe.recipe import Recipe
 
 SUM_TOLERANCE = 1e-9  # float64 sums of up to 2^33 positive terms in another order differ by less
 

@@ -26,8 +26,8 @@ from ptqpipe.checkpoint.layouts import (
 from ptqpipe.errors import PtqError
 from ptqpipe.models.families import check_config as check_names, doubts, facts_of, fails_either_way
 from ptqpipe.models.source import Source
-from ptqpipe.recipe import failing_facts, matches
 from ptqpipe.recipe.plan import conv1d_leaves, is_matrix
+from ptqpipe.recipe.recipe import failing_facts, matches
 
 _EMBEDDING = re.compile(r"embed|\bwte\b|\bwpe\b|norm|position", re.IGNORECASE)
 _LINEAR = re.compile(r"(^|\.)(lm_head|fc\d?|c_fc|w\d|\w*_?proj|\w*dense\w*)$")

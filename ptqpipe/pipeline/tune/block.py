@@ -24,9 +24,9 @@ from ptqpipe.models.source import SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.quantization import LoadedWeight, joined
-from ptqpipe.recipe import Rule
 from ptqpipe.recipe.options import ALGORITHMS
 from ptqpipe.recipe.plan import Unit
+from ptqpipe.recipe.recipe import Rule
 from ptqpipe.runtime.activations import InputQuantizer
 
 

@@ -48,7 +48,7 @@ from ptqpipe.pipeline.tune.options import TuneOptions, check
 from ptqpipe.pipeline.tune.summary import described
 from ptqpipe.quantization import two_sided
 from ptqpipe.quantization.learned_codes import ROUNDING_FILE
-from ptqpipe.recipe import RecipeOptions
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import BASE_BYTES, Machine, compute_threads, counting_bar, peak_bytes, threads
 from ptqpipe.runtime.loading import config_of, default_length
 from ptqpipe.runtime.memory import keep_freed_memory

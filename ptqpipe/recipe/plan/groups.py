@@ -14,7 +14,7 @@ from typing import Any
 from ptqpipe.errors import RecipeError
 from ptqpipe.models.families import output_rows
 from ptqpipe.models.slices import Member, Shapes
-from ptqpipe.recipe import Rule
+from ptqpipe.recipe.recipe import Rule
 
 
 def fused_groups(candidates: Mapping[str, Member], fuse: Sequence[Sequence[str]]) -> list[list[str]]:

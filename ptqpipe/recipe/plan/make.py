@@ -17,7 +17,6 @@ from ptqpipe.models.families import OUTSIDE, check_config, family_of, head_count
 from ptqpipe.models.slices import Member, Shapes, Slice
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.schemes import Abilities, Scheme
-from ptqpipe.recipe import BY_RECIPE, IGNORED, Recipe, Rule, matches
 from ptqpipe.recipe.plan.groups import (
     fused_groups,
     keep_short_blocks,
@@ -26,6 +25,7 @@ from ptqpipe.recipe.plan.groups import (
     siblings_outside,
 )
 from ptqpipe.recipe.plan.types import Kept, Plan, Unit
+from ptqpipe.recipe.recipe import BY_RECIPE, IGNORED, Recipe, Rule, matches
 
 # Stacks of Granite and JetMoE: a gate's and an up part's rows, and what follows them.
 _LINEARS = ("input_linear", "output_linear")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ptqpipe.models.slices import Member
 from ptqpipe.numerics.schemes import Scheme
-from ptqpipe.recipe import Rule
+from ptqpipe.recipe.recipe import Rule
 
 
 @dataclass(frozen=True, slots=True)
