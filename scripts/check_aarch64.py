@@ -19,11 +19,11 @@ BUILT = ROOT / "build/aarch64"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 PACKED = ("tests/runtime/test_packed.py", "tests/runtime/test_packed_integers.py")
 TESTS = (
-    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/kernels").glob("test_cpu_*.py")),
-    "tests/algorithms/test_carried.py",
-    "tests/algorithms/test_gptq.py::test_kernels_and_reference_give_the_same_bits",
-    "tests/collectives/test_kernels.py",
-    "tests/stages/test_doctor.py",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/numerics/kernels").glob("test_cpu_*.py")),
+    "tests/quantization/test_carried.py",
+    "tests/quantization/test_gptq.py::test_kernels_and_reference_give_the_same_bits",
+    "tests/serving/collectives/test_kernels.py",
+    "tests/check/test_doctor.py",
     *PACKED,
 )
 # With dot products of bytes and without: products with E2M1 have code for either.
@@ -38,7 +38,9 @@ def build() -> list[str]:
     library.unlink(missing_ok=True)  # setup.py goes on without kernels where they do not compile
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(BUILT), "--build-temp", str(BUILT)]
     subprocess.run(command, cwd=ROOT, env=os.environ | compilers | linkers, check=True)
-    subprocess.run([COMPILER, "-O2", "tests/kernels/emulated.cpp", "-o", str(caller), "-ldl"], cwd=ROOT, check=True)
+    subprocess.run(
+        [COMPILER, "-O2", "tests/numerics/kernels/emulated.cpp", "-o", str(caller), "-ldl"], cwd=ROOT, check=True
+    )
     if not library.is_file():
         sys.exit("the kernels do not compile for aarch64; see above")
     libc = subprocess.run([COMPILER, "-print-file-name=libc.so.6"], capture_output=True, text=True, check=True).stdout
@@ -49,7 +51,7 @@ def run(processor: str, started: list[str], tests: list[str]) -> int:
     """The exit status of pytest, whose output says how many tests passed."""
     print(f"== {processor}, emulated", flush=True)
     emulated = " ".join([EMULATOR, "-cpu", processor, *started])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.kernels.emulated", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.numerics.kernels.emulated", *tests]
     return subprocess.run(command, cwd=ROOT, env=os.environ | {"PTQPIPE_EMULATED": emulated}, check=False).returncode
 
 

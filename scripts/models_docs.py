@@ -21,7 +21,7 @@ page from `ptqpipe/models/families/table.py`, which `convert`, `verify`, `plan`,
 without a row here is converted by the rules for every model.
 
 Every row is tested with a tiny model in its vendor's layout: `convert`, `verify --source` and, if transformers supports
-the family, both loaders (`tests/test_family_rows.py`). A rule of a recipe that names a part quantizes it even if it
+the family, both loaders (`tests/models/test_family_rows.py`). A rule of a recipe that names a part quantizes it even if it
 usually stays unquantized; `--for READER` refuses that if the reader is known to fail.
 
 Patterns in the tables are regular expressions for module names. *Below, or in*: the part stays unquantized only in

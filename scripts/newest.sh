@@ -26,5 +26,5 @@ if ! "$venv/bin/python" -c 'import transformers'; then
     exit 0
 fi
 echo "transformers $newest in place of $pinned"
-[ $# -gt 0 ] || set -- tests/calibration tests/runtime tests/stages/test_mtp.py
+[ $# -gt 0 ] || set -- tests/calibration tests/runtime tests/conversion/test_mtp.py
 bash "$root/scripts/test.sh" -m "not slow" "$@"

@@ -17,11 +17,11 @@ from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
 from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
 from tests import tiny
-from tests.containers.builders import read_checkpoint
-from tests.engine import models, test_architectures, test_states
+from tests.checkpoint.layouts.builders import read_checkpoint
 from tests.pretend_gpu import CPU, CUDA, pretended
 from tests.runtime.models import save_source
 from tests.runtime.test_kv_cache import SCHEME, with_scales
+from tests.serving.engine import models, test_architectures, test_states
 
 MEMORY = {"max_memory": "4GiB", "overwrite": True}
 WINDOWS = {"samples": 2, "seqlen": 32}

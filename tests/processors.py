@@ -11,7 +11,7 @@ import transformers
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.engine import images
+from tests.serving.engine import images
 
 WORDS = [f"w{number}" for number in range(80)]
 # Kind -> (what stands for an image in text, further tokens by their names, processor_config.json,
@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[str, dict[str, str], dict[str, Any], dict[str, Any]]] = {
 
 
 def add(folder: Path, kind: str) -> Path:
-    """Gives a model that `tests.engine.images.make` saved a tokenizer, a chat template and a processor."""
+    """Gives a model that `tests.serving.engine.images.make` saved a tokenizer, a chat template and a processor."""
     mark, named, processor, preprocessor = KINDS[kind]
     add_tokenizer(folder, mark, named)
     (folder / "processor_config.json").write_text(json.dumps(processor))

@@ -89,7 +89,7 @@ class Evidence(NamedTuple):
 
 
 # The results are those of vllm_fills.py and sglang_loads.py in labs/readers, the source of TensorRT-LLM at 008e0af, and
-# tests/containers/test_transformers.py, which runs every format.
+# tests/checkpoint/layouts/test_transformers.py, which runs every format.
 _EVIDENCE = {
     "vllm": Evidence("loads", "0.33", "2026-11-26"),
     "sglang": Evidence("loads", "0.5.23", "2026-11-26"),

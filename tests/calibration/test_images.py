@@ -17,7 +17,7 @@ from ptqpipe.check.verify.command import verify
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.pipeline.tune.command import TuneOptions, tune
 from tests import processors
-from tests.engine import images
+from tests.serving.engine import images
 
 SEQLEN = 48
 MODULES = ("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "layers.1.mlp.down_proj")

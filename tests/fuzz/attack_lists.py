@@ -5,7 +5,7 @@
 
 Prints a JSON line for each wrong verdict, then the counts; exits with 1 where there was one: a fault of a consistent
 checkpoint, or none that names the module of an inconsistent one. Needs a checkout and `pip install -e ".[dev]"`: the
-checkpoints are those of the tests (tests/stages/verify/vendors.py). Needs no network and no GPU.
+checkpoints are those of the tests (tests/check/verify/vendors.py). Needs no network and no GPU.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from ptqpipe.check.verify.command import verify
-from tests.stages.verify.vendors import all_cases
+from tests.check.verify.vendors import all_cases
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Random attack on every exact scale search of this machine: blocks drawn to break its bounds, against brute force.
 
 The torch path, the compiled kernels on every instruction set and a GPU's, over formats, dtypes, magnitudes and
-importances. The blocks are those of tests/search/hostile.py, and so is the bound-free search that they are held to.
+importances. The blocks are those of tests/numerics/search/hostile.py, and so is the bound-free search that they are held to.
 Prints one JSON line a format and search: blocks, seconds (of CPU time in that search), how many blocks have another
 scale, and Python that makes the first of them again. Exits 1 if any has. Several runs: attack_search.jsonl.
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.numerics.formats import CODECS, Format, get_format
-from tests.search import hostile
+from tests.numerics.search import hostile
 
 # (format, share of the blocks): by what a block costs to score at every scale
 SHARES = {

@@ -9,8 +9,8 @@ import pytest
 
 import ptqpipe
 from tests import tiny
+from tests.conversion import damage
 from tests.fuzz import attack_relayout
-from tests.stages import damage
 
 
 @pytest.fixture(scope="module")

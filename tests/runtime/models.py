@@ -9,7 +9,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from ptqpipe.runtime.linear import PackedLinear
-from tests.containers.builders import Checkpoint, quantize, read_checkpoint
+from tests.checkpoint.layouts.builders import Checkpoint, quantize, read_checkpoint
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 TOKENS = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))

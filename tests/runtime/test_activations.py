@@ -21,7 +21,7 @@ from ptqpipe.numerics.qtensor import round_to
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.runtime import load_model
 from ptqpipe.runtime.activations import InputQuantizer
-from tests.containers.builders import INPUT_SCALE, Checkpoint
+from tests.checkpoint.layouts.builders import INPUT_SCALE, Checkpoint
 from tests.runtime.models import float_twin, logits, quantized
 
 ARGS: dict[Activation, dict[str, Any]] = {

@@ -10,8 +10,8 @@ from ptqpipe.errors import FormatError
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.runtime import compiled, load
 from ptqpipe.runtime.linear import PackedLinear, Siblings
-from tests.engine.models import has_panels
 from tests.runtime.models import TOKENS, quantized, save_source
+from tests.serving.engine.models import has_panels
 
 pytestmark = pytest.mark.skipif(
     not has_panels(), reason="this machine has no kernel for bfloat16 panels, or a faster way"

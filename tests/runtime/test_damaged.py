@@ -12,7 +12,7 @@ from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.check import check_load
 from ptqpipe.runtime.parallel import TensorParallel
-from tests.containers.builders import Checkpoint, read_checkpoint
+from tests.checkpoint.layouts.builders import Checkpoint, read_checkpoint
 from tests.runtime.models import quantized
 from tests.runtime.test_kv_cache import SCHEME, scales_named, with_scales
 

@@ -24,9 +24,9 @@ from ptqpipe.models.source import Source
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.check import check_load
 from ptqpipe.runtime.hf import PackedConfig, PackedQuantizer, _ranks, register, takes, unregister
-from tests.containers.builders import Checkpoint, read_checkpoint
+from tests.checkpoint.layouts.builders import Checkpoint, read_checkpoint
+from tests.conversion.test_low_rank import run as convert
 from tests.runtime.models import SIZES, float_twin, logits, packed_bytes, quantized
-from tests.stages.test_low_rank import run as convert
 
 
 def from_pretrained(path: Path, **options: Any) -> Any:

@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 
 from ptqpipe.errors import CheckpointError
 from ptqpipe.runtime import load_model
-from tests.containers.builders import Checkpoint
+from tests.checkpoint.layouts.builders import Checkpoint
 from tests.runtime.models import TOKENS, float_twin, logits, quantized
 
 SCALES = {"k": 0.013, "v": 0.0041}

@@ -21,7 +21,7 @@ from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.runtime import load_model
 from ptqpipe.runtime.hf import register, unregister
 from tests import families
-from tests.containers.builders import Checkpoint, absmax, read_checkpoint
+from tests.checkpoint.layouts.builders import Checkpoint, absmax, read_checkpoint
 from tests.runtime.models import SIZES, TOKENS, float_twin, logits, quantized
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime import load
-from tests.collectives.ranks import on_ranks
 from tests.runtime.models import TOKENS, logits
+from tests.serving.collectives.ranks import on_ranks
 
 
 def replica(rank: int, world: int, folder: str) -> dict[str, Any]:

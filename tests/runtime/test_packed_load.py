@@ -17,9 +17,9 @@ from ptqpipe.runtime import load, load_model, loading
 from ptqpipe.runtime.linear import PackedLinear, Stacked
 from ptqpipe.runtime.parallel import TensorParallel
 from ptqpipe.runtime.replace import multiplies_only
-from tests.containers.builders import Checkpoint
+from tests.checkpoint.layouts.builders import Checkpoint
+from tests.conversion.test_low_rank import run as convert
 from tests.runtime.models import TOKENS, local_kv_heads, logits, packed_bytes, quantized
-from tests.stages.test_low_rank import run as convert
 
 CASES = [
     ("llama", "compressed_tensors", "nvfp4"),

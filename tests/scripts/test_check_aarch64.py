@@ -26,7 +26,7 @@ def test_the_kernels_compile_and_one_of_their_tests_passes(tmp_path: Path) -> No
     quick = tmp_path / TOOLS[0]
     quick.write_text(QUICK.format(compiler=shutil.which(TOOLS[0])))
     quick.chmod(0o755)
-    command = [sys.executable, str(SCRIPT), "-v", "tests/kernels/test_cpu_norm.py::test_it_is_torchs_norm"]
+    command = [sys.executable, str(SCRIPT), "-v", "tests/numerics/kernels/test_cpu_norm.py::test_it_is_torchs_norm"]
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

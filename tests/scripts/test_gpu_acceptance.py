@@ -51,7 +51,11 @@ def test_a_rehearsal_runs_every_part_and_all_of_them_pass(tmp_path: Path, monkey
 
     def command_of(part: Any, *given: Any, **named: Any) -> list[str]:
         python, *words = script.command_of(part, *given, **named)
-        return [python, *(["-m", "tests.kernels.quick_interpreter"] if part.name in INTERPRETED else []), *words]
+        return [
+            python,
+            *(["-m", "tests.numerics.kernels.quick_interpreter"] if part.name in INTERPRETED else []),
+            *words,
+        ]
 
     monkeypatch.setitem(script.main.__globals__, "command_of", command_of)
     code, lines = script.main(), lines_of(tmp_path)

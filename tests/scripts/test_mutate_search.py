@@ -63,7 +63,7 @@ def test_a_mutant_is_killed_by_name_and_without_it_the_tests_pass(script: Module
     assert done.returncode == 0, done.stderr
     (line,) = map(json.loads, (tmp_path / "lines").read_text().splitlines())
     assert line["status"] == "killed"
-    assert line["killed_by"].startswith("tests/search/test_brute_force.py::")
+    assert line["killed_by"].startswith("tests/numerics/search/test_brute_force.py::")
     assert done.stderr.strip() == "1 killed"
 
 

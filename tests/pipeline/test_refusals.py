@@ -1,0 +1,247 @@
+"""Calls that are refused before any work, and what the header says of disk and memory."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ptqpipe.calibration import pairs
+from ptqpipe.cli import main
+from ptqpipe.conversion.conversion import Conversion
+from ptqpipe.conversion.transform.run import Transformation
+from ptqpipe.errors import OutputError, UsageError
+from ptqpipe.models.source import Source
+from ptqpipe.pipeline import run as stage, stages
+from ptqpipe.pipeline.prepare import prepare
+from ptqpipe.pipeline.room import memory_of, pair_samples
+from ptqpipe.pipeline.tune import backwards, command as tune_stage
+from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
+from tests import tiny
+from tests.pipeline.runs import LENGTH, ONE, made, work_of
+
+
+@pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n", b'{"input_ids": [3]}\n'])
+def test_a_text_to_measure_on_that_cannot_be_read_is_refused_before_any_work(
+    content: bytes, model: Path, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(content)
+    done = CliRunner().invoke(main, [*map(str, ("convert", model, "-o", tmp_path / "out", "--eval", bad))])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "bad.jsonl" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"bad.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "--untie is for the rotations that --quality best learns from data; add --data FILE, or --data self"),
+        (("--data", "TEXT"), "and nvfp4 has none; leave --untie out"),
+        (
+            ("--data", "TEXT", "--format", "fp8", "--quality", "good"),
+            "with --quality good has none; leave --untie out",
+        ),
+        (("--data", "TEXT", "--budget", "6.5bits"), "and --budget 6.5bits has none; leave --untie out"),
+    ],
+)
+def test_a_head_stays_the_embedding_where_nothing_is_rotated(
+    words: tuple[str, ...], said: str, model: Path, text: Path, tmp_path: Path
+) -> None:
+    windows = ["--samples", "8", "--seqlen", str(LENGTH)] if "TEXT" in words else []
+    given = [*windows, *(str(text) if word == "TEXT" else word for word in words)]
+    done = CliRunner().invoke(main, ["convert", str(model), "-o", str(tmp_path / "out"), "--untie", *given])
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["nvfp4_w4a4", "mxfp4", "nvfp4"])
+def test_no_more_lies_beside_the_output_than_the_header_says(
+    scheme: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at whenever a stage ends, a component has its factors, a layer its gradients or codes, and a unit is
+    written. No file is a copy of the model: none is larger than the output, but for what the reverse pass keeps, where
+    a model is this small.
+    """
+    seen: list[dict[str, int]] = []
+
+    def looking(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made_so_far = real(*args, **kwargs)
+            files: dict[str, int] = {}
+            for folder, _, names in os.walk(tmp_path):  # which ignores what another thread has deleted
+                for path in (Path(folder, name) for name in names):
+                    with suppress(FileNotFoundError):
+                        files[str(path.relative_to(tmp_path))] = path.stat().st_size
+            seen.append(files)
+            return made_so_far
+
+        return call
+
+    looked_at = ("generate", "calibrate", "find_factors", "tune", "verify")
+    inside = ((Transformation, "fold"), (Conversion, "do"), (tune_stage, "follow"), (backwards, "write_tensors"))
+    for where, name in (*((stages, name) for name in looked_at), *inside):
+        monkeypatch.setattr(where, name, looking(getattr(where, name)))
+    said: list[str] = []
+    work = PipelineOptions(data=("self",), samples=8, seqlen=LENGTH)
+    run = prepare(model, RecipeOptions(scheme), None, tmp_path / "out", work, "new", ONE)
+    done = stage.run(run, say=said.append)
+    assert f"  disk for temporary files, at most: {run.disk}" in said
+    memory = next(line for line in said if line.startswith("  memory: "))
+    assert re.search(r"generate about 66\d MiB \(the whole model.*, tune about 66\d MiB \(one decoder layer", memory)
+    output = sum(path.stat().st_size for path in done.out.iterdir())
+    assert len(seen) > 10
+    beside = [sum(size for name, size in files.items() if name.startswith(".out.stages")) for files in seen]
+    most = max(run.disk.codes, run.disk.pairs) + run.disk.small
+    assert most / 8 < max(beside) <= most
+    small = ("/gradients/", "/slopes/", "pairs.safetensors", "ptqpipe-folding.json", "rotations")
+    copies = [size for files in seen for name, size in files.items() if not any(part in name for part in small)]
+    assert max(copies) <= output
+    assert max(sum(files.values()) for files in seen) <= output + most
+
+
+@pytest.mark.parametrize(("vocabulary", "least", "most"), [(2048, 850 << 20, 1 << 30), (151_936, 3 << 30, 4 << 30)])
+def test_the_memory_of_a_comparison_counts_what_the_model_predicts(
+    vocabulary: int, least: int, most: int, tmp_path: Path
+) -> None:
+    """Measured: 879 MiB and 3130 MiB with small models of these heads."""
+    config = {**tiny.LLAMA_CONFIG, "vocab_size": vocabulary, "max_position_embeddings": 1024}
+    tiny.save(tmp_path / "model", tiny.llama(layers=1), config=config)
+    with Source.open(tmp_path / "model") as source:
+        found = memory_of(source, PipelineOptions(eval=("text",)), None, limit=1 << 31)
+    assert least < found["eval"][0] < most
+
+
+@pytest.mark.parametrize(
+    ("numbers", "samples", "wanted"),
+    [(1 << 30, 128, 128), (1 << 30, 40, 40), (1 << 21, 128, 64), (1, 128, 32), (1, 20, 20)],
+    ids=["all are kept", "of few", "some are kept", "the least are kept", "of fewer"],
+)
+def test_rotations_are_learned_from_as_many_rows_as_have_the_tokens_that_are_kept(
+    numbers: int, samples: int, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer whose inputs have 1,024 numbers a token together, and as many are gradients; rows of 16 tokens."""
+    monkeypatch.setattr(pairs, "NUMBERS", numbers)
+    tiny.save(tmp_path / "model", tiny.llama(layers=1))
+    with Source.open(tmp_path / "model") as source:
+        assert pair_samples(source, PipelineOptions(samples=samples, seqlen=16)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--quality best", "--quality best says how much is computed with data; add --data"),
+        ("--formats nvfp4,fp8", "add --budget, or give one --format"),
+        ("--samples 8", "--samples 8 says how --data is read; add --data FILE"),
+        ("--seqlen 8 --eval TEXT", "--seqlen 8 says how --data is read"),
+        ("--budget 5bits --format nvfp4", "--budget chooses the formats, and --format does; give one of them"),
+        ("--budget 5", "--budget 5 is a number without a unit; write 5bits"),
+        ("--budget 1bits", "--budget 1bits is too small; the smallest possible is"),
+        ("--data none.txt", "none.txt does not exist"),
+        ("--data EMPTY", "is a folder without .txt, .jsonl, .ndjson, .jsonlines"),
+        ("--data self --data TEXT --data self=2", "--data has self twice; give it once, self=2 for twice its share"),
+        ("--data self --data TEXT --field text", "--field text is not in the rows that --data self generates"),
+        ("--data self --data none.txt", "none.txt does not exist"),
+        ("--data TEXT --damping 0.1", "--damping is decided by --quality"),
+        ("--data TEXT --stats s", "--stats is for a conversion alone"),
+        ("--eval none.txt", "none.txt does not exist; give --eval a .txt"),
+        ("--eval EMPTY", "is a folder without .txt, .jsonl, .ndjson, .jsonlines"),
+        ("--for vllm --format mxfp4a16", "vllm does not run mxfp4a16; it runs nvfp4, nvfp4_w4a4, mxfp4,"),
+        ("--for sglang --format mxfp8 --data TEXT", "sglang does not run mxfp8"),
+        ("--for trtllm --format nvfp4_w4a4 --container compressed_tensors", "contradicts --for trtllm"),
+        ("--for sglang --budget 5bits --formats nvfp4,mxfp4", "sglang does not run mxfp4"),
+    ],
+)
+def test_wrong_calls_get_one_line_before_any_work(
+    words: str, message: str, model: Path, text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    given = [str({"TEXT": text, "EMPTY": tmp_path / "empty"}.get(word, word)) for word in words.split()]
+    done = CliRunner().invoke(main, ["convert", str(model), *given, "-o", str(tmp_path / "out")])
+    assert done.exit_code == 2, done.output
+    assert message in done.output
+    assert " -> " not in done.output, "a header that says what will be done"
+    assert {path.name for path in tmp_path.iterdir()} == {"empty"}
+
+
+def test_a_disk_that_is_too_small_is_found_before_any_work(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("Usage", (), {"free": 100_000})
+    monkeypatch.setattr(stage.shutil, "disk_usage", lambda place: usage)
+    with pytest.raises(OutputError, match="has 100 kB free, the output and temporary files need"):
+        made(model, tmp_path / "out", work_of(text), "nvfp4_w4a4")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_stages_in_the_model_or_the_output_is_refused_before_any_work(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(model, source)
+    before = sorted(tmp_path.rglob("*"))
+    for kept in (tmp_path / "out", tmp_path / "out" / "kept", tmp_path, source / "kept"):
+        with pytest.raises(UsageError, match="overlap; choose another --keep-stages"):
+            made(source, tmp_path / "out", work_of(text, quality="fast", keep_stages=str(kept)))
+    with pytest.raises(UsageError, match="overlap; choose another -o"):
+        made(source, source / "out", PipelineOptions(budget="6.5bits"))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_output_by_a_name_that_leads_up_is_what_is_verified_and_measured(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    made(model, Path("absent") / ".." / ".." / "there", PipelineOptions(eval=(str(text),)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "there", "there.eval.json"]
+
+
+@pytest.mark.parametrize("more", [(), ("--eval", "text.jsonl")])
+@pytest.mark.parametrize("out", [".", "..", "../here"])
+def test_the_working_folder_is_not_replaced(
+    out: str, more: tuple[str, ...], model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative names, of texts and of the output itself, would lead nowhere in the middle of the run, and in the shell
+    after it."""
+    (tmp_path / "here").mkdir()
+    shutil.copy(text, tmp_path / "here" / "text.jsonl")
+    if not more:
+        (tmp_path / "here" / "text.jsonl").unlink()
+    monkeypatch.chdir(tmp_path / "here")
+    before = sorted(tmp_path.rglob("*"))
+    done = CliRunner().invoke(main, ["convert", str(model), "-o", out, *more, "--overwrite"])
+    assert done.exit_code == 2, done.output
+    assert "is the working folder or holds it" in done.output
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--budget", "6.5bits", "--kv-cache", "fp8"), "--kv-cache needs statistics of a text; add --data FILE"),
+        (("--eval", "TEXT", "--kv-cache", "fp8"), "--kv-cache needs statistics of a text; add --data FILE"),
+        (("--budget", "6.5bits", "--bias-correction"), "--bias-correction needs statistics of a text; add --data"),
+        (("--data", "TEXT", "--quality", "fast", "--rotate", "down_proj:32"), "--quality fast weights scales by"),
+        (
+            ("--data", "TEXT", "--quality", "fast", "--rotate", "down_proj:32", "--budget", "6.5bits"),
+            "--quality fast weights scales by",
+        ),
+    ],
+)
+def test_what_needs_moments_that_no_stage_collects_is_refused_before_any_work(
+    words: tuple[str, ...], said: str, model: Path, text: Path, tmp_path: Path
+) -> None:
+    given = [str(text) if word == "TEXT" else word for word in words]
+    done = CliRunner().invoke(main, ["convert", str(model), "-o", str(tmp_path / "out"), *given])
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert f"Error: {said}" in done.stderr
+    assert not any(tmp_path.iterdir())
