@@ -90,7 +90,8 @@ PARTS = (
     Part("calibrate", 3, "scripts/gpu_models.py calibrate", "scripts/gpu_models.py calibrate --rehearse", MODELS),
     Part("engine", 5, "scripts/gpu_models.py engine", "scripts/gpu_models.py engine --rehearse", MODELS),
     Part(
-        "tests", 4, "-m pytest -q -m gpu -p no:cacheprovider tests/numerics/kernels tests/serving/collectives tests/serving/engine",
+        "tests", 4,
+        "-m pytest -q -m gpu -p no:cacheprovider tests/numerics/kernels tests/serving/collectives tests/serving/engine",
         "-m pytest -q -m gpu -p no:cacheprovider tests/serving/collectives/test_triton.py",
         (*MODELS, "pytest", "hypothesis"),
     ),

@@ -17,12 +17,12 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 HEAD = """# Model families
 
 What ptqpipe knows about model families beyond tensor names and shapes. `python scripts/models_docs.py` writes this
-page from `ptqpipe/models/families/table.py`, which `convert`, `verify`, `plan`, `calibrate` and `transform` also use. A family
-without a row here is converted by the rules for every model.
+page from `ptqpipe/models/families/table.py`, which `convert`, `verify`, `plan`, `calibrate` and `transform` also use. A
+family without a row here is converted by the rules for every model.
 
 Every row is tested with a tiny model in its vendor's layout: `convert`, `verify --source` and, if transformers supports
-the family, both loaders (`tests/models/test_family_rows.py`). A rule of a recipe that names a part quantizes it even if it
-usually stays unquantized; `--for READER` refuses that if the reader is known to fail.
+the family, both loaders (`tests/models/test_family_rows.py`). A rule of a recipe that names a part quantizes it even if
+it usually stays unquantized; `--for READER` refuses that if the reader is known to fail.
 
 Patterns in the tables are regular expressions for module names. *Below, or in*: the part stays unquantized only in
 formats of fewer bits, or in this format (empty: in all). *Transforms*: whether `transform` supports the

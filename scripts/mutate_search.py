@@ -1,9 +1,9 @@
 """Breaks the scale searches one bound, comparison or rounding at a time, and shows that the tests notice every time.
 
-``tests/numerics/search/mutants.toml`` lists the mutants: one change of a source each. A mutant is applied to a copy of the
-package in a temporary folder; of the compiled kernels the copy gets the search alone, for one instruction set, which
-compiles in seconds. Then the tests that have to notice run until one fails. Before that the same tests must pass on
-the unchanged sources. One JSON line a mutant goes to --out:
+``tests/numerics/search/mutants.toml`` lists the mutants: one change of a source each. A mutant is applied to a copy of
+the package in a temporary folder; of the compiled kernels the copy gets the search alone, for one instruction set,
+which compiles in seconds. Then the tests that have to notice run until one fails. Before that the same tests must pass
+on the unchanged sources. One JSON line a mutant goes to --out:
 
     killed      a test failed: killed_by
     equivalent  no test failed, and none can: the table says why

@@ -1,8 +1,8 @@
 """Who may import whom: the table that keeps the layers of the package apart.
 
-A row names a module or subpackage of ptqpipe and what it may import from ptqpipe; within itself everything may. An
-import inside a function or under TYPE_CHECKING counts like any other. To widen a row is a decision about the design. A
-name that nothing imports any more leaves its row.
+A row names a module or subpackage of ptqpipe and what it may import from ptqpipe; within itself everything may, but for
+the packages of `WITHIN`. An import inside a function or under TYPE_CHECKING counts like any other. To widen a row is a
+decision about the design. A name that nothing imports any more leaves its row.
 """
 
 import ast
@@ -19,140 +19,99 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ptqpipe"
 
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
-    "_version":     set(),
-    "json_values":  set(),
-    "dtypes":       set(),
-    "errors":       set(),
-    "quantities":   {"errors"},
-    "patterns":     set(),
-    "rotation":     set(),
-    "inputs":       {"rotation"},
-    "regular_file": set(),
-    "tensor_names": {"errors"},
-    "images":       {"errors", "regular_file"},
-    "families":     {"errors"},
-    "formats":      {"errors"},
-    "options":      {"errors"},
-    "processes":    {"errors"},
-    "schemes":      {"errors", "formats"},
-    "qtensor":      {"errors", "formats"},
-    "global_scale": {"errors", "formats"},
-    "kernels":      {"errors", "formats", "qtensor"},
-    "search":       {"errors", "formats", "qtensor", "kernels"},
-    # An algorithm chooses scales by the name of a search, so it knows the lookup in search/__init__.py.
-    "algorithms":   {
-        "errors", "formats", "schemes", "qtensor", "global_scale", "kernels", "search", "options", "inputs",
+    "_version": set(),
+    "errors": set(),
+    "numerics": {"errors"},
+    "run": {"errors", "numerics"},
+    "checkpoint": {"errors", "numerics", "run"},
+    "models": {"errors", "numerics", "run", "checkpoint"},
+    "runtime": {"errors", "numerics", "checkpoint", "models"},
+    "recipe": {"errors", "numerics", "run", "checkpoint", "models"},
+    "calibration": {"_version", "errors", "numerics", "run", "checkpoint", "models", "runtime", "recipe"},
+    "quantization": {"errors", "numerics", "checkpoint", "models", "recipe", "calibration"},
+    "conversion": {
+        "_version", "errors", "numerics", "run", "checkpoint", "models", "runtime", "recipe", "calibration",
+        "quantization",
     },
-    "transforms":   {"errors", "families", "inputs", "rotation", "schemes"},
-    "containers":   {
-        "dtypes", "errors", "formats", "schemes", "qtensor", "kernels", "patterns", "rotation", "tensor_names",
-        "json_values",
+    "check": {
+        "_version", "errors", "numerics", "run", "checkpoint", "models", "runtime", "recipe", "calibration",
+        "quantization", "conversion",
     },
-    "checkpoint":   {"dtypes", "errors", "quantities", "regular_file"},
-    "readers":      {"errors", "schemes"},
-    "machine":      {"errors", "quantities", "kernels"},
-    "recipe":       {"errors", "families", "schemes", "patterns", "regular_file", "options"},
-    "plan":         {"dtypes", "errors", "families", "formats", "schemes", "recipe"},
-    "folded":       {"dtypes", "errors", "checkpoint", "transforms"},
-    "source":       {"errors", "formats", "qtensor", "checkpoint", "containers", "plan", "folded", "rotation"},
-    "origins":      {"errors", "schemes", "containers", "plan", "recipe", "source"},
-    "card":         {"errors", "quantities", "regular_file", "checkpoint", "evaluation", "record", "source"},
-    "record":       {"errors", "regular_file", "checkpoint", "containers"},
-    "scan":         {"algorithms", "formats", "global_scale", "qtensor", "report", "source"},
-    "measured":     {"formats", "qtensor", "global_scale", "kernels", "search", "source"},
-    "statistics":   {"errors", "checkpoint", "inputs"},
-    "rounding":     {"errors", "formats", "qtensor", "checkpoint"},
-    # The child imports nothing of the package, and is started by its path.
-    "chat_renderer": set(),
-    "chat_template": {"errors", "processes"},
-    "rows":         {"chat_template", "checkpoint", "errors", "images", "regular_file"},
-    "calibration":  {
-        "errors", "families", "formats", "images", "inputs", "qtensor", "checkpoint", "plan", "source", "statistics",
-        "runtime", "rotation", "rows",
+    "pipeline": {
+        "_version", "errors", "numerics", "run", "checkpoint", "models", "runtime", "recipe", "calibration",
+        "quantization", "conversion", "check",
     },
-    "runtime":      {
-        "dtypes", "errors", "families", "formats", "schemes", "qtensor", "kernels", "containers", "checkpoint", "plan",
-        "rotation", "source",
+    "serving": {"_version", "errors", "numerics", "run", "checkpoint", "models", "runtime"},
+    "api": {
+        "errors", "numerics", "run", "checkpoint", "models", "runtime", "recipe", "calibration", "quantization",
+        "conversion", "check", "pipeline",
     },
-    "evaluation":   {"_version", "errors", "quantities", "regular_file", "checkpoint", "rows"},
-    # The engine is given a model; a server is given an engine. Neither knows files, formats or each other's business.
-    "engine":       {"errors", "kernels", "quantities"},
-    "server":       {"_version", "chat_template", "errors", "engine", "images"},
-    "report":       {"errors", "quantities"},
-    "collectives":  {"errors", "formats", "qtensor", "kernels"},
-    # Runs inside vLLM, beside vLLM's own transformers: nothing that imports ours.
-    "vllm_plugin":  {"errors", "formats", "schemes", "qtensor", "collectives", "runtime"},
-    # What convert, relayout, dequantize and transform share, and what tune and verify add to it. They know no command.
-    "rewriting":    {
-        "_version", "algorithms", "card", "checkpoint", "containers", "dtypes", "errors", "families", "inputs",
-        "machine", "measured", "options", "plan", "qtensor", "quantities", "readers", "recipe", "rotation",
-        "rounding", "schemes", "source", "statistics", "tensor_names",
+    "cli": {
+        "_version", "errors", "run", "checkpoint", "models", "recipe", "calibration", "conversion", "check",
+        "pipeline", "serving",
     },
-    "tuning":       {
-        "_version", "algorithms", "calibration", "checkpoint", "dtypes", "errors", "evaluation", "global_scale",
-        "inputs", "kernels", "machine", "options", "plan", "qtensor", "quantities", "recipe", "rewriting", "rotation",
-        "rounding", "runtime", "schemes", "source", "statistics",
+    "__init__": {"_version", "errors", "numerics", "runtime", "api"},
+    "__main__": {"run", "cli"},
+}
+
+# Packages within those of the table that know less: what each may import from outside itself.
+WITHIN: dict[str, set[str]] = {
+    "numerics.search": {"errors", "numerics.formats", "numerics.kernels", "numerics.qtensor"},
+    "numerics.kernels": {"errors", "numerics.formats", "numerics.qtensor"},
+    "checkpoint.layouts": {
+        "errors", "numerics.formats", "numerics.kernels", "numerics.qtensor", "numerics.rotation",
+        "numerics.schemes", "checkpoint.dtypes", "checkpoint.json_values", "checkpoint.patterns",
+        "checkpoint.tensor_names",
     },
-    "verification": {
-        "card", "checkpoint", "containers", "dtypes", "errors", "families", "formats", "json_values", "measured",
-        "origins", "plan", "qtensor", "quantities", "recipe", "record", "regular_file", "rewriting", "rounding",
-        "search", "source", "statistics", "tensor_names",
+    "models.families": {"errors"},
+    "models.folding": {"errors", "numerics.rotation", "numerics.schemes", "models.families"},
+    "quantization.transforms": {"errors", "models.folding", "calibration.inputs"},
+    "calibration.rows": {"errors", "checkpoint", "checkpoint.regular_file", "models.chat_template", "models.images"},
+    "recipe.plan": {
+        "errors", "numerics.formats", "numerics.schemes", "checkpoint.dtypes", "models.families",
+        "models.slices", "recipe.recipe",
     },
-    "stages":       {
-        "_version", "dtypes", "errors", "formats", "schemes", "qtensor", "regular_file", "global_scale",
-        "families", "kernels", "search", "algorithms", "transforms", "chat_template", "containers", "checkpoint",
-        "recipe", "plan", "source", "origins", "record", "folded", "measured", "statistics", "rounding", "calibration",
-        "runtime", "evaluation", "report", "engine", "server", "collectives", "options", "inputs", "processes",
-        "quantities", "readers", "rotation", "rows", "scan", "card", "machine", "tensor_names", "json_values",
-        "rewriting", "tuning", "verification",
+    "serving.engine": {"errors", "numerics.kernels", "run.quantities"},
+    "serving.server": {"_version", "errors", "models.chat_template", "models.images", "serving.engine"},
+    "serving.collectives": {"errors", "numerics.formats", "numerics.kernels", "numerics.qtensor"},
+    "serving.vllm_plugin": {
+        "errors", "numerics.formats", "numerics.qtensor", "numerics.schemes", "runtime.activations",
+        "runtime.packed", "serving.collectives",
     },
-    "api":          {
-        "errors", "formats", "schemes", "qtensor", "algorithms", "source", "options", "stages", "checkpoint",
-        "evaluation", "quantities", "rows", "runtime", "machine", "processes", "rewriting", "tuning",
-    },
-    "cli":          {
-        "_version", "checkpoint", "errors", "machine", "processes", "quantities", "stages", "options", "rewriting",
-        "tuning",
-    },
-    "__main__":     {"cli", "processes"},
-    # The face of the package: names that load on first use (see the test of torch below).
-    "__init__":     {"_version", "errors", "qtensor", "api", "runtime"},
 }
 # fmt: on
 
-# Within stages a command's folder (or file) may import itself, ``common``, and what a row adds.
-COMMANDS: dict[str, set[str]] = {
-    "demo": {"convert", "verify"},
-    "report": {"evaluate", "inspect", "verify"},
-    "pipeline": {"calibrate", "convert", "evaluate", "generate", "plan", "report", "transform", "tune", "verify"},
-    "transform": {"dequantize"},
-    "tune": {"convert"},
-}
-
 # Third-party packages that only some modules may import: names in dotted form, a package stands for all it holds.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "transformers": ("calibration", "chat_renderer", "chat_template", "runtime", "engine", "stages.serve"),
-    "accelerate": ("calibration",),
-    "lm_eval": ("evaluation",),
+    "transformers": (
+        "models.chat_renderer",
+        "models.chat_template",
+        "models.language_model",
+        "runtime",
+        "calibration",
+        "serving",
+    ),
+    "accelerate": ("runtime",),
+    "lm_eval": ("check.evaluate",),
     "click": ("cli",),
-    "huggingface_hub": ("checkpoint.source", "stages.push"),
-    "triton": ("kernels",),
-    "yaml": ("recipe.file", "evaluation.harness", "card"),
-    "jinja2": ("report",),
-    "matplotlib": (),
-    "fastapi": ("server",),
-    "starlette": ("server",),
-    "pydantic": ("server",),
-    "uvicorn": ("server",),
-    "prometheus_client": ("server",),
-    "greenlet": ("engine.overlap",),
-    "psutil": ("processes",),
-    "PIL": ("images",),
+    "huggingface_hub": ("checkpoint.hub", "conversion.push"),
+    "triton": ("numerics.kernels",),
+    "yaml": ("recipe.file", "check.evaluate.harness", "conversion.card"),
+    "jinja2": ("check.report",),
+    "matplotlib": ("check.report",),
+    "fastapi": ("serving.server",),
+    "starlette": ("serving.server",),
+    "pydantic": ("serving.server",),
+    "uvicorn": ("serving.server",),
+    "prometheus_client": ("serving.server",),
+    "greenlet": ("serving.engine.overlap",),
+    "psutil": ("run.processes",),
+    "PIL": ("models.images",),
     # Readers that the tests compare with. The package must not lean on them.
     "safetensors": (),
     "compressed_tensors": (),
     "modelopt": (),
-    "vllm": ("vllm_plugin",),
+    "vllm": ("serving.vllm_plugin",),
     "llmcompressor": (),
 }
 
@@ -249,41 +208,27 @@ def test_layers_import_all_that_their_rows_say() -> None:
     ] == []
 
 
-def command_of(name: str) -> str | None:
-    """The command that a dotted module of stages belongs to."""
-    parts = name.removeprefix("ptqpipe.").split(".")
-    return parts[1] if parts[0] == "stages" and len(parts) > 1 else None
+def module_of(name: str) -> str:
+    """The module of the package that a dotted name is, or is a name in, below ptqpipe."""
+    parts = name.split(".")
+    while len(parts) > 1 and not (
+        PACKAGE.parent.joinpath(*parts).is_dir() or PACKAGE.parent.joinpath(*parts).with_suffix(".py").is_file()
+    ):
+        parts.pop()
+    return ".".join(parts[1:])
 
 
-def breaks_commands(statement: Import) -> bool:
-    """Whether an import crosses the table ``COMMANDS``."""
-    importer, imported = command_of(statement.importer), command_of(statement.imported)
-    if importer is None or imported is None or importer == "__init__":
-        return False
-    return imported not in {importer, "common"} | COMMANDS.get(importer, set())
+def outside(statement: Import, package: str) -> str | None:
+    """What an import of ``package``, dotted below ptqpipe, takes from outside of it: the package and the name in it."""
+    if not (inside(statement.importer, package) and inside(statement.imported, "ptqpipe")):
+        return None
+    imported = module_of(statement.imported)
+    return None if inside(imported, package) else ".".join(imported.split(".")[:2])
 
 
-def test_commands_import_only_what_their_rows_say() -> None:
-    assert [str(statement) for statement in all_imports() if breaks_commands(statement)] == []
-
-
-def test_commands_import_all_that_their_rows_say() -> None:
-    pairs = {(command_of(statement.importer), command_of(statement.imported)) for statement in all_imports()}
-    assert [(name, other) for name, row in COMMANDS.items() for other in row if (name, other) not in pairs] == []
-
-
-@pytest.mark.parametrize(
-    ("path", "source", "crosses"),
-    [
-        ("pipeline/budget/command.py", "from ptqpipe.pipeline.budget import cost", False),
-        ("pipeline/budget/command.py", "from ptqpipe.run.quantities import sqnr_db", False),
-        ("pipeline/budget/command.py", "from ptqpipe.check.verify.command import verify", True),
-        ("stages/common.py", "from ptqpipe.stages import convert", True),
-        ("pipeline/demo.py", "from ptqpipe.check.verify import command as run", False),
-    ],
-)
-def test_the_check_sees_imports_between_commands(path: str, source: str, *, crosses: bool) -> None:
-    assert any(breaks_commands(statement) for statement in imports_of(source, Path(path))) is crosses
+@pytest.mark.parametrize("package", WITHIN)
+def test_packages_within_packages_import_what_their_rows_say_and_all_of_it(package: str) -> None:
+    assert {name for one in all_imports() if (name := outside(one, package)) is not None} == WITHIN[package]
 
 
 def test_third_party_packages_are_imported_in_their_places_only() -> None:
@@ -304,17 +249,18 @@ def test_third_party_packages_are_imported_in_all_their_places() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "crosses"),
     [
-        ("search/a.py", "from ptqpipe.numerics.search import b", False),
-        ("search/a.py", "from . import b", False),
-        ("search/a.py", "from ..formats import CODECS", False),
-        ("search/a.py", "from ptqpipe.checkpoint.layouts import modelopt", True),
-        ("search/a.py", "from .. import containers", True),
-        ("search/a.py", "from ..containers.modelopt import f", True),
-        ("search/a.py", "import ptqpipe", True),
-        ("runtime/a.py", "def f():\n    from ptqpipe.conversion.conversion import convert", True),
-        ("checkpoint/a.py", "from ptqpipe import formats", True),
-        ("cli.py", "from ptqpipe.stages import convert", False),
-        ("formats.py", "from ptqpipe.numerics.qtensor import QTensor", True),
+        ("numerics/a.py", "from ptqpipe.numerics.search import b", False),
+        ("numerics/a.py", "from . import b", False),
+        ("numerics/a.py", "from ..errors import PtqError", False),
+        ("numerics/a.py", "from ptqpipe.checkpoint.layouts import modelopt", True),
+        ("numerics/a.py", "from .. import checkpoint", True),
+        ("numerics/a.py", "from ..checkpoint.layouts import modelopt", True),
+        ("numerics/a.py", "import ptqpipe", True),
+        ("runtime/a.py", "def f():\n    from ptqpipe.conversion.conversion import Conversion", True),
+        ("checkpoint/a.py", "from ptqpipe import numerics", False),
+        ("models/a.py", "from ptqpipe import runtime", True),
+        ("cli.py", "from ptqpipe.pipeline import run", False),
+        ("errors.py", "from ptqpipe.numerics.qtensor import QTensor", True),
     ],
 )
 def test_the_check_sees_imports_of_every_spelling(path: str, source: str, *, crosses: bool) -> None:
@@ -322,15 +268,29 @@ def test_the_check_sees_imports_of_every_spelling(path: str, source: str, *, cro
 
 
 @pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from ptqpipe.numerics.search import exact", None),
+        ("from ptqpipe.numerics.kernels.cpu import isa", "numerics.kernels"),
+        ("from ptqpipe.errors import PtqError", "errors"),
+        ("from ptqpipe.numerics import formats", "numerics.formats"),
+    ],
+)
+def test_the_check_sees_what_a_package_within_takes_from_outside(source: str, expected: str | None) -> None:
+    (statement,) = imports_of(source, Path("numerics/search/a.py"))
+    assert outside(statement, "numerics.search") == expected
+
+
+@pytest.mark.parametrize(
     ("path", "source", "crosses"),
     [
         ("calibration/model.py", "import transformers", False),
-        ("evaluation/model.py", "import transformers", True),
-        ("stages/convert.py", "import transformers", True),
-        ("stages/convert.py", "def f():\n    from transformers import AutoModel", True),
+        ("check/model.py", "import transformers", True),
+        ("conversion/a.py", "import transformers", True),
+        ("conversion/a.py", "def f():\n    from transformers import AutoModel", True),
         ("pipeline/demo.py", "import lm_eval.tasks", True),
         ("runtime/engine.py", "from transformers import AutoConfig", False),
-        ("stages/convert.py", "import click", True),
+        ("conversion/a.py", "import click", True),
         ("cli.py", "import click", False),
     ],
 )

@@ -5,8 +5,8 @@ and the owner of each unit: the rank whose stripe it lies in. It returns what ev
 before the cast to the model's dtype. All ranks hold the same bits, so there is one result.
 
 Must not know time, topologies, or where partials come from. What a codec does to numbers is its own affair: see
-``WireRounding``. Schemes: two-shot and one-shot as in ``ptqpipe.serving.collectives``; ring and semi-loop as EQuARX describes
-them (arXiv 2506.17615: dequantize, add in float32, quantize again, at every hop).
+``WireRounding``. Schemes: two-shot and one-shot as in ``ptqpipe.serving.collectives``; ring and semi-loop as EQuARX
+describes them (arXiv 2506.17615: dequantize, add in float32, quantize again, at every hop).
 """
 
 from collections.abc import Callable

@@ -78,7 +78,8 @@ def convert(
     out      folder to write; None: ``<model>-<FORMAT>`` in the working folder
     data     what the model is calibrated on, in the same run: files, data sets by name, "self" for text that the model
              writes, texts, token ids, a ``datasets`` object or a DataLoader
-    options  every option of ``ptqpipe.recipe.options`` by its name (``damping=0.02``); ``quality``, ``budget``, ``formats``,
+    options  every option of ``ptqpipe.recipe.options`` by its name (``damping=0.02``); ``quality``, ``budget``,
+    ``formats``,
              ``reader`` (the command's ``--for``), ``requantize``, ``untie``, ``eval``, ``report``, ``field``,
              ``samples``, ``seqlen``, ``seed``, ``keep_stages``; ``push``, the hub's repository to which the result is
              uploaded; ``resume`` and ``overwrite``; ``workers``, ``device``, ``max_memory`` and ``progress``, which

@@ -1,6 +1,7 @@
 """Statistics of the inputs of linear layers, in memory: moments, and the interface by which algorithms read them.
 
-These are what algorithms, transforms and stages hand to each other; `ptqpipe.calibration.statistics` reads them from a folder.
+These are what algorithms, transforms and stages hand to each other; `ptqpipe.calibration.statistics` reads them from a
+folder.
 """
 
 import math

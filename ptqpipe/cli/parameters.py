@@ -1,7 +1,7 @@
 """Parameters of commands: types of values, and options that several commands have.
 
-Options that decide bytes come from the table in ``ptqpipe/recipe/options.py`` (`recipe_options`), those of machine and output
-from `run_options`.
+Options that decide bytes come from the table in ``ptqpipe/recipe/options.py`` (`recipe_options`), those of machine and
+output from `run_options`.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""Algorithms that choose the codes of a unit of weights, one file each; their table is ``ptqpipe.recipe.options.ALGORITHMS``.
+"""Algorithms that choose the codes of a unit of weights, one file each; their table is
+``ptqpipe.recipe.options.ALGORITHMS``.
 
     unit.py        their common arguments and results
     rtn.py, gptq.py, learned.py   the algorithms

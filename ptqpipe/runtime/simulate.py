@@ -6,8 +6,8 @@ matrix) have one input; where their static scales differ the first one counts, a
 (``replace.py``).
 
 KV cache: keys and values are rounded to E4M3 at the checkpoint's scales before attention, as the readers do with
-``k_scale`` and ``v_scale`` (their names: ``checkpoint/layouts/_kv.py``). Keys after their rotary embedding, and values, are
-stored as E4M3 codes of x / scale, and attention sees code * scale. The scales are one number a tensor or one a
+``k_scale`` and ``v_scale`` (their names: ``checkpoint/layouts/_kv.py``). Keys after their rotary embedding, and values,
+are stored as E4M3 codes of x / scale, and attention sees code * scale. The scales are one number a tensor or one a
 key-value head. The query is not quantized. transformers' attention interface gives the one place where all models hand
 over keys and values.
 """

@@ -29,25 +29,37 @@ def test_ctrl_c_in_a_dry_run_ends_without_a_trace(here: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("command", "stage", "words"),
     [
-        (("generate", "model", "-q", "-o", "out"), "generate.generate", "nothing is written"),
-        (("eval", "model", "--data", "file"), "evaluate.run.evaluate", "stays in the cache for the next run"),
-        (("demo", "-o", "out"), "demo.run_demo", "finished are kept in out"),
-        (("plan", "model", "--budget", "5bits", "-o", "out"), "plan.run.plan_mixed", "nothing is written"),
+        (("generate", "model", "-q", "-o", "out"), "calibration.own_text.generate", "nothing is written"),
+        (("eval", "model", "--data", "file"), "check.evaluate.command.evaluate", "stays in the cache for the next run"),
+        (("demo", "-o", "out"), "pipeline.demo.run_demo", "finished are kept in out"),
+        (
+            ("plan", "model", "--budget", "5bits", "-o", "out"),
+            "pipeline.budget.command.plan_mixed",
+            "nothing is written",
+        ),
         (
             ("plan", "model", "--budget", "5bits", "-o", "out", "--measure", "file"),
-            "plan.run.plan_mixed",
+            "pipeline.budget.command.plan_mixed",
             "kept in out.measured.jsonl, and the same command continues",
         ),
-        (("verify", "model"), "verify.run.verify", "nothing is written"),
-        (("inspect", "model"), "inspect.inspect", "nothing is written"),
-        (("diff", "model", "model"), "diff.diff", "nothing is written"),
-        (("report", "model"), "report.run.make_report", "nothing is written"),
-        (("convert", "model", "-o", "out"), "convert.run.convert", "nothing is written"),
-        (("calibrate", "model", "--data", "file", "-o", "out"), "calibrate.run.calibrate", "nothing is written"),
-        (("tune", "model", "--data", "file", "-o", "out"), "tune.run.tune", "nothing is written"),
-        (("transform", "model", "--apply", "rotate", "-o", "out"), "transform.run.transform", "nothing is written"),
-        (("relayout", "model", "--container", "modelopt", "-o", "out"), "relayout.run.relayout", "nothing is written"),
-        (("dequantize", "model", "-o", "out"), "dequantize.dequantize", "nothing is written"),
+        (("verify", "model"), "check.verify.command.verify", "nothing is written"),
+        (("inspect", "model"), "check.inspect.inspect", "nothing is written"),
+        (("diff", "model", "model"), "check.diff.diff", "nothing is written"),
+        (("report", "model"), "check.report.command.make_report", "nothing is written"),
+        (("convert", "model", "-o", "out"), "conversion.command.convert", "nothing is written"),
+        (("calibrate", "model", "--data", "file", "-o", "out"), "calibration.command.calibrate", "nothing is written"),
+        (("tune", "model", "--data", "file", "-o", "out"), "pipeline.tune.command.tune", "nothing is written"),
+        (
+            ("transform", "model", "--apply", "rotate", "-o", "out"),
+            "conversion.transform.run.transform",
+            "nothing is written",
+        ),
+        (
+            ("relayout", "model", "--container", "modelopt", "-o", "out"),
+            "conversion.relayout.run.relayout",
+            "nothing is written",
+        ),
+        (("dequantize", "model", "-o", "out"), "conversion.dequantize.dequantize", "nothing is written"),
     ],
 )
 def test_ctrl_c_says_in_a_sentence_what_is_kept(
@@ -56,7 +68,7 @@ def test_ctrl_c_says_in_a_sentence_what_is_kept(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"ptqpipe.stages.{stage}", interrupted)
+    monkeypatch.setattr(f"ptqpipe.{stage}", interrupted)
     result = run(*command)
     assert result.exit_code == 130
     (line,) = result.stderr.strip().splitlines()
@@ -161,10 +173,10 @@ MEMORY = (
     [
         (
             ("convert", "model", "-o", "out"),
-            "convert.run.convert",
+            "conversion.command.convert",
             "lower --workers or --max-memory, or raise the limit",
         ),
-        (("inspect", "model"), "inspect.inspect", "; raise the limit"),
+        (("inspect", "model"), "check.inspect.inspect", "; raise the limit"),
     ],
 )
 def test_what_memory_does_not_suffice_for_is_one_line_with_what_this_command_can_do(
@@ -173,7 +185,7 @@ def test_what_memory_does_not_suffice_for_is_one_line_with_what_this_command_can
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(f"ptqpipe.stages.{stage}", fails)
+    monkeypatch.setattr(f"ptqpipe.{stage}", fails)
     result = run(*command)
     assert result.exit_code == 1
     (line,) = result.stderr.strip().splitlines()
@@ -184,8 +196,12 @@ def test_what_memory_does_not_suffice_for_is_one_line_with_what_this_command_can
 @pytest.mark.parametrize(
     ("command", "stage", "remedy"),
     [
-        (("convert", "model", "-o", "out"), "convert.run.convert", "lower --workers, lower --max-memory, use --device"),
-        (("inspect", "model"), "inspect.inspect", "; end other programs on it"),
+        (
+            ("convert", "model", "-o", "out"),
+            "conversion.command.convert",
+            "lower --workers, lower --max-memory, use --device",
+        ),
+        (("inspect", "model"), "check.inspect.inspect", "; end other programs on it"),
     ],
 )
 def test_a_full_gpu_is_no_limit_of_the_process(
@@ -194,7 +210,7 @@ def test_a_full_gpu_is_no_limit_of_the_process(
     def fails(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(f"ptqpipe.stages.{stage}", fails)
+    monkeypatch.setattr(f"ptqpipe.{stage}", fails)
     result = run(*command)
     assert result.exit_code == 1
     line = result.stderr.strip().splitlines()[-1]

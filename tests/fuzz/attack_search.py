@@ -1,9 +1,9 @@
 """Random attack on every exact scale search of this machine: blocks drawn to break its bounds, against brute force.
 
 The torch path, the compiled kernels on every instruction set and a GPU's, over formats, dtypes, magnitudes and
-importances. The blocks are those of tests/numerics/search/hostile.py, and so is the bound-free search that they are held to.
-Prints one JSON line a format and search: blocks, seconds (of CPU time in that search), how many blocks have another
-scale, and Python that makes the first of them again. Exits 1 if any has. Several runs: attack_search.jsonl.
+importances. The blocks are those of tests/numerics/search/hostile.py, and so is the bound-free search that they are
+held to. Prints one JSON line a format and search: blocks, seconds (of CPU time in that search), how many blocks have
+another scale, and Python that makes the first of them again. Exits 1 if any has. Several runs: attack_search.jsonl.
 
     python -m tests.fuzz.attack_search [--blocks 1000000] [--seed 0] [--minutes 60] [--only mxfp4]
         [--searches triton ...]

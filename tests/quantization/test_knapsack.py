@@ -1,4 +1,5 @@
-"""Claims about the solver of the integer program besides its optima, which `tests/pipeline/budget/test_mixed.py` checks."""
+"""Claims about the solver of the integer program besides its optima, which `tests/pipeline/budget/test_mixed.py`
+checks."""
 
 import subprocess
 import sys

@@ -22,7 +22,7 @@ from ptqpipe.quantization.activation_scale import POLICIES
 from ptqpipe.recipe.options import ALGORITHMS, CheckpointOptions, CodeOptions, RecipeOptions, described, recipe_fields
 from tests import tiny
 
-SOURCE = Path(ptqpipe.__file__).with_name("options.py")
+SOURCE = Path(ptqpipe.__file__).parent / "recipe" / "options.py"
 FIELD = "    low_rank: int = option("  # a line of the table, before which another is added
 
 

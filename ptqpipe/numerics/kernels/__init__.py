@@ -1,6 +1,6 @@
 """Fast versions of reference functions, bit-equal to the torch code that they mirror, and products of packed weights.
 
-    ptqpipe.numerics.kernels.cpu     compiled C++ for CPU tensors (AVX-512, AVX2, NEON, baseline), where a compiler built it
+    ptqpipe.numerics.kernels.cpu     compiled C++ for CPU tensors (AVX-512, AVX2, NEON, baseline), if they were built
     ptqpipe.numerics.kernels.triton  the same for CUDA tensors
 
     ptqpipe.numerics.kernels.cpu_linear, triton_linear, cuda_fp8

@@ -23,7 +23,8 @@ from tests import tiny
 MODULE = '''
 """A layout of NVFP4 weights and of nothing else."""
 
-from ptqpipe.checkpoint.layouts._config import check_parts, matrix_shape, quantization_config, refuse, without_quantization
+from ptqpipe.checkpoint.layouts._config import check_parts, matrix_shape, quantization_config
+from ptqpipe.checkpoint.layouts._config import refuse, without_quantization
 from ptqpipe.checkpoint.layouts._lists import Lists
 from ptqpipe.checkpoint.layouts._types import Part, Role, StoredWeight
 from ptqpipe.numerics.schemes import Abilities, KvCache, get_scheme

@@ -1,7 +1,8 @@
 """A plugin of pytest: the kernels of another processor, run by an emulator, under the same tests as those of this one.
 
-``PTQPIPE_EMULATED=COMMAND python -m pytest -p tests.numerics.kernels.emulated ...``, where COMMAND starts the program of
-``emulated.cpp``, built for that processor, with a library of kernels that was. `scripts/check_aarch64.py` does it all.
+``PTQPIPE_EMULATED=COMMAND python -m pytest -p tests.numerics.kernels.emulated ...``, where COMMAND starts the program
+of ``emulated.cpp``, built for that processor, with a library of kernels that was. `scripts/check_aarch64.py` does it
+all.
 """
 
 import ctypes

@@ -1,7 +1,8 @@
 """The phases and the barrier of the symmetric-memory kernel, each alone. Run by ``test_triton_symmetric.py``.
 
 Under the interpreter on CPU tensors, and on a CUDA device where there is one: launches of one phase after another, a
-rank at a time, so that nobody waits. ``tests/serving/collectives/symmetric_cases.py`` has the whole kernel, whose ranks do.
+rank at a time, so that nobody waits. ``tests/serving/collectives/symmetric_cases.py`` has the whole kernel, whose ranks
+do.
 """
 
 from dataclasses import dataclass, field

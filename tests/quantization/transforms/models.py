@@ -1,6 +1,7 @@
 """Small random models of each architecture, their logits, and statistics of their inputs taken by hooks.
 
-The statistics folder is written here with the safetensors library alone, as `ptqpipe/calibration/statistics.py` describes it.
+The statistics folder is written here with the safetensors library alone, as `ptqpipe/calibration/statistics.py`
+describes it.
 """
 
 import json
