@@ -20,7 +20,7 @@ from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.kernels import triton
 
 CASES = Path(__file__).with_name("triton_cases.py")
-ROOT = CASES.parents[2]
+ROOT = CASES.parents[3]
 
 
 def run_cases(environment: dict[str, str], *, timeout: int) -> None:

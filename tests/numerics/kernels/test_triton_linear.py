@@ -17,7 +17,7 @@ from ptqpipe.runtime.activations import InputQuantizer, fp8_codes
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
 
 CASES = Path(__file__).with_name("triton_linear_cases.py")
-ROOT = CASES.parents[2]
+ROOT = CASES.parents[3]
 TOKEN = InputQuantizer(Activation.FP8_TOKEN)
 
 

@@ -16,7 +16,7 @@ from ptqpipe.serving.collectives.codecs import get_wire_codec
 from tests.serving.collectives.ranks import on_ranks
 
 CASES = Path(__file__).with_name("symmetric_cases.py")
-ROOT = CASES.parents[2]
+ROOT = CASES.parents[3]
 CHECK = ROOT / "scripts" / "check_symmetric.py"
 
 

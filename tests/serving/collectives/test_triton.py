@@ -16,7 +16,7 @@ def run_cases(environment: dict[str, str]) -> None:
     options = ["-q", "-pno:cacheprovider", "-pno:xdist", "-ptests.kernels.quick_interpreter", "-Wignore"]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(CASES)],
-        cwd=CASES.parents[2],
+        cwd=CASES.parents[3],
         env={key: value for key, value in os.environ.items() if not key.startswith("PYTEST")} | environment,
         capture_output=True,
         text=True,
@@ -58,7 +58,7 @@ def test_compiled_for_a_gpu_every_float32_operation_is_rounded_by_itself(tmp_pat
     pytest.importorskip("triton", reason="Triton is not installed")
     result = subprocess.run(
         [sys.executable, "-c", COMPILE],
-        cwd=CASES.parents[2],
+        cwd=CASES.parents[3],
         env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
