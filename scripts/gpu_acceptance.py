@@ -63,8 +63,8 @@ PARTS = (
         "scripts/bench_triton.py --only quantize --rows 16 --columns 64 --rounds 1 --formats mxfp4",
     ),
     Part(
-        "attack", 1, "-m tests.fuzz.attack_search --searches triton --blocks 400000 --minutes 0.5",
-        "-m tests.fuzz.attack_search --searches triton --blocks 1 --only e2m1/16/e4m3",
+        "attack", 1, "tests/fuzz/attack_search.py --searches triton --blocks 400000 --minutes 0.5",
+        "tests/fuzz/attack_search.py --searches triton --blocks 1 --only e2m1/16/e4m3",
         (*CORE, "pytest"),
     ),
     Part(

@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LABS = ROOT / "labs"
-STUDIES = sorted(folder.name for folder in LABS.iterdir() if folder.is_dir() and not folder.name.startswith(("_", ".")))
+STUDIES = sorted({file.parent.name for file in LABS.glob("*/*.py")})
+RESULTS = sorted({file.parent.name for file in LABS.glob("*/*.jsonl")})
 PROGRAMS = ("vllm_fills", "sglang_loads", "vllm_loads", "vllm_tensor_parallel")  # of labs/readers
 HELP = """import runpy, sys
 for name in sys.argv[1:]:
@@ -23,7 +24,7 @@ for name in sys.argv[1:]:
 
 
 def test_every_study_says_what_was_asked_and_how_to_run_it() -> None:
-    for name in STUDIES:
+    for name in sorted({*STUDIES, *RESULTS}):
         text = (LABS / name / "README.md").read_text(encoding="utf-8")
         assert "python -m labs." in text or "python scripts/" in text, name
         assert len(text.split()) < 400, f"labs/{name}/README.md: half a page"
