@@ -52,10 +52,18 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "vLLM": ("engine", "vllm_python", "nnodes", "node_rank", "master_addr", "master_port"),
     "Machine": ("device", "dtype", "workers", "max_memory", "cache_dir", "cache_size"),
     "Run": ("dry_run", "only", "plot", "resume", "overwrite", "keep_stages", "as_json", "quiet", "help",
-        "_click_default_help",  # click 8.2 calls --help so
+        "help_all", "_click_default_help",  # click 8.2 calls --help so
     ),
 }  # fmt: skip
 LONG = 12  # options
+# What --help shows of a command with more options than MOST; --help-all shows all of them.
+MOST = 20
+FIRST = frozenset((
+    "out", "scheme", "recipe_path", "reader", "budget", "ignore", "data", "samples", "seqlen", "max_tokens", "tasks",
+    "quality", "method", "source", "eval", "report", "kv_cache", "host", "port", "api_key", "name", "max_model_len",
+    "max_num_seqs", "kv_cache_size", "chat_template", "tp", "allreduce", "speculative", "engine", "device",
+    "max_memory", "dry_run", "resume", "overwrite", "help", "_click_default_help", "help_all",
+))  # fmt: skip
 _NUMBERS = {"integer": "N", "integer range": "N", "float": "X"}  # by the names of click's types
 
 
@@ -145,15 +153,38 @@ class Command(click.Command):
         return parser
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The sections of the help that list options."""
-        for title, options in self.sections(ctx).items():
+        """The sections of the help that list options: all of them after --help-all."""
+        for title, options in self.sections(ctx, everything=ctx.meta.get(_ALL, False)).items():
             with formatter.section(title):
                 formatter.write_dl([record for one in options if (record := one.get_help_record(ctx)) is not None])
 
-    def sections(self, ctx: click.Context) -> dict[str, list[click.Parameter]]:
-        """The options that help shows, below their headings: "Options" alone for a command with few."""
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Click's, and --help-all of a command with many options."""
+        params = super().get_params(ctx)
+        if sum(map(_is_shown, params)) <= MOST:
+            return params
+        return [*params, click.Option(
+            ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_help_all,
+            help="Show all options and exit.",
+        )]  # fmt: skip
+
+    def sections(self, ctx: click.Context, *, everything: bool = True) -> dict[str, list[click.Parameter]]:
+        """The options that help shows, below their headings: "Options" alone for a command with few. Without
+        ``everything`` of a command with many only those of `FIRST`."""
         shown = {str(one.name): one for one in self.get_params(ctx) if _is_shown(one)}
+        if not everything and len(shown) > MOST:
+            shown = {name: one for name, one in shown.items() if name in FIRST}
         return in_groups(shown, OPTIONS) if len(shown) > LONG else {"Options": list(shown.values())}
+
+
+_ALL = "ptqpipe.help_all"
+
+
+def _help_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
 
 
 def _is_shown(one: Any) -> bool:
