@@ -26,7 +26,7 @@ def rows(reader: str) -> list[dict[str, Any]]:
         "sglang with a layer kept": "sglang_kept",
         "sglang for drafts": "sglang_drafts",
     }[reader]
-    return [json.loads(line) for line in (ROOT / "benchmarks" / f"{file}.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (ROOT / "labs" / "readers" / f"{file}.jsonl").read_text().splitlines()]
 
 
 def lost(row: dict[str, Any]) -> list[str]:

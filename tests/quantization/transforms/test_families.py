@@ -44,7 +44,7 @@ def kinds() -> list[tuple[str, Norms]]:
     found: dict[str, Norms] = {}
     for family in FAMILIES:
         for name in family.types if family.norms is not None else ():
-            if name in AS_GEMMA4:
+            if name in (*AS_GEMMA4, "kimi_k2"):  # the latter is code on the hub, with the layers of deepseek_v3
                 continue
             whole = name.removesuffix("_text")
             alone = transformers.CONFIG_MAPPING[name] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
