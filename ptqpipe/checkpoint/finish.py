@@ -17,7 +17,7 @@ from ptqpipe.checkpoint.header import pread_exactly, shown
 from ptqpipe.checkpoint.journal import read_journals
 from ptqpipe.checkpoint.layout import ShardLayout
 from ptqpipe.checkpoint.partial import Paths, fsync_folder, output_errors
-from ptqpipe.errors import CheckpointError, OutputError, read_failure
+from ptqpipe.errors import CheckpointError, OutputError, first_line, read_failure
 
 _COPY_BYTES: Final = 4 * 2**20
 
@@ -51,6 +51,21 @@ def check_shards(paths: Paths, layout: ShardLayout) -> None:
                 f"{shown(str(path))} has been changed from outside ({size} bytes, expected {shard.file_bytes}); "
                 "--overwrite starts over"
             )
+        _open_as_readers_do(path)
+
+
+def _open_as_readers_do(path: Path) -> None:
+    """Opens a finished weight file by the safetensors library, which checks header and offsets and reads no weight."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise OutputError(
+            f"{shown(str(path))} is not what the safetensors library can open ({first_line(error)}); this is a bug, "
+            "report it"
+        ) from None
 
 
 def add_files(

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ptqpipe.checkpoint import writer as writer_module
+from ptqpipe.checkpoint import layout as layout_module, writer as writer_module
 from ptqpipe.checkpoint.dtypes import DTYPE_NAMES
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.partial import completed_run
@@ -274,6 +274,25 @@ def test_shards_changed_from_outside_are_not_published(source: Path, out: Path) 
 
     assert "changed from outside" in refused(lambda: convert(out, source, after_unit=truncate))
     assert not out.exists()
+
+
+def test_a_file_that_the_library_cannot_open_gets_no_name(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header with a hole between two tensors, as a fault of the layout would make it."""
+    real = layout_module.header_bytes
+    monkeypatch.setattr(
+        layout_module,
+        "header_bytes",
+        lambda *args: real(*args).replace(b"[0,12]", b"[0,11]").replace(b"[12,24]", b"[11,24]"),
+    )
+    layout = ShardLayout.plan([[TensorSpec("a", "F32", (3,)), TensorSpec("b", "F32", (3,))]], shard_bytes=600)
+    writer = CheckpointWriter.open(out, layout, run_id="r", mode="new")
+    for name in "ab":
+        writer.write(name, torch.ones(3))
+    writer.commit("all", {})
+    line = refused(lambda: writer.finish(expected_units=["all"]))
+    assert "is not what the safetensors library can open" in line
+    assert not out.exists()
+    writer.close()
 
 
 @pytest.mark.parametrize(
