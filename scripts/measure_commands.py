@@ -1,4 +1,4 @@
-"""What the commands of README.md and docs/calibration.md cost and lose: runs each as it is printed, writes the numbers
+"""What the commands of README.md, docs/README.md and docs/calibration.md cost and lose: runs each as it is printed, writes the numbers
 beside it.
 
     python scripts/measure_commands.py [--shared DIR] [--scratch DIR] [--only PART ...]
@@ -27,7 +27,7 @@ from bench_convert import measured
 from bench_quality import MODELS, TOKENS, begin, measure, place, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
-README, CALIBRATION = ROOT / "README.md", ROOT / "docs" / "calibration.md"
+README, CALIBRATION, START = ROOT / "README.md", ROOT / "docs" / "calibration.md", ROOT / "docs" / "README.md"
 FORMATS, QUALITIES = ("nvfp4", "nvfp4_w4a4", "mxfp4a16", "mxfp4", "fp8"), ("fast", "good", "best")
 ROW = 16_000  # characters of a row of text.jsonl
 # Rows of README: what the reader has, a command, and perhaps another one, KL. Rows of calibration.md: a format.
@@ -133,7 +133,7 @@ def main() -> None:
                 print(json.dumps(line), flush=True)
                 with open(args.results, "a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
-    for page in (README, CALIBRATION):
+    for page in (README, CALIBRATION, START):
         page.write_text(with_numbers(page.read_text(encoding="utf-8"), read_lines(args.results)), encoding="utf-8")
 
 
