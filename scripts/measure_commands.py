@@ -1,5 +1,5 @@
-"""What the commands of README.md, docs/README.md and docs/calibration.md cost and lose: runs each as it is printed, writes the numbers
-beside it.
+"""What the commands of README.md, docs/README.md and docs/calibration.md cost and lose: runs each as it is printed, and
+writes the numbers beside it.
 
     python scripts/measure_commands.py [--shared DIR] [--scratch DIR] [--only PART ...]
     python scripts/measure_commands.py --show    # no runs: writes the tables from the results that there are
