@@ -273,7 +273,7 @@ def test_a_killed_run_continues_to_the_same_statistics(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from ptqpipe.calibration import command as run as stage\n"
+        "from ptqpipe.calibration import command as stage\n"
         "commit = stage.BlockFolder.commit\n"
         "def killed(self, unit, record):\n"
         "    commit(self, unit, record)\n"

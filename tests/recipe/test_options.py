@@ -67,7 +67,7 @@ def test_an_option_is_one_line_of_the_table(tmp_path: Path) -> None:
             done = CliRunner().invoke(main, ["convert", *arguments])
             return done.exit_code, done.output
 
-        assert "How warm codes are.  [default: 0.25]" in " ".join(call("--help")[1].split()).replace(". [", ".  [")
+        assert "How warm codes are.  [default: 0.25]" in " ".join(call("--help-all")[1].split()).replace(". [", ".  [")
         assert call(model, "-o", f"{folder}/a", "--warmth", "0.75", "-q")[0] == 0
         assert call(model, "-o", f"{folder}/b", "--recipe", f"{folder}/r.yaml", "-q")[0] == 0
         assert "warmth" in inspect.signature(ptqpipe.convert).parameters
@@ -127,7 +127,7 @@ def test_an_algorithm_is_a_file_and_a_row(tmp_path: Path) -> None:
             assert done.exit_code == 0, done.output
             return done.output
 
-        assert "[rtn|gptq|mine]" in call("convert", "--help")
+        assert "[rtn|gptq|mine]" in call("convert", "--help-all")
         call("convert", model, "--stats", stats, "--algorithm", "mine", "-o", f"{folder}/asked", "-q")
         call("convert", model, "--stats", stats, "-o", f"{folder}/best", "-q")
         call("verify", f"{folder}/asked", "--source", model, "--stats", stats)
