@@ -38,7 +38,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = ROOT / "tests" / "search" / "mutants.toml"
+TABLE = ROOT / "tests" / "numerics" / "search" / "mutants.toml"
 CSRC = Path("ptqpipe/numerics/kernels/csrc")
 LIBRARY = Path("ptqpipe/numerics/kernels/_cpu.so")
 FLAGS = ("-g0", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-w")

@@ -117,7 +117,7 @@ def quantize(task: Task, feedback: Feedback | None = None) -> UnitResult:
             task.sink(index, start, q)
         errors.append(error)
         records.append({"algorithm": options.algorithm, "weighting": options.weighting, **record})
-    proven = get_search(task.search).PROVEN and feedback is None and options.weighting != "block"
+    proven = get_search(task.search).proven and feedback is None and options.weighting != "block"
     proven = proven and not any(record["reverted"] for record in records)
     promises = tuple(
         _promise(task, inputs[0] if one is not None else moments, feedback, reverted=record["reverted"])
@@ -164,7 +164,7 @@ def _prepare(feedback: Feedback, index: int, name: str) -> Metric:
 
 def _promise(task: Task, moments: Moments, feedback: Feedback | None, *, reverted: bool) -> Promise:
     """What is promised of a weight whose scales ``moments`` weighted. One scale for all weights is searched once."""
-    proven = get_search(task.search).PROVEN
+    proven = get_search(task.search).proven
     importance = _importance(moments, task)
     if reverted:
         return Promise(scales=proven, codes=True, importance=importance if task.fmt.one_scale else None)

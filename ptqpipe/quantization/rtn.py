@@ -135,7 +135,7 @@ def _global_scales(
 def _result(
     task: Task, rule: _Rule, errors: tuple[WeightError, ...], g: torch.Tensor | None, versus_plain: float
 ) -> UnitResult:
-    proven = get_search(rule.search).PROVEN
+    proven = get_search(rule.search).proven
     promises = (Promise(scales=proven, codes=True, factor=rule.factor),) * len(errors)
     fields = {"enlarged": rule.factor} if task.search == "enlarged" else {}
     return UnitResult(None if g is None else float(g), versus_plain, errors, proven, promises, (fields,) * len(errors))

@@ -260,7 +260,7 @@ def _expected(unit: Unit, claim: Claim, *, learned: bool, reverted: bool) -> Ite
     yield "weighting", claim.weighting, rule.weighting
     yield "enlarged", "enlarged" in claim.entry, unit.search == "enlarged"
     plain = rule.algorithm == "rtn" and rule.weighting != "block" and not reverted
-    yield "proven", claim.proven, plain and get_search(unit.search).PROVEN
+    yield "proven", claim.proven, plain and get_search(unit.search).proven
 
 
 def check_reasons(record: Record, plan: Plan, findings: Findings, recipe: Recipe) -> None:

@@ -243,7 +243,7 @@ def _job(
 
 
 def _flush_code(fmt: Format) -> int:
-    """What ``search/absmax.py`` gives a block whose scale rounds to zero: a code that zeroes all its elements."""
+    """What ``baselines.absmax`` gives a block whose scale rounds to zero: a code that zeroes all its elements."""
     wanted = fmt.scale.min_positive * max(64.0, fmt.element.max / fmt.element.min_positive)
     large = (code for code, value in enumerate(fmt.scale.magnitudes) if value >= wanted)
     return next(large, fmt.scale.first_scale_code)

@@ -82,7 +82,7 @@ def block_quantize(
     """Searches block scales and encodes: (data uint8 ``[N, K*bits/8]``, scale codes uint8 ``[N, K/B]``).
 
     w            ``[N, K]`` bfloat16, float16 or float32
-    rule         "exact": the scales of ``search/brute_force.py``, bit for bit; "absmax": those of ``search/absmax.py``
+    rule         "exact": the scales of ``search/brute_force.py``, bit for bit; "absmax": those of ``baselines.absmax``
     global_scale float32 0-d, where the format has one
     importance   ``[K]`` non-negative weights of the columns, or None
 

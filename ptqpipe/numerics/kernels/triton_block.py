@@ -1,6 +1,6 @@
 """Block formats in Triton: scale codes and packed codes of a weight in one pass over it.
 
-The scales are those of ``search/brute_force.py`` or ``search/absmax.py``, the codes those of
+The scales are those of ``search/brute_force.py`` or ``baselines.absmax``, the codes those of
 ``qtensor.encode``, the bytes those of ``packing.pack``. Knows formats; must not know searches, files or containers.
 Imports Triton: import it from inside functions.
 """

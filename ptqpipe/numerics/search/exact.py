@@ -32,8 +32,6 @@ from ptqpipe.numerics.search import _integers, _long, brute_force
 from ptqpipe.numerics.search._grid import MARGIN, ElementGrid, Ladder, deviations, element_grid, ladder
 from ptqpipe.numerics.search.objective import FLUSH, LANES, SHORT, fold
 
-PROVEN = True
-
 CHUNK = 1 << 17  # elements scored at a time: three float32 arrays of this size, most of a 2 MiB cache
 SCAN_MAX = SHORT  # elements of a block up to which every candidate is scored directly
 
