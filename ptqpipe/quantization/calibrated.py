@@ -20,7 +20,7 @@ from ptqpipe.calibration.inputs import Moments
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.global_scale import absmax_global, exact_global, pick, sample_rows
-from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search import get_search
 from ptqpipe.quantization import block_objective

@@ -26,7 +26,7 @@ from ptqpipe.numerics.formats import CODECS, FORMATS, Format
 from ptqpipe.numerics.global_scale import absmax_global, exact_global, sample_rows
 from ptqpipe.numerics.kernels import cpu
 from ptqpipe.numerics.kernels.cpu_carry import NO_PLACE, value_of
-from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization.unit import Promise, Task, UnitResult, Weight, WeightError, kernel_for, row_runs, total_error
 

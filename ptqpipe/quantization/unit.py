@@ -20,7 +20,7 @@ from ptqpipe.calibration.inputs import Moments
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.kernels import reference
-from ptqpipe.numerics.kernels.importance import normalize_importance
+from ptqpipe.numerics.kernels.cpu_tensors import normalize_importance
 from ptqpipe.numerics.qtensor import QTensor, check_finite, encode
 from ptqpipe.numerics.search import get_search
 from ptqpipe.numerics.search.objective import formula, importance_blocks, magnitude_blocks
@@ -125,7 +125,7 @@ def total_error(
 ) -> float:
     """The squared error that ``search`` leaves on ``w``: its scores where scales are codes, else by decoding.
 
-    With ``importance`` the weighted one, up to the power of two of ``kernels/importance.py``.
+    With ``importance`` the weighted one, up to the power of two of ``normalize_importance``.
     """
     if not fmt.scale.enumerable:
         q = quantize_rows(w, fmt, search=search, importance=importance)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from ptqpipe.numerics.kernels import cpu_library, cpu_linear, cpu_norm
+from ptqpipe.numerics.kernels import cpu_layer, cpu_library, cpu_linear
 from ptqpipe.runtime.linear import PackedLinear, Siblings
 
 LEAST_NUMBERS = 1 << 20  # of a weight, where the CPU multiplies bfloat16: a smaller one is in the cache anyway
@@ -92,7 +92,7 @@ def _use_panels(module: torch.nn.Linear, embedding: torch.nn.Embedding | None = 
 
 def _use_norm(module: torch.nn.Module) -> None:
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(weight, torch.Tensor) or not isinstance(eps, float) or not cpu_norm.available():
+    if not isinstance(weight, torch.Tensor) or not isinstance(eps, float) or not cpu_layer.norms_available():
         return
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or weight.dim() != 1:
         return
@@ -102,7 +102,7 @@ def _use_norm(module: torch.nn.Module) -> None:
     def forward(hidden_states: torch.Tensor) -> torch.Tensor:
         if hidden_states.dtype != torch.bfloat16:
             return own(hidden_states)
-        return cpu_norm.rms_norm(hidden_states, numbers, eps)
+        return cpu_layer.rms_norm(hidden_states, numbers, eps)
 
     x = torch.randn(_PROBE_ROWS, len(numbers), generator=torch.Generator().manual_seed(0)).bfloat16()
     if torch.equal(own(x), forward(x)):

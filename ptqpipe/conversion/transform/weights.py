@@ -17,7 +17,7 @@ from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.models.folding import RUN, Edge, Folding, Matrix, Op, apply
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.global_scale import absmax_global
-from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.quantization import quantize_rows
 from ptqpipe.quantization.transforms import Consumer, Problem, Quantize

@@ -12,8 +12,15 @@ import torch
 
 from ptqpipe.numerics.formats import CODECS, Format, pack, packed_columns
 from ptqpipe.numerics.kernels import cpu_library as lib, reference
-from ptqpipe.numerics.kernels.cpu_tensors import DTYPES, ELEMENTS, INTEGERS, check_global, checked_grid, readable
-from ptqpipe.numerics.kernels.importance import column_weights
+from ptqpipe.numerics.kernels.cpu_tensors import (
+    DTYPES,
+    ELEMENTS,
+    INTEGERS,
+    check_global,
+    checked_grid,
+    column_weights,
+    readable,
+)
 from ptqpipe.numerics.qtensor import check_finite, scale_values, to_blocks
 
 _MINIFLOAT3, _E8M0 = 0, 1

@@ -16,8 +16,7 @@ import torch
 from ptqpipe.errors import FormatError, UsageError
 from ptqpipe.numerics.formats import Format, packed_columns
 from ptqpipe.numerics.kernels.cpu_search import sum_blocks
-from ptqpipe.numerics.kernels.cpu_tensors import check_global
-from ptqpipe.numerics.kernels.importance import column_weights
+from ptqpipe.numerics.kernels.cpu_tensors import check_global, column_weights
 from ptqpipe.numerics.qtensor import check_finite
 
 if TYPE_CHECKING:

@@ -169,7 +169,7 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(data uint8 ``[N, K*bits/8]``, scales uint8 ``[N, K/block]``, damaged int32 ``[1]``) of contiguous ``w``.
 
-    ``importance`` is normalized as ``importance.py`` does. ``damaged`` is 1 where ``w`` is not finite.
+    ``importance`` is normalized as ``normalize_importance`` does. ``damaged`` is 1 where ``w`` is not finite.
     """
     data = torch.empty(w.shape[0], w.shape[1] * plan.element.bits // 8, dtype=torch.uint8, device=w.device)
     scales = torch.empty(w.shape[0], w.shape[1] // plan.block, dtype=torch.uint8, device=w.device)

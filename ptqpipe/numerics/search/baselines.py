@@ -7,7 +7,7 @@ import torch
 
 from ptqpipe.errors import FormatError
 from ptqpipe.numerics.formats import Format
-from ptqpipe.numerics.kernels.importance import column_weights
+from ptqpipe.numerics.kernels.cpu_tensors import column_weights
 from ptqpipe.numerics.qtensor import check_finite, magnitude_codes, round_to, scale_values, to_blocks
 from ptqpipe.numerics.search._grid import element_grid
 from ptqpipe.numerics.search.objective import flush, importance_blocks, magnitude_blocks, scores

@@ -26,7 +26,7 @@ import torch
 
 from ptqpipe.errors import FormatError
 from ptqpipe.numerics.formats import Format
-from ptqpipe.numerics.kernels.importance import column_weights
+from ptqpipe.numerics.kernels.cpu_tensors import column_weights
 from ptqpipe.numerics.qtensor import check_finite, to_blocks
 from ptqpipe.numerics.search import _integers, _long, brute_force
 from ptqpipe.numerics.search._grid import MARGIN, ElementGrid, Ladder, deviations, element_grid, ladder

@@ -39,7 +39,7 @@ from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.prepare import best_with, prepare
 from ptqpipe.errors import UsageError
 from ptqpipe.models.language_model import takes_images, with_note
-from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline.tune import backwards, codes as codes_of, end_to_end
 from ptqpipe.pipeline.tune.block import BlockWork, observe

@@ -16,7 +16,7 @@ from ptqpipe.calibration.activations import Activations
 from ptqpipe.calibration.experts import SIDES, product_name, second_input
 from ptqpipe.calibration.paired_experts import ExpertInputs, StackInputs
 from ptqpipe.calibration.runner import BATCH_TOKENS
-from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.pipeline.tune.block import BlockWork

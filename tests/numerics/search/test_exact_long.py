@@ -8,7 +8,7 @@ import torch
 from ptqpipe import quantize
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.formats import CODECS, Format, get_format
-from ptqpipe.numerics.kernels.importance import column_weights
+from ptqpipe.numerics.kernels.cpu_tensors import column_weights
 from ptqpipe.numerics.qtensor import encode, squared_error
 from ptqpipe.numerics.search import _long, _long_floor, _long_strip, baselines, brute_force, exact
 from ptqpipe.numerics.search._grid import element_grid, ladder
