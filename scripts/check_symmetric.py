@@ -29,9 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ptqpipe.numerics.kernels.triton import interpreting
 from ptqpipe.serving.collectives import reference
 from ptqpipe.serving.collectives.codecs import WireCodec, get_wire_codec
-from ptqpipe.serving.collectives.layout import cut
-from ptqpipe.serving.collectives.stats import Stats
 from ptqpipe.serving.collectives.symmetric import SymmetricExchange, SymmetricMemory, buffer_bytes
+from ptqpipe.serving.collectives.wire import Stats, cut
 
 GPU = not interpreting()
 DEVICE = "cuda" if GPU else "cpu"
