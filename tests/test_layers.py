@@ -98,7 +98,6 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "triton": ("numerics.kernels",),
     "yaml": ("recipe.file", "check.evaluate.harness", "conversion.card"),
     "jinja2": ("check.report",),
-    "matplotlib": ("check.report",),
     "fastapi": ("serving.server",),
     "starlette": ("serving.server",),
     "pydantic": ("serving.server",),

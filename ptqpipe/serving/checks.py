@@ -127,7 +127,7 @@ def context_of(ckpt: str, max_len: int | None) -> int:
 
 def check_checkpoint(ckpt: str, *, tp: int, packed: bool) -> None:
     """UsageError or CheckpointError where the model cannot be loaded, be cut for ``tp`` ranks, or be served."""
-    from ptqpipe.runtime.check import check_load
+    from ptqpipe.runtime.loading import check_load
     from ptqpipe.serving.engine.probe import check_empty
     from ptqpipe.serving.engine.runner import check_model, context_length
 

@@ -41,7 +41,7 @@ class ServeOptions:
     name          of the model in the API
     allreduce     "off", a codec ("int8", ...), or "auto": quantized where it is measured to be faster
     overlap       whether a prefill's all-reduces overlap with its computation (``engine/overlap.py``)
-    invariant     whether an answer must not depend, to the bit, on what else is computed (``runtime/invariant.py``)
+    invariant     whether an answer must not depend, to the bit, on what else is computed (``runtime/compiled.py``)
     max_len       longest sequence; cache_bytes: of keys and values
     max_queue     most sequences that wait
     speculative   "mtp": drafts by the model's own layer of that kind, ``speculative_tokens`` of a sequence in a step

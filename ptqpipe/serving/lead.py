@@ -16,9 +16,8 @@ from ptqpipe.errors import PtqError
 from ptqpipe.models.language_model import takes_images
 from ptqpipe.run.machine import resident_bytes
 from ptqpipe.run.quantities import memory_size
-from ptqpipe.runtime.compiled import use_kernels
+from ptqpipe.runtime.compiled import make_batch_invariant, use_kernels
 from ptqpipe.runtime.fill import watched
-from ptqpipe.runtime.invariant import make_batch_invariant
 from ptqpipe.runtime.loading import dtype_of, load_rank, read_config
 from ptqpipe.runtime.memory import keep_freed_memory
 from ptqpipe.runtime.parallel import RunCollective, TensorParallel

@@ -21,7 +21,7 @@ from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime import load, load_model
-from ptqpipe.runtime.check import check_load
+from ptqpipe.runtime.loading import check_load
 from ptqpipe.serving.checks import check_checkpoint
 from ptqpipe.serving.engine.images import Images
 from ptqpipe.serving.engine.probe import check_empty

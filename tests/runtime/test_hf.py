@@ -22,8 +22,8 @@ from ptqpipe.checkpoint.layouts import get_container
 from ptqpipe.errors import CheckpointError, PtqError, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.runtime import load, load_model
-from ptqpipe.runtime.check import check_load
 from ptqpipe.runtime.hf import PackedConfig, PackedQuantizer, _ranks, register, takes, unregister
+from ptqpipe.runtime.loading import check_load
 from tests.checkpoint.layouts.builders import Checkpoint, read_checkpoint
 from tests.conversion.test_low_rank import run as convert
 from tests.runtime.models import SIZES, float_twin, logits, packed_bytes, quantized

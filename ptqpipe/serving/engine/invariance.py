@@ -1,6 +1,6 @@
 """Checks that a runner's logits of a sequence are the same bits in one step and in several, alone and with others.
 
-Run once at the start of a service that promises it (``runtime/invariant.py``): what nobody has thought of, an attention
+Run once at the start of a service that promises it (``runtime/compiled.py``): what nobody has thought of, an attention
 without a compiled kernel for instance, shows here and not in an answer.
 """
 

@@ -11,7 +11,7 @@ import torch
 import ptqpipe
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime import load
-from ptqpipe.runtime.invariant import make_batch_invariant
+from ptqpipe.runtime.compiled import make_batch_invariant
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
 from ptqpipe.serving.engine import invariance
 from ptqpipe.serving.engine.batch import Batch, Span
