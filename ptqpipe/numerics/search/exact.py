@@ -28,7 +28,7 @@ from ptqpipe.errors import FormatError
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.kernels.cpu_tensors import column_weights
 from ptqpipe.numerics.qtensor import check_finite, to_blocks
-from ptqpipe.numerics.search import _integers, _long, brute_force
+from ptqpipe.numerics.search import _integer_scales as _integers, _long, brute_force
 from ptqpipe.numerics.search._grid import MARGIN, ElementGrid, Ladder, deviations, element_grid, ladder
 from ptqpipe.numerics.search.objective import FLUSH, LANES, SHORT, fold
 
