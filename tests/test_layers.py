@@ -75,7 +75,7 @@ WITHIN: dict[str, set[str]] = {
     "serving.server": {"_version", "errors", "models.chat_template", "models.images", "serving.engine"},
     "serving.collectives": {"errors", "numerics.formats", "numerics.kernels", "numerics.qtensor"},
     "serving.vllm_plugin": {
-        "errors", "numerics.formats", "numerics.qtensor", "numerics.schemes", "runtime.activations",
+        "errors", "numerics.formats", "numerics.qtensor", "numerics.schemes", "runtime.input_quantizers",
         "runtime.packed", "serving.collectives",
     },
 }

@@ -39,7 +39,7 @@ from ptqpipe.check.evaluate.text import read_text
 from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.conversion.transform.run import transform
 from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.runtime.activations import GROUP
+from ptqpipe.runtime.input_quantizers import GROUP
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 
 FOLDS = ("none", "sorted", "mlp", "residual", "factors")

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from ptqpipe.errors import CheckpointError
 from ptqpipe.numerics.kernels import cpu_linear
 from ptqpipe.numerics.qtensor import Factors, QTensor
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 from ptqpipe.runtime.packed import PackedWeight, packed_linear, packed_linears
 
 

@@ -22,11 +22,11 @@ from ptqpipe.checkpoint.layouts import Role, StoredWeight, kv_scale_place, quant
 from ptqpipe.errors import CheckpointError, PtqWarning, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import Activation
-from ptqpipe.runtime.activations import InputQuantizer, round_to_e4m3
-from ptqpipe.runtime.experts import experts_forward, float_project, is_experts
-from ptqpipe.runtime.names import Home
+from ptqpipe.runtime.input_quantizers import InputQuantizer, round_to_e4m3
+from ptqpipe.runtime.parameter_names import Home
 from ptqpipe.runtime.shard import Cut
 from ptqpipe.runtime.shard_read import check_positive
+from ptqpipe.runtime.stacked_experts import experts_forward, float_project, is_experts
 
 
 def simulate_activations(

@@ -20,7 +20,7 @@ from ptqpipe.numerics.formats import CODECS
 from ptqpipe.numerics.qtensor import round_to
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.runtime import load_model
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 from tests.checkpoint.layouts.builders import INPUT_SCALE, Checkpoint
 from tests.runtime.models import float_twin, logits, quantized
 

@@ -22,7 +22,7 @@ from ptqpipe.numerics.rotation import rotated
 from ptqpipe.pipeline.tune.block import BlockWork
 from ptqpipe.pipeline.tune.feedback import Given, Turn, chosen, outputs_of
 from ptqpipe.recipe.plan import Unit
-from ptqpipe.runtime.experts import first_stack
+from ptqpipe.runtime.stacked_experts import first_stack
 
 
 def follow_stack(

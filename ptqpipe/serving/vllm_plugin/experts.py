@@ -21,7 +21,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.numerics.formats import FORMATS, Format
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Activation
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 from ptqpipe.runtime.packed import PackedWeight
 from ptqpipe.serving.vllm_plugin import ops
 from ptqpipe.serving.vllm_plugin.layer_op import PackedLayer, float_scales

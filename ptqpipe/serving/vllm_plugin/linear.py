@@ -25,7 +25,7 @@ from vllm.platforms import PlatformEnum, current_platform
 from ptqpipe.numerics.formats import FORMATS
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Activation
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 from ptqpipe.serving.vllm_plugin import layer_op
 
 WEIGHT_ONLY = "ptqpipe_weight_only"  # attribute of a scheme of compressed-tensors

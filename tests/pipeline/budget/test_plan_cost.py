@@ -21,7 +21,7 @@ from ptqpipe.pipeline.budget import cost
 from ptqpipe.pipeline.budget.metric import ByTokens, ByWindows
 from ptqpipe.pipeline.budget.units import Group, find_groups, schemes_of
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 from tests import tiny
 from tests.quantization.inputs import inputs_of_llama, write_statistics
 

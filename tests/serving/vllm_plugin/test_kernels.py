@@ -30,7 +30,7 @@ import ptqpipe.serving.vllm_plugin as plugin
 from ptqpipe.numerics.formats import FORMATS
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Activation
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 
 if not current_platform.is_cpu():
     pytest.skip("these kernels are for vLLM's CPU build", allow_module_level=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 
 Project = Callable[[str, int, torch.Tensor], torch.Tensor]
 """(name of the stack, expert, x [tokens, in]) -> [tokens, out], with the expert's bias."""
