@@ -16,7 +16,7 @@ from ptqpipe.conversion.output_error import (
     tuned_blocks,
 )
 from ptqpipe.errors import one_line
-from ptqpipe.models.kinds import has_tokenizer, may_continue_text
+from ptqpipe.models.model_kind import has_tokenizer, may_continue_text
 from ptqpipe.numerics.kernels import cpu
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.quantization.learned_codes import TRAINED_REASON

@@ -3,7 +3,7 @@
 What readers do is their own source: vLLM 0.33, SGLang 0.5.23, TensorRT-LLM of mid-2026.
 """
 
-from ptqpipe.models.families.types import Fact, Keep
+from ptqpipe.models.families.family import Fact, Keep
 
 _UNQUANTIZED = (
     "vLLM, SGLang and TensorRT-LLM build it unquantized and cannot load the model: vLLM stops with a KeyError, the "
