@@ -7,7 +7,7 @@ import torch
 
 from labs.allreduce_simulator.schemes import WireRounding
 from ptqpipe.errors import UsageError
-from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives import codec_reference as reference
 from ptqpipe.serving.collectives.codecs import CODECS, WireCodec, get_wire_codec
 
 _SMALLEST_SCALE = 2.0**-127  # of a block that is not zero; its inverse is a float

@@ -23,7 +23,7 @@ from ptqpipe.models.source import Source
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.runtime.loading import load_tokenizer, read_config
-from ptqpipe.serving.checks import read_template
+from ptqpipe.serving.preflight import read_template
 from tests import tiny
 
 SPECIAL = {"pipe": "a pipe", "zero": "a device", "urandom": "a device", "folder": "a folder"}

@@ -22,10 +22,10 @@ from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.loading import check_load
-from ptqpipe.serving.checks import check_checkpoint
-from ptqpipe.serving.engine.images import Images
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner, check_model
 from ptqpipe.serving.engine.probe import check_empty
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner, check_model
+from ptqpipe.serving.engine.prompt_images import Images
+from ptqpipe.serving.preflight import check_checkpoint
 from ptqpipe.serving.tower import Tower
 from tests import families, image_text, tiny
 from tests.serving.engine import images as pictures

@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 import torch
 
 from ptqpipe.numerics.kernels import cpu_collective, triton_collective
-from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives import codec_reference as reference
 from ptqpipe.serving.collectives.codecs import WireCodec
 
 PLAIN_UNIT = 64  # elements

@@ -9,7 +9,7 @@ import torch
 from ptqpipe.errors import UsageError
 from ptqpipe.run.quantities import number
 from ptqpipe.serving.engine.batch import Batch, Span
-from ptqpipe.serving.engine.runner import ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 
 _TOKENS = 96
 _CUTS = (1, 2, 9, 26, 59)  # where the steps end: one token, few, and more than the kernels' tiles

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ptqpipe.numerics.kernels import cpu_collective, cpu_library as lib
-from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives import codec_reference as reference
 from ptqpipe.serving.collectives.codecs import CODECS, DTYPES, WireCodec, get_wire_codec
 
 WIRES = [

@@ -5,7 +5,7 @@ import torch
 
 from ptqpipe.numerics.kernels import triton_collective
 from ptqpipe.numerics.kernels.triton import interpreting
-from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives import codec_reference as reference
 from ptqpipe.serving.collectives.codecs import DTYPES, get_wire_codec
 from tests.serving.collectives.test_kernels import adversarial, same
 

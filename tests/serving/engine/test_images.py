@@ -13,9 +13,9 @@ from ptqpipe.runtime import load, load_model
 from ptqpipe.serving.engine.batch import Batch, Span, unpack
 from ptqpipe.serving.engine.block_manager import BlockManager
 from ptqpipe.serving.engine.engine import Engine, Request
-from ptqpipe.serving.engine.images import ImageRows, Images, Seen, rows_of
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 from ptqpipe.serving.engine.overlap import halves
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.prompt_images import ImageRows, Images, Seen, rows_of
 from ptqpipe.serving.engine.sequence import SamplingParams
 from ptqpipe.serving.engine.speculative import Drafter
 from ptqpipe.serving.tower import Tower

@@ -9,8 +9,8 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from ptqpipe.serving.engine.detokenizer import Detokenizer, StopStrings
 from ptqpipe.serving.engine.sequence import Finish
-from ptqpipe.serving.engine.text import Detokenizer, StopStrings
 from tests.serving.engine.models import ask, encoded, engine, greedy, run_all, text_of, tokenizer
 
 UNICODE = "naïve café — 東京タワー, 👩‍👩‍👧 and 🇫🇷; ½ × π ≈ 1.57; עברית, हिन्दी."

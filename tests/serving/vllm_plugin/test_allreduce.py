@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ptqpipe.serving.collectives import NEVER, Thresholds
-from ptqpipe.serving.vllm_plugin import allreduce
-from ptqpipe.serving.vllm_plugin.allreduce import Reducer, checked
+from ptqpipe.serving.vllm_plugin import parallel_sums as allreduce
+from ptqpipe.serving.vllm_plugin.parallel_sums import Reducer, checked
 from ptqpipe.serving.vllm_plugin.settings import PluginSettings
 from tests.serving.collectives.ranks import on_ranks
 

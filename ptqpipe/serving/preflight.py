@@ -15,7 +15,7 @@ from ptqpipe.errors import PtqError, UsageError, missing_package, one_line
 from ptqpipe.models.chat_template import TemplateError, compile_template, render
 
 if TYPE_CHECKING:
-    from ptqpipe.serving.ranks import Place
+    from ptqpipe.serving.rank_processes import Place
 
 _PORTS = 1 << 16
 PACKAGES = ("transformers", "fastapi", "uvicorn", "prometheus_client", "greenlet", "psutil")
@@ -117,7 +117,7 @@ def processor_of(ckpt: str, *, invariant: bool) -> Any:
 def context_of(ckpt: str, max_len: int | None) -> int:
     """The longest sequence: what is asked, within what the model can. UsageError for more."""
     from ptqpipe.runtime.loading import read_config
-    from ptqpipe.serving.engine.runner import context_length
+    from ptqpipe.serving.engine.model_runner import context_length
 
     longest = context_length(read_config(Path(ckpt)).get_text_config())
     if max_len is not None and max_len > longest:
@@ -128,8 +128,8 @@ def context_of(ckpt: str, max_len: int | None) -> int:
 def check_checkpoint(ckpt: str, *, tp: int, packed: bool) -> None:
     """UsageError or CheckpointError where the model cannot be loaded, be cut for ``tp`` ranks, or be served."""
     from ptqpipe.runtime.loading import check_load
+    from ptqpipe.serving.engine.model_runner import check_model, context_length
     from ptqpipe.serving.engine.probe import check_empty
-    from ptqpipe.serving.engine.runner import check_model, context_length
 
     model = check_load(ckpt, tp=tp, packed=packed)
     check_model(model)

@@ -18,13 +18,13 @@ from ptqpipe.errors import UsageError
 from ptqpipe.run.quantities import option_size
 from ptqpipe.serving.engine.attention import PagedAttention, Pages, implementation, numbers_of
 from ptqpipe.serving.engine.batch import Batch
+from ptqpipe.serving.engine.decode_step import WholeStep, whole_step
 from ptqpipe.serving.engine.device_layers import use_device_layers
 from ptqpipe.serving.engine.graphs import StepGraphs
-from ptqpipe.serving.engine.images import DEEP
 from ptqpipe.serving.engine.layers import use_layers
 from ptqpipe.serving.engine.probe import ATTENTION, STATES, check_tokens, kinds_of, mtp_shape, probe
+from ptqpipe.serving.engine.prompt_images import DEEP
 from ptqpipe.serving.engine.states import States
-from ptqpipe.serving.engine.whole import WholeStep, whole_step
 
 if TYPE_CHECKING:
     from ptqpipe.serving.engine.overlap import Overlap

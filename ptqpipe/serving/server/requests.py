@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ptqpipe.serving.engine import Finish, Piece, Request, Service
-from ptqpipe.serving.server.errors import ApiError, api_error
+from ptqpipe.serving.server.error_responses import ApiError, api_error
 from ptqpipe.serving.server.metrics import Metrics, Watch
 
 PING_S = 15.0  # a silent stream says that it lives, so that proxies keep it
