@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save_file
 import ptqpipe
 from labs.fold_gain.fold_search import Errors, descend, search
 from ptqpipe.check.evaluate.scores import model_logits
-from ptqpipe.check.evaluate.text import read_text
+from ptqpipe.check.evaluate.tokenized_text import read_text
 from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.conversion.transform.run import transform
 from ptqpipe.numerics.schemes import get_scheme

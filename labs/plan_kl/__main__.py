@@ -25,7 +25,7 @@ from ptqpipe.calibration.statistics import STATS_FILE
 from ptqpipe.calibration.store import OUTPUTS_FILE
 from ptqpipe.check.evaluate.cache import KeptLogits
 from ptqpipe.check.evaluate.scores import score
-from ptqpipe.check.evaluate.text import read_text
+from ptqpipe.check.evaluate.tokenized_text import read_text
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.kernels.cpu_library import processor
 from ptqpipe.pipeline.budget.command import Budget, MixedPlan, plan_mixed

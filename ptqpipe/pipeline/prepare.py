@@ -10,7 +10,7 @@ from ptqpipe.calibration.data import check_samples, check_seed
 from ptqpipe.calibration.generate import check_windows
 from ptqpipe.calibration.kv import check_seen
 from ptqpipe.calibration.rows import weighted
-from ptqpipe.check.evaluate.text import check_text
+from ptqpipe.check.evaluate.tokenized_text import check_text
 from ptqpipe.checkpoint import Mode, check_disjoint, name_of, resolve_source
 from ptqpipe.conversion import cache_specs, container_of
 from ptqpipe.conversion.prepare import prepare as prepare_conversion

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.check.evaluate.result import is_result
+from ptqpipe.check.evaluate.eval_file import is_result
 from ptqpipe.check.report import is_report
 from ptqpipe.checkpoint import (
     RECORD_FILE,

@@ -19,7 +19,7 @@ from ptqpipe.calibration.own_text import GenerateOptions, generate
 from ptqpipe.calibration.rows import weighted
 from ptqpipe.calibration.statistics import STATS_FILE
 from ptqpipe.check.evaluate import command as evaluation
-from ptqpipe.check.evaluate.summary import write as write_evaluation
+from ptqpipe.check.evaluate.eval_summary import write as write_evaluation
 from ptqpipe.check.report.command import make_report
 from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, has_begun, read_json_object, run_id_of

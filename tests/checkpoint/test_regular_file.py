@@ -11,8 +11,8 @@ import pytest
 
 from ptqpipe.calibration.rows import read_rows
 from ptqpipe.calibration.statistics import Statistics
-from ptqpipe.check.evaluate.result import read_result
-from ptqpipe.check.evaluate.text import read_text
+from ptqpipe.check.evaluate.eval_file import read_result
+from ptqpipe.check.evaluate.tokenized_text import read_text
 from ptqpipe.check.inspect import inspect
 from ptqpipe.checkpoint.files import INDEX_NAME
 from ptqpipe.checkpoint.partial import completed_run

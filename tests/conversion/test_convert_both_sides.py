@@ -12,7 +12,7 @@ import ptqpipe
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.calibration.store import outputs_of
-from ptqpipe.check.evaluate.text import SAMPLE
+from ptqpipe.check.evaluate.tokenized_text import SAMPLE
 from ptqpipe.check.verify.command import verify
 from ptqpipe.conversion import module_of
 from ptqpipe.conversion.command import convert

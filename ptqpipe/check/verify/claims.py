@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ptqpipe.check.verify.findings import Findings
-from ptqpipe.check.verify.structure import compare_decoded
+from ptqpipe.check.verify.tensor_fates import compare_decoded
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader, run_id_of
 from ptqpipe.checkpoint.dtypes import FLOATS
 from ptqpipe.checkpoint.layouts import Part, get_container, is_kv_scale, quantization_config

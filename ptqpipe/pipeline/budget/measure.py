@@ -17,7 +17,7 @@ import torch
 
 from ptqpipe.check.evaluate.cache import KeptLogits
 from ptqpipe.check.evaluate.scores import score
-from ptqpipe.check.evaluate.text import read_text
+from ptqpipe.check.evaluate.tokenized_text import read_text
 from ptqpipe.checkpoint.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source, SourceRows

@@ -22,7 +22,7 @@ from ptqpipe.calibration.end_to_end import Found, Variables, descend
 from ptqpipe.calibration.rounding import Choice, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Runner
 from ptqpipe.calibration.whole import LayerForward, Whole
-from ptqpipe.check.evaluate.text import SAMPLE, read_text
+from ptqpipe.check.evaluate.tokenized_text import SAMPLE, read_text
 from ptqpipe.checkpoint import BlockFolder, CheckpointReader, is_sealed, output_errors, write_tensors
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.errors import UsageError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ptqpipe.check.evaluate.text import check_text, read_text
+from ptqpipe.check.evaluate.tokenized_text import check_text, read_text
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime.loading import load_tokenizer
 

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from ptqpipe.check.evaluate.scores import Scores, windows
-from ptqpipe.check.evaluate.tokens import FIRST, PER_DECADE, beginnings, kl_by_position, kl_histogram, worst_tokens
+from ptqpipe.check.evaluate.token_divergence import (
+    FIRST,
+    PER_DECADE,
+    beginnings,
+    kl_by_position,
+    kl_histogram,
+    worst_tokens,
+)
 
 COUNT, WINDOW, STRIDE = 75, 16, 12
 

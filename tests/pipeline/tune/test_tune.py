@@ -22,7 +22,7 @@ from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.data import Samples, load_samples
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.calibration.runner import Runner
-from ptqpipe.check.evaluate.text import SAMPLE
+from ptqpipe.check.evaluate.tokenized_text import SAMPLE
 from ptqpipe.checkpoint import tensor_file
 from ptqpipe.cli import main
 from ptqpipe.conversion import command as convert_stage, conversion

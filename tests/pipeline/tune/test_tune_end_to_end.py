@@ -15,7 +15,7 @@ from ptqpipe.api.matrices import load_tensors
 from ptqpipe.calibration.data import DataFile, Samples
 from ptqpipe.calibration.end_to_end import Found, Variables
 from ptqpipe.calibration.rounding import Settings
-from ptqpipe.check.evaluate.text import SAMPLE
+from ptqpipe.check.evaluate.tokenized_text import SAMPLE
 from ptqpipe.checkpoint import Finished
 from ptqpipe.cli import main
 from ptqpipe.conversion.prepare import prepare

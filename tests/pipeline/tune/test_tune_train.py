@@ -14,7 +14,7 @@ from ptqpipe.calibration.end_to_end import Found, Variables
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.whole import Whole
-from ptqpipe.check.evaluate.text import SAMPLE
+from ptqpipe.check.evaluate.tokenized_text import SAMPLE
 from ptqpipe.checkpoint import CheckpointReader, Finished
 from ptqpipe.cli import main
 from ptqpipe.conversion.prepare import prepare

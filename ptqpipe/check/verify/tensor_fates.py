@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from ptqpipe.check.verify.files import changed
 from ptqpipe.check.verify.findings import Findings
+from ptqpipe.check.verify.side_files import changed
 from ptqpipe.checkpoint import NotFinite
 from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
 from ptqpipe.models.source import Source

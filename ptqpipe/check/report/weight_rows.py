@@ -13,7 +13,7 @@ import torch
 
 from ptqpipe.check.report import Histogram, Proof, ReportedWeight, ScaleChoice, WorstBlock
 from ptqpipe.check.scan import STORED, Scan, codes_of, compare_choices, scale_axis
-from ptqpipe.check.verify.groups import fused_groups
+from ptqpipe.check.verify.shared_scales import fused_groups
 from ptqpipe.checkpoint.layouts import StoredWeight
 from ptqpipe.checkpoint.tensor_names import expert_of, layer_of, role_of
 from ptqpipe.conversion.measured import prove_weight

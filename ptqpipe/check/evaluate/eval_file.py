@@ -29,7 +29,7 @@ from ptqpipe.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     from ptqpipe.check.evaluate.harness import TaskMetric
     from ptqpipe.check.evaluate.measures import Divergence, Perplexity
-    from ptqpipe.check.evaluate.text import Text
+    from ptqpipe.check.evaluate.tokenized_text import Text
 
 VERSION = 1
 Row = Mapping[str, Any]

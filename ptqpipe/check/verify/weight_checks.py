@@ -9,8 +9,8 @@ import torch
 
 from ptqpipe.check.verify.claims import SUM_TOLERANCE, check_hashes, check_numbers
 from ptqpipe.check.verify.findings import Findings
-from ptqpipe.check.verify.groups import scalar_fault
 from ptqpipe.check.verify.repeat import judge_proof
+from ptqpipe.check.verify.shared_scales import scalar_fault
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.checkpoint.layouts import Role, StoredWeight
 from ptqpipe.conversion.measured import CHANGES, Measured, measure_weight, prove_weight, usual_error

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.check.evaluate.card_section import write_quality
-from ptqpipe.check.evaluate.result import is_result
+from ptqpipe.check.evaluate.eval_file import is_result
 from ptqpipe.check.evaluate.verdict import verdict
 from ptqpipe.checkpoint import RECORD_FILE, check_file, name_of, write_file
 from ptqpipe.checkpoint.regular_file import read_json
