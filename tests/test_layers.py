@@ -258,7 +258,7 @@ def test_third_party_packages_are_imported_in_all_their_places() -> None:
         ("runtime/a.py", "def f():\n    from ptqpipe.conversion.conversion import Conversion", True),
         ("checkpoint/a.py", "from ptqpipe import numerics", False),
         ("models/a.py", "from ptqpipe import runtime", True),
-        ("cli.py", "from ptqpipe.pipeline import run", False),
+        ("cli.py", "from ptqpipe.pipeline import command as run", False),
         ("errors.py", "from ptqpipe.numerics.qtensor import QTensor", True),
     ],
 )

@@ -41,12 +41,12 @@ from ptqpipe.conversion.summary import converted_text, missing_config
 from ptqpipe.conversion.transform import run as transform_stage
 from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import PtqWarning
-from ptqpipe.pipeline import text as pipeline_text
-from ptqpipe.pipeline.budget import command as plan_stage, summary as plan_text
+from ptqpipe.pipeline import messages as pipeline_text
+from ptqpipe.pipeline.budget import command as plan_stage, plan_summary as plan_text
 from ptqpipe.pipeline.budget.measure import sensitivity
 from ptqpipe.pipeline.call import check_alone, container_of_all, for_reader, formats_for
-from ptqpipe.pipeline.run import Made, pipeline
-from ptqpipe.pipeline.tune import command as tune_stage, options as tune_options, summary as tune_text
+from ptqpipe.pipeline.command import Made, pipeline
+from ptqpipe.pipeline.tune import command as tune_stage, tune_options as tune_options, tune_summary as tune_text
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, recipe_path
 from ptqpipe.run.quantities import disk_size, number
 

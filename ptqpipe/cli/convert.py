@@ -128,8 +128,8 @@ def _upload(given: Given, out: Path) -> None:
 def _pipeline(given: Given, work: PipelineOptions) -> None:
     """All stages that the call needs, in one run."""
     from ptqpipe.conversion.push import also_complete
-    from ptqpipe.pipeline import call, run as stage, text
-    from ptqpipe.pipeline.prepare import prepare
+    from ptqpipe.pipeline import call, command as stage, messages as text
+    from ptqpipe.pipeline.prepare_stages import prepare
 
     call.check_alone(stats=given.stats, rounding=given.rounding, dry_run=given.dry_run)
     if ranks_of().world > 1:

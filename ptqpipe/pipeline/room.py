@@ -30,7 +30,7 @@ from ptqpipe.models.folding import find_structure
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline.call import own_weight
-from ptqpipe.pipeline.table import Way
+from ptqpipe.pipeline.presets import Way
 from ptqpipe.quantization.transforms import BATCH, transform_names
 from ptqpipe.recipe.options import PipelineOptions
 from ptqpipe.recipe.origins import Origins

@@ -32,10 +32,10 @@ from ptqpipe.models.source import Source
 from ptqpipe.pipeline import call
 from ptqpipe.pipeline.budget.command import Budget, plan_mixed, write_recipe
 from ptqpipe.pipeline.ledger import Ledger
+from ptqpipe.pipeline.presets import Way, words_of
 from ptqpipe.pipeline.room import Disk, disk_of, memory_of, memory_text, pair_samples
-from ptqpipe.pipeline.table import Way, words_of
 from ptqpipe.pipeline.tune.command import tune
-from ptqpipe.pipeline.tune.options import TuneOptions
+from ptqpipe.pipeline.tune.tune_options import TuneOptions
 from ptqpipe.quantization.learned_codes import ROUNDING_FILE
 from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions

@@ -39,8 +39,8 @@ from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.numerics.schemes import Activation, Scheme
-from ptqpipe.pipeline.budget.metric import ByTokens, ByWindows, Total, joint
-from ptqpipe.pipeline.budget.units import Group, quantize_as
+from ptqpipe.pipeline.budget.error_metric import ByTokens, ByWindows, Total, joint
+from ptqpipe.pipeline.budget.plan_units import Group, quantize_as
 from ptqpipe.quantization import gathered_bytes
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine, MemoryPool, counting_bar, one_thread_each

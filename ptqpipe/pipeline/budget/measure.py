@@ -23,7 +23,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Scheme
-from ptqpipe.pipeline.budget.units import Group, quantize_as
+from ptqpipe.pipeline.budget.plan_units import Group, quantize_as
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import counting_bar
 from ptqpipe.runtime.find_weight import find_place

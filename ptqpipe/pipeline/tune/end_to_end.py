@@ -30,7 +30,7 @@ from ptqpipe.pipeline.tune import codes as codes_of
 from ptqpipe.pipeline.tune.block import BlockWork
 from ptqpipe.pipeline.tune.in_order import divided
 from ptqpipe.pipeline.tune.kept import Trained, TrainedTensor, find_kept, unit_name, with_gain
-from ptqpipe.pipeline.tune.options import FOUR_BIT_RATE, GLOBAL, TuneOptions
+from ptqpipe.pipeline.tune.tune_options import FOUR_BIT_RATE, GLOBAL, TuneOptions
 from ptqpipe.quantization.learned_codes import Rounding, relative_change, sha256_of
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import BASE_BYTES, Machine, counting_bar

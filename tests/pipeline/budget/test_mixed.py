@@ -20,7 +20,7 @@ from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import squared_error
 from ptqpipe.pipeline.budget.command import Budget, MixedPlan, plan_mixed, write_recipe
-from ptqpipe.pipeline.budget.units import find_groups, schemes_of
+from ptqpipe.pipeline.budget.plan_units import find_groups, schemes_of
 from ptqpipe.quantization.metric import output_error
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.recipe.knapsack import solve

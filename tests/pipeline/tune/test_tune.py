@@ -33,7 +33,7 @@ from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import backwards, command as tune, feedback, in_order
 from ptqpipe.pipeline.tune.block import BlockWork
-from ptqpipe.pipeline.tune.options import TuneOptions
+from ptqpipe.pipeline.tune.tune_options import TuneOptions
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import LARGE_MATRIX, Machine

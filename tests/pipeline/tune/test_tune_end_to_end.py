@@ -23,8 +23,8 @@ from ptqpipe.errors import UsageError
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import codes as codes_of, command as tune, end_to_end
-from ptqpipe.pipeline.tune.options import TuneOptions, settings_of
-from ptqpipe.pipeline.tune.summary import render
+from ptqpipe.pipeline.tune.tune_options import TuneOptions, settings_of
+from ptqpipe.pipeline.tune.tune_summary import render
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine

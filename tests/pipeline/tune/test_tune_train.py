@@ -23,8 +23,8 @@ from ptqpipe.numerics.formats import get_format
 from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import command as tune, end_to_end
 from ptqpipe.pipeline.tune.kept import Trained, find_kept
-from ptqpipe.pipeline.tune.options import TuneOptions
-from ptqpipe.pipeline.tune.summary import render
+from ptqpipe.pipeline.tune.tune_options import TuneOptions
+from ptqpipe.pipeline.tune.tune_summary import render
 from ptqpipe.quantization.learned_codes import TRAINED_FILE, Rounding
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine

@@ -7,7 +7,7 @@ from typing import Any
 from ptqpipe.checkpoint.tensor_names import layer_of, role_of
 from ptqpipe.models.slices import Member
 from ptqpipe.pipeline.budget.command import MixedPlan
-from ptqpipe.pipeline.budget.units import KEEP
+from ptqpipe.pipeline.budget.plan_units import KEEP
 from ptqpipe.run.quantities import disk_size, number, scientific, table
 
 NO_GAP = 1e-9  # of the cost: below it is the rounding of sums

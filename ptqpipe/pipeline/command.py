@@ -48,9 +48,9 @@ from ptqpipe.checkpoint import (
     write_file,
 )
 from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, PtqError, UsageError, WrongOutput
-from ptqpipe.pipeline import text
+from ptqpipe.pipeline import messages as text
 from ptqpipe.pipeline.ledger import Ledger
-from ptqpipe.pipeline.prepare import prepare
+from ptqpipe.pipeline.prepare_stages import prepare
 from ptqpipe.pipeline.stages import Pipeline
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.run.machine import Machine, bars_of

@@ -8,7 +8,7 @@ from ptqpipe.calibration.data import Samples
 from ptqpipe.checkpoint import Finished, name_of
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.output_error import samples_text
-from ptqpipe.pipeline.tune.options import TuneOptions
+from ptqpipe.pipeline.tune.tune_options import TuneOptions
 from ptqpipe.run.quantities import counted, memory_size, number, table
 
 

@@ -23,8 +23,8 @@ from ptqpipe.models.reader_facts import check_rotation
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline import call
 from ptqpipe.pipeline.budget.command import Budget, check_budget
+from ptqpipe.pipeline.presets import TABLE, WEIGHTS, Way, kind_of
 from ptqpipe.pipeline.stages import Pipeline
-from ptqpipe.pipeline.table import TABLE, WEIGHTS, Way, kind_of
 from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, check_options
 from ptqpipe.recipe.recipe import Recipe

@@ -11,7 +11,7 @@ from ptqpipe.run.machine import peak_bytes
 from ptqpipe.run.quantities import disk_size, memory_size
 
 if TYPE_CHECKING:
-    from ptqpipe.pipeline.run import Made
+    from ptqpipe.pipeline.command import Made
     from ptqpipe.pipeline.stages import Pipeline, Step
 
 
