@@ -35,10 +35,10 @@ from ptqpipe.calibration import command as calibrate_stage, own_text as generate
 from ptqpipe.calibration.own_text import GenerateOptions
 from ptqpipe.checkpoint import Finished
 from ptqpipe.conversion import Done, command as convert_stage
+from ptqpipe.conversion.convert_summary import converted_text, missing_config
 from ptqpipe.conversion.prepare import best_with, prepare
 from ptqpipe.conversion.push import also_complete, check_push, push
-from ptqpipe.conversion.summary import converted_text, missing_config
-from ptqpipe.conversion.transform import run as transform_stage
+from ptqpipe.conversion.transform import command as transform_stage
 from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import PtqWarning
 from ptqpipe.pipeline import messages as pipeline_text

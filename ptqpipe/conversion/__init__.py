@@ -9,6 +9,15 @@
 Knows no command line and prints nothing but progress.
 """
 
+from ptqpipe.conversion.input_moments import (
+    InputScales,
+    check_model,
+    describe_statistics,
+    means_of,
+    module_of,
+    open_statistics,
+    unit_extra_bytes,
+)
 from ptqpipe.conversion.job import (
     CopyTensor,
     Done,
@@ -25,16 +34,7 @@ from ptqpipe.conversion.job import (
     write_whole,
 )
 from ptqpipe.conversion.kv_cache import CACHE_REASON, WriteCacheScales, cache_specs, check_cached, write_scales
-from ptqpipe.conversion.moments import (
-    InputScales,
-    check_model,
-    describe_statistics,
-    means_of,
-    module_of,
-    open_statistics,
-    unit_extra_bytes,
-)
-from ptqpipe.conversion.outputs import (
+from ptqpipe.conversion.planned_outputs import (
     BIAS_REASON,
     MeanErrors,
     OutputJob,

@@ -19,11 +19,11 @@ from ptqpipe.checkpoint import CheckpointWriter, NotFinite, TensorWriter, margin
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.layouts import WHOLE_ROLES, Part, Role, encode_part, part_offset
 from ptqpipe.conversion.consume import Consumed
+from ptqpipe.conversion.input_moments import InputScales, describe_statistics, means_of, unit_extra_bytes
 from ptqpipe.conversion.job import CopyTensor, Rewrite, merged, named_source, write_whole
 from ptqpipe.conversion.kv_cache import write_scales
 from ptqpipe.conversion.measured import Changes, certificate, changes_of, counting
-from ptqpipe.conversion.moments import InputScales, describe_statistics, means_of, unit_extra_bytes
-from ptqpipe.conversion.outputs import MeanErrors, OutputJob, Outputs, QuantizeUnit
+from ptqpipe.conversion.planned_outputs import MeanErrors, OutputJob, Outputs, QuantizeUnit
 from ptqpipe.conversion.units import learned_codes, low_rank_bytes, quantize_unit
 from ptqpipe.errors import NumericsError
 from ptqpipe.models.slices import Member

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptqpipe.check.evaluate.verdict import verdict
+from ptqpipe.conversion.convert_summary import kept_damaged, kept_not_finite
 from ptqpipe.conversion.output_error import judgement
-from ptqpipe.conversion.summary import kept_damaged, kept_not_finite
 from ptqpipe.run.machine import peak_bytes
 from ptqpipe.run.quantities import disk_size, memory_size
 

@@ -13,8 +13,8 @@ from ptqpipe.calibration.rows import weighted
 from ptqpipe.check.evaluate.tokenized_text import check_text
 from ptqpipe.checkpoint import Mode, check_disjoint, name_of, resolve_source
 from ptqpipe.conversion import cache_specs, container_of
+from ptqpipe.conversion.convert_summary import missing_config, warnings_of
 from ptqpipe.conversion.prepare import prepare as prepare_conversion
-from ptqpipe.conversion.summary import missing_config, warnings_of
 from ptqpipe.conversion.transform.plan import TransformOptions, foldable_rotations, matrix_bytes
 from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.models.folding import find_structure

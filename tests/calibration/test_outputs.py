@@ -23,7 +23,7 @@ from ptqpipe.calibration.reverse import reverse
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.cli import main
-from ptqpipe.conversion.moments import module_of
+from ptqpipe.conversion.input_moments import module_of
 from ptqpipe.errors import CheckpointError
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.rotation import rotated_weight

@@ -17,8 +17,8 @@ from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.own_text import GenerateOptions, generate
 from ptqpipe.check.evaluate.command import Options, evaluate
 from ptqpipe.check.verify.command import verify
+from ptqpipe.conversion.transform.command import transform
 from ptqpipe.conversion.transform.plan import TransformOptions
-from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.loading import check_load

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from ptqpipe.calibration import pairs
 from ptqpipe.cli import main
 from ptqpipe.conversion.conversion import Conversion
-from ptqpipe.conversion.transform.run import Transformation
+from ptqpipe.conversion.transform.command import Transformation
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline import command as stage, stages

@@ -32,7 +32,7 @@ import torch
 from ptqpipe.calibration.inputs import InputStatistics, WeightGradients
 from ptqpipe.calibration.statistics import BLOCK, Statistics
 from ptqpipe.checkpoint.tensor_names import role_of
-from ptqpipe.conversion.moments import module_of
+from ptqpipe.conversion.input_moments import module_of
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source, SourceRows

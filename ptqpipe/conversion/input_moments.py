@@ -19,7 +19,7 @@ import torch
 from ptqpipe.calibration.inputs import OUT_ROWS, Moments
 from ptqpipe.calibration.statistics import KnownInputs, Statistics
 from ptqpipe.checkpoint import OF_WEIGHTS, name_of
-from ptqpipe.conversion.outputs import corrected_biases
+from ptqpipe.conversion.planned_outputs import corrected_biases
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
