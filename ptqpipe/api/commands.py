@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.api.calibration_data import Data, data_names
 from ptqpipe.api.calls import (
     DEVICE,
     RESTART,
@@ -29,7 +30,6 @@ from ptqpipe.api.calls import (
     run_keywords,
     watched,
 )
-from ptqpipe.api.data import Data, data_names
 from ptqpipe.api.result import Result
 from ptqpipe.calibration import command as calibrate_stage, own_text as generate_stage, summary as calibrate_text
 from ptqpipe.calibration.own_text import GenerateOptions

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import DynamicCache
 
-from ptqpipe.api import data as module
-from ptqpipe.api.data import data_names, recorded
+from ptqpipe.api import calibration_data as module
+from ptqpipe.api.calibration_data import data_names, recorded
 from ptqpipe.errors import UsageError
 
 ROWS = torch.arange(12).reshape(3, 4)
