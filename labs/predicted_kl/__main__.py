@@ -6,7 +6,7 @@
 For each linear layer in turn the weight W becomes W + s (Q - W), Q its nearest codes at the exact scales, everything
 else stays float. Measured is the mean KL divergence to the float model on the same samples. Predicted is
 
-by windows, by tokens  what `plan` takes an error to cost (``pipeline/budget/error_metric.py``), by one draw of labels, for
+by windows, by tokens  what `plan` takes an error to cost (``budget/error_metric.py``), by one draw of labels, for
 errors
                        of random sign
 by this error          the second order itself: half of the mean of (d E)^2 per token, E the very error, d the gradient

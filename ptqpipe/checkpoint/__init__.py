@@ -3,7 +3,7 @@
 header.py, files.py, reader.py, direct.py    an existing folder: headers, files, any bytes of any tensor
 open_files.py                                files of which only some are open at a time
 held.py                                      a folder whose tensors are in memory
-source.py, fingerprint.py, finite.py         which folder a name means, the fingerprint of its content, NaN in it
+hub.py, fingerprint.py, finite.py            which folder a name means, the fingerprint of its content, NaN in it
 layout.py, writer.py, finish.py              a folder being written: the place of every byte, its tensors, the end
 partial.py, journal.py, lock.py              the hidden folder until it is complete, what is written, who is writing
 block_folder.py, tensor_file.py              folders of statistics and learned codes: one file a decoder layer

@@ -1,10 +1,10 @@
 """Writing one checkpoint from another: what will be written, how a unit is quantized, and the run itself.
 
-    run.py         `Rewrite`, the contract of everything that writes a checkpoint, and the one function that runs it
-    outputs.py     what a recipe writes for a source
-    units.py       quantizes a unit by its rule; moments.py: the statistics of its inputs
-    kv_cache.py    the scales of an FP8 KV cache
-    conversion.py  the `Rewrite` of convert and tune; consume.py: learned codes, deleted once written
+    job.py              `Rewrite`, the contract of everything that writes a checkpoint, and the function that runs it
+    planned_outputs.py  what a recipe writes for a source
+    units.py            quantizes a unit by its rule; input_moments.py: the statistics of its inputs
+    kv_cache.py         the scales of an FP8 KV cache
+    conversion.py       the `Rewrite` of convert and tune; consume.py: learned codes, deleted once written
 
 Knows no command line and prints nothing but progress.
 """

@@ -4,10 +4,10 @@
 
 as far as the call needs them. Each stage writes into a hidden folder beside the output and resumes by itself, so a run
 that was interrupted anywhere ends with the same bytes. Statistics there are small (a few numbers for each input
-channel), and so are a transform's factors (``folded.py``); moments for GPTQ never lie on disk (``stages/tune``), and
+channel), and so are a transform's factors (``folded.py``); moments for GPTQ never lie on disk (``pipeline/tune``), and
 codes go as they are written into the output.
 
-Must not know how any stage works; what a quality does is in ``table.py``.
+Must not know how any stage works; what a quality does is in ``presets.py``.
 """
 
 import shutil

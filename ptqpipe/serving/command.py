@@ -1,7 +1,7 @@
 """``ptqpipe serve``: a checkpoint becomes a service. Here loading, engine and server meet.
 
 One process serves alone. Of several ranks the first has the engine and the server, the others compute with it; they are
-started here (``ranks.py``) or by torchrun.
+started here (``rank_processes.py``) or by torchrun.
 """
 
 import threading

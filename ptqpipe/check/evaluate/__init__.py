@@ -18,11 +18,11 @@ _HOME = {
     "Divergence": "measures",
     "Perplexity": "measures",
     "Scores": "scores",
-    "Text": "text",
+    "Text": "tokenized_text",
     "Window": "scores",
     "divergence": "measures",
     "perplexity": "measures",
-    "read_text": "text",
+    "read_text": "tokenized_text",
     "score": "scores",
     "windows": "scores",
 }

@@ -4,7 +4,7 @@ Rows are plain mappings, as they stand in the file:
 
 perplexity  data, sha256 (of the tokens), tokens, window, stride; checkpoint and baseline (the perplexities), nll and
             nll_baseline (nats per token), difference, interval (95 %: of the difference, or of the value alone)
-kl          data and the fields of ``measures.Divergence``; histogram, positions and worst (``tokens.py``)
+kl          data and the fields of ``measures.Divergence``; histogram, positions and worst (``token_divergence.py``)
 tasks       task, metric, higher_is_better, samples; checkpoint, stderr, baseline, baseline_stderr; recovery (percent of
             the baseline's value), difference, interval (95 % of the difference)
 samples     data, prompt; baseline and checkpoint, the text that each continues it with

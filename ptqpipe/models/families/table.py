@@ -1,6 +1,6 @@
 """The table of families. A new family is a row of `FAMILIES`.
 
-What holds for every model stands in `common.py`, what several rows share in `shared.py`. What readers do is their own
+What holds for every model stands in `defaults.py`, what several rows share in `shared.py`. What readers do is their own
 source: vLLM 0.33, SGLang 0.5.23, TensorRT-LLM of mid-2026.
 """
 

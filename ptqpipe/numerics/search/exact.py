@@ -14,8 +14,8 @@ and one or two for MX formats. The scan runs on chunks that stay in the second-l
 and blocks along the columns, so that the sum in element order is a sequence of contiguous additions.
 
 Long blocks (FP8 rows, tiles, tensors) with bfloat16 or float16 scales take the way of ``_long.py``. Elements whose
-codec is not symmetric have proofs of their own where they are integers (``_integers.py``); ``brute_force.py`` scores
-every scale for the others.
+codec is not symmetric have proofs of their own where they are integers (``_integer_scales.py``); ``brute_force.py``
+scores every scale for the others.
 """
 
 from collections.abc import Callable

@@ -18,7 +18,7 @@ weights' part and all of the inputs'.
 Weights whose inputs will be rotated are compared rotated, with the moments of rotated inputs.
 
 The last is for statistics that know how much the model minds an error (``calibrate --moments kl``), and compares layers
-by what they cost the model. How is in ``metric.py``; what is measured with the model instead, in ``measure.py``.
+by what they cost the model. How is in ``error_metric.py``; what is measured with the model instead, in ``measure.py``.
 """
 
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""The compiled messages are those of ``reference.py``, bit for bit, on every instruction set that this machine has."""
+"""The compiled messages are those of ``codec_reference.py``, bit for bit, on every instruction set of this machine."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-"""The Triton messages are those of ``reference.py``, bit for bit. Run by ``test_triton.py`` under the interpreter."""
+"""The Triton messages are those of ``codec_reference.py``, bit for bit. ``test_triton.py`` runs it."""
 
 import pytest
 import torch
