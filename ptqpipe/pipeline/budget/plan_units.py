@@ -21,10 +21,9 @@ from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import Scheme, get_scheme
 from ptqpipe.quantization import Sink, Task, UnitResult, Weight, rtn
-from ptqpipe.recipe.file import parse_recipe
+from ptqpipe.recipe.file import exact_patterns, parse_recipe
 from ptqpipe.recipe.plan import Unit, make_plan
 from ptqpipe.recipe.recipe import Recipe, Rule
-from ptqpipe.recipe.write import exact_patterns
 
 KEEP = "keep"
 DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)
