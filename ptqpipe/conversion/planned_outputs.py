@@ -268,7 +268,7 @@ def _groups_and_jobs(
             group_of[first] = len(groups) - 1
         own = tuple(biases[member.weight] for member in item.members if member.weight in biases)
         groups[group_of[first]] += [TensorSpec(name, *tensors[name]) for name in own]
-        read = int(sum(member.elements * _element_bytes(source, member) for member in item.members))
+        read = int(sum(member.elements * _stored_bytes(source, member) for member in item.members))
         jobs.append(QuantizeUnit(item.id, group_of[first], read, item, parts, own))
     return groups, jobs
 
@@ -304,6 +304,6 @@ def _stored_transposed(member: Member) -> bool:
     return member.source.transposed and (member.stack is not None or member.source.expert is None)
 
 
-def _element_bytes(source: Source, member: Member) -> float:
+def _stored_bytes(source: Source, member: Member) -> float:
     name = member.source.tensor
     return source.nbytes(name) / max(1, math.prod(source.tensors[name][1]))

@@ -40,7 +40,7 @@ from ptqpipe.quantization.unit import (
     largest,
     measure,
     quantize_rows,
-    row_runs,
+    row_chunks,
     search_scales,
     total_error,
     total_errors,
@@ -291,7 +291,7 @@ def _runs(weight: Weight, moments: Moments, fmt: Format, *, elements: int) -> li
     """Runs of rows [start, stop) of about so many weights: whole ones of those whose gradients are known together."""
     rows = fmt.block_extent(weight.shape)[0]
     rows = rows if moments.outputs is None else math.lcm(rows, len(moments.outputs[0]))
-    return row_runs(weight.shape, block_rows=rows, elements=elements)
+    return row_chunks(weight.shape, block_rows=rows, elements=elements)
 
 
 def _run_elements(task: Task, feedback: Feedback | None) -> int:

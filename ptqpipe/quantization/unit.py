@@ -50,10 +50,10 @@ def kernels_of(device: torch.device) -> str:
 
 def chunks(shape: tuple[int, int], fmt: Format) -> list[tuple[int, int]]:
     """Runs of rows [start, stop) of about CHUNK_ELEMENTS weights on block edges. A function of the shape alone."""
-    return row_runs(shape, block_rows=fmt.block_extent(shape)[0])
+    return row_chunks(shape, block_rows=fmt.block_extent(shape)[0])
 
 
-def row_runs(shape: tuple[int, int], *, block_rows: int = 1, elements: int = CHUNK_ELEMENTS) -> list[tuple[int, int]]:
+def row_chunks(shape: tuple[int, int], *, block_rows: int = 1, elements: int = CHUNK_ELEMENTS) -> list[tuple[int, int]]:
     """Runs of whole blocks of rows [start, stop) of about this many weights."""
     step = max(block_rows, elements // max(1, shape[1]) // block_rows * block_rows)
     return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
@@ -333,7 +333,7 @@ def gather(weights: Sequence[Weight], device: torch.device) -> list[torch.Tensor
     ends = list(accumulate(weight.shape[0] for weight in weights))
     whole = [memory[end - weight.shape[0] : end] for weight, end in zip(weights, ends, strict=True)]
     for weight, w in zip(weights, whole, strict=True):
-        for start, stop in row_runs(weight.shape):
+        for start, stop in row_chunks(weight.shape):
             w[start:stop] = weight.rows(start, stop)
     return whole
 
