@@ -1,7 +1,7 @@
 """Claims about from_pretrained after ``import ptqpipe``: it reads what load and load_model read; nothing else changes.
 
-The claims of those are in test_load.py, test_input_quantizers.py and test_packed_load.py. Models whose weights are decoded
-(``packed=False``) are compared bit for bit with load_model's.
+The claims of those are in test_load.py, test_input_quantizers.py and test_packed_load.py. Models whose weights are
+decoded (``packed=False``) are compared bit for bit with load_model's.
 """
 
 import subprocess
