@@ -20,11 +20,11 @@ from ptqpipe.runtime import hook
 if TYPE_CHECKING:
     from ptqpipe.api.checks import diff, evaluate, inspect, report, verify
     from ptqpipe.api.commands import calibrate, convert, generate, plan, transform, tune
-    from ptqpipe.api.loading import Config
     from ptqpipe.api.matrices import load_tensors, quantize
     from ptqpipe.api.models import quantize_model, save_checkpoint
     from ptqpipe.api.rewriting import dequantize, relayout
-    from ptqpipe.api.service import serve
+    from ptqpipe.api.server_process import serve
+    from ptqpipe.api.transformers_config import Config
     from ptqpipe.numerics.qtensor import QTensor
     from ptqpipe.runtime.loading import load_model
 
@@ -57,7 +57,7 @@ __all__ = [
 # Where names are searched for, on first use; what imports little comes first.
 _HOMES = (
     "numerics.qtensor", "runtime.loading", "api.matrices", "api.commands", "api.rewriting", "api.checks", "api.models",
-    "api.service", "api.loading",
+    "api.server_process", "api.transformers_config",
 )  # fmt: skip
 
 

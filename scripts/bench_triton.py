@@ -56,7 +56,7 @@ from ptqpipe.quantization.metric import Metric, descending, make_metric, output_
 from ptqpipe.quantization.refine import Blocks, block_metrics, refine
 from ptqpipe.quantization.unit import kernel_for, quantize_rows
 from ptqpipe.runtime import packed as runtime
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
 from ptqpipe.serving.engine.attention import fused_attention, load
 

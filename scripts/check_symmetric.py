@@ -5,7 +5,7 @@
 
 Every rank has a buffer and a stream of the same device, and the launches of a sum wait for one another as they would on
 as many GPUs; each has the programs that leave room for the others'. Sums of changing sizes follow one another without a
-pause, some ranks held up at random, and every result is compared with the definition (``collectives/reference.py``, on
+pause, some ranks held up at random, and every result is compared with the definition (``codec_reference.py``, on
 the CPU). Prints JSON lines; exits with 1 at the first difference, and where there is no CUDA device. Times are those of
 one device's memory, which all ranks share: what links cost is not in them. Under Triton's interpreter
 (TRITON_INTERPRET=1) a rank is a process of this machine, to see that all of it runs: these times mean nothing.
@@ -27,11 +27,10 @@ from torch.multiprocessing.spawn import start_processes
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ptqpipe.numerics.kernels.triton import interpreting
-from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives import codec_reference as reference
 from ptqpipe.serving.collectives.codecs import WireCodec, get_wire_codec
-from ptqpipe.serving.collectives.layout import cut
-from ptqpipe.serving.collectives.stats import Stats
 from ptqpipe.serving.collectives.symmetric import SymmetricExchange, SymmetricMemory, buffer_bytes
+from ptqpipe.serving.collectives.wire import Stats, cut
 
 GPU = not interpreting()
 DEVICE = "cuda" if GPU else "cpu"

@@ -24,7 +24,7 @@ from ptqpipe.runtime.loading import load
 from ptqpipe.runtime.memory import keep_freed_memory
 from ptqpipe.serving.engine import Engine, EngineOptions
 from ptqpipe.serving.engine.engine import Request
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 from ptqpipe.serving.engine.sequence import SamplingParams
 
 READ_BYTES = 1 << 30

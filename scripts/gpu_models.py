@@ -37,7 +37,7 @@ from ptqpipe.quantization import unit
 from ptqpipe.runtime import packed
 from ptqpipe.runtime.loading import load, load_model
 from ptqpipe.serving.engine import Engine, EngineOptions, Request, SamplingParams
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "ptqpipe" / "demo_model"

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from ptqpipe.check.evaluate.bootstrap import cluster_sums, standard_error
 from ptqpipe.check.evaluate.measures import perplexity
 from ptqpipe.check.evaluate.scores import Logits, Scores, Window, model_logits, score
-from ptqpipe.check.evaluate.text import read_text
+from ptqpipe.check.evaluate.tokenized_text import read_text
 from ptqpipe.numerics.schemes import Activation
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 
 DYNAMIC = {"mxfp4": Activation.MXFP4, "fp8": Activation.FP8_TOKEN}

@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 import ptqpipe
 from ptqpipe.calibration.rows import read_rows
 from ptqpipe.calibration.statistics import Statistics
-from ptqpipe.check.evaluate.result import read_result
-from ptqpipe.check.evaluate.summary import check_target
-from ptqpipe.check.evaluate.text import read_text as read_tokens
+from ptqpipe.check.evaluate.eval_file import read_result
+from ptqpipe.check.evaluate.eval_summary import check_target
+from ptqpipe.check.evaluate.tokenized_text import read_text as read_tokens
 from ptqpipe.check.inspect import inspect, render as render_inspected, to_json as inspected_json
 from ptqpipe.check.verify.config import check_config
 from ptqpipe.check.verify.findings import Findings

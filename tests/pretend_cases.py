@@ -15,7 +15,7 @@ import torch
 import ptqpipe
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 from tests import tiny
 from tests.checkpoint.layouts.builders import read_checkpoint
 from tests.pretend_gpu import CPU, CUDA, pretended

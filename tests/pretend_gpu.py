@@ -40,7 +40,7 @@ from ptqpipe.numerics.kernels import (
     triton_rows,
 )
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.serving.engine.runner import ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 
 aten = torch.ops.aten
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

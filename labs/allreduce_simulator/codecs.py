@@ -1,13 +1,13 @@
 """What sending does to numbers, in the simulator: the codecs of the real transports, and plain types.
 
-Every rounding has the bits that the bytes of ``reference.py`` have. Must not know schemes.
+Every rounding has the bits that the bytes of ``codec_reference.py`` have. Must not know schemes.
 """
 
 import torch
 
 from labs.allreduce_simulator.schemes import WireRounding
 from ptqpipe.errors import UsageError
-from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives import codec_reference as reference
 from ptqpipe.serving.collectives.codecs import CODECS, WireCodec, get_wire_codec
 
 _SMALLEST_SCALE = 2.0**-127  # of a block that is not zero; its inverse is a float
@@ -60,7 +60,7 @@ def _rounded_integers(x: torch.Tensor, codec: WireCodec) -> torch.Tensor | None:
     amax = blocks.abs().amax(dim=1, keepdim=True)
     if not bool(torch.isfinite(amax).all()):
         return None
-    scale = (amax * _reciprocal(codec.top)).bfloat16().float()  # to the nearest, as reference.py does
+    scale = (amax * _reciprocal(codec.top)).bfloat16().float()  # to the nearest, as codec_reference.py does
     if float(scale.min()) < _SMALLEST_SCALE:
         scale = torch.where(scale < _SMALLEST_SCALE, 0, scale)
         inverse = torch.where(scale > 0, 1 / scale, 0)

@@ -35,11 +35,11 @@ from safetensors.torch import load_file, save_file
 import ptqpipe
 from labs.fold_gain.fold_search import Errors, descend, search
 from ptqpipe.check.evaluate.scores import model_logits
-from ptqpipe.check.evaluate.text import read_text
+from ptqpipe.check.evaluate.tokenized_text import read_text
+from ptqpipe.conversion.transform.command import transform
 from ptqpipe.conversion.transform.plan import TransformOptions
-from ptqpipe.conversion.transform.run import transform
 from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.runtime.activations import GROUP
+from ptqpipe.runtime.input_quantizers import GROUP
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 
 FOLDS = ("none", "sorted", "mlp", "residual", "factors")

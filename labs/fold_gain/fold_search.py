@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ptqpipe.numerics.schemes import Activation, Scheme
-from ptqpipe.runtime.activations import GROUP, InputQuantizer
+from ptqpipe.runtime.input_quantizers import GROUP, InputQuantizer
 
 LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # of E2M1
 OCTAVES = 9  # below the largest input: what a block scale may be

@@ -19,9 +19,9 @@ import torch
 from quality_measure import Remembered
 
 from ptqpipe.check.evaluate.scores import model_logits, score
-from ptqpipe.check.evaluate.text import read_text
+from ptqpipe.check.evaluate.tokenized_text import read_text
 from ptqpipe.numerics.kernels.cpu_library import processor
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 
 WINDOW = 256

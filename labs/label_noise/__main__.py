@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.reverse import draw_labels
-from ptqpipe.check.evaluate.text import read_text
+from ptqpipe.check.evaluate.tokenized_text import read_text
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 
 Draw = Callable[[torch.Tensor, torch.Generator], tuple[torch.Tensor, torch.Tensor]]

@@ -25,11 +25,11 @@ from ptqpipe.calibration.statistics import STATS_FILE
 from ptqpipe.calibration.store import OUTPUTS_FILE
 from ptqpipe.check.evaluate.cache import KeptLogits
 from ptqpipe.check.evaluate.scores import score
-from ptqpipe.check.evaluate.text import read_text
+from ptqpipe.check.evaluate.tokenized_text import read_text
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.kernels.cpu_library import processor
 from ptqpipe.pipeline.budget.command import Budget, MixedPlan, plan_mixed
-from ptqpipe.pipeline.budget.units import DEFAULT_FORMATS, KEEP
+from ptqpipe.pipeline.budget.plan_units import DEFAULT_FORMATS, KEEP
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime.find_weight import find_place
 from ptqpipe.runtime.loading import load_model, load_tokenizer

@@ -6,7 +6,7 @@
 For each linear layer in turn the weight W becomes W + s (Q - W), Q its nearest codes at the exact scales, everything
 else stays float. Measured is the mean KL divergence to the float model on the same samples. Predicted is
 
-by windows, by tokens  what `plan` takes an error to cost (``pipeline/budget/metric.py``), by one draw of labels, for
+by windows, by tokens  what `plan` takes an error to cost (``budget/error_metric.py``), by one draw of labels, for
 errors
                        of random sign
 by this error          the second order itself: half of the mean of (d E)^2 per token, E the very error, d the gradient
@@ -30,7 +30,7 @@ from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.reverse import draw_labels, reverse
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.models.source import Source
-from ptqpipe.pipeline.budget.metric import ByTokens, ByWindows
+from ptqpipe.pipeline.budget.error_metric import ByTokens, ByWindows
 from ptqpipe.runtime.loading import load_model
 from ptqpipe.runtime.skeleton import Skeleton
 

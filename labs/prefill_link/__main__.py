@@ -42,8 +42,8 @@ from ptqpipe.runtime.memory import keep_freed_memory, use_one_arena
 from ptqpipe.runtime.parallel import TensorParallel
 from ptqpipe.serving.collectives import QuantAllReduce
 from ptqpipe.serving.engine.batch import Batch, Span
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 from ptqpipe.serving.engine.overlap import Overlap, least_tokens
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
 
 BLOCK = 16  # tokens a page
 LIMIT_S = 1800

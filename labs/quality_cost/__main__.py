@@ -114,7 +114,7 @@ def rows_of(source: Path, text: Path | None, *, samples: int, length: int) -> li
         words = json.loads((source / "config.json").read_text())["vocab_size"]
         seeded = random.Random(0)
         return [[seeded.randrange(words) for _ in range(length)] for _ in range(count)]
-    from ptqpipe.check.evaluate.text import read_text
+    from ptqpipe.check.evaluate.tokenized_text import read_text
     from ptqpipe.runtime.loading import load_tokenizer
 
     tokens = read_text(text, lambda: load_tokenizer(source)).tokens.tolist()

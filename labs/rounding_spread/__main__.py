@@ -28,7 +28,7 @@ from quality_measure import Remembered
 from safetensors.torch import load_file, save_file
 
 from ptqpipe.check.evaluate.scores import model_logits, score
-from ptqpipe.check.evaluate.text import read_text
+from ptqpipe.check.evaluate.tokenized_text import read_text
 from ptqpipe.cli import main as ptqpipe
 from ptqpipe.numerics import global_scale
 from ptqpipe.numerics.kernels.cpu_library import processor

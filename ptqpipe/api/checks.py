@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.api.calibration_data import Data, data_names
 from ptqpipe.api.calls import (
     command,
     folder_of,
@@ -16,10 +17,9 @@ from ptqpipe.api.calls import (
     size_of,
     watched,
 )
-from ptqpipe.api.data import Data, data_names
 from ptqpipe.api.result import Result
 from ptqpipe.check import diff as diff_stage, inspect as inspect_stage
-from ptqpipe.check.evaluate import command as evaluate_stage, summary as evaluate_text
+from ptqpipe.check.evaluate import command as evaluate_stage, eval_summary as evaluate_text
 from ptqpipe.check.evaluate.cache import DEFAULT_LIMIT
 from ptqpipe.check.report.command import make_report
 from ptqpipe.check.report.compare_command import compare

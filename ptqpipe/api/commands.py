@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.api.calibration_data import Data, data_names
 from ptqpipe.api.calls import (
     DEVICE,
     RESTART,
@@ -29,24 +30,23 @@ from ptqpipe.api.calls import (
     run_keywords,
     watched,
 )
-from ptqpipe.api.data import Data, data_names
 from ptqpipe.api.result import Result
 from ptqpipe.calibration import command as calibrate_stage, own_text as generate_stage, summary as calibrate_text
 from ptqpipe.calibration.own_text import GenerateOptions
 from ptqpipe.checkpoint import Finished
 from ptqpipe.conversion import Done, command as convert_stage
+from ptqpipe.conversion.convert_summary import converted_text, missing_config
 from ptqpipe.conversion.prepare import best_with, prepare
 from ptqpipe.conversion.push import also_complete, check_push, push
-from ptqpipe.conversion.summary import converted_text, missing_config
-from ptqpipe.conversion.transform import run as transform_stage
+from ptqpipe.conversion.transform import command as transform_stage
 from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import PtqWarning
-from ptqpipe.pipeline import text as pipeline_text
-from ptqpipe.pipeline.budget import command as plan_stage, summary as plan_text
+from ptqpipe.pipeline import messages as pipeline_text
+from ptqpipe.pipeline.budget import command as plan_stage, plan_summary as plan_text
 from ptqpipe.pipeline.budget.measure import sensitivity
 from ptqpipe.pipeline.call import check_alone, container_of_all, for_reader, formats_for
-from ptqpipe.pipeline.run import Made, pipeline
-from ptqpipe.pipeline.tune import command as tune_stage, options as tune_options, summary as tune_text
+from ptqpipe.pipeline.command import Made, pipeline
+from ptqpipe.pipeline.tune import command as tune_stage, tune_options as tune_options, tune_summary as tune_text
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, recipe_path
 from ptqpipe.run.quantities import disk_size, number
 

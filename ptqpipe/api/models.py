@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ptqpipe.api.calibration_data import Data, recorded
 from ptqpipe.api.calls import (
     DEVICE,
     RESTART,
@@ -28,7 +29,6 @@ from ptqpipe.api.calls import (
     run_keywords,
 )
 from ptqpipe.api.commands import PUSH, convert
-from ptqpipe.api.data import Data, recorded
 from ptqpipe.checkpoint import RECORD_FILE, Paths, cached_file, holding, output_errors, read_json_object
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.recipe.options import PipelineOptions

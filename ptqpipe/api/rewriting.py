@@ -8,7 +8,7 @@ from ptqpipe.api.commands import checkpoint
 from ptqpipe.api.result import Result
 from ptqpipe.checkpoint import name_of
 from ptqpipe.conversion import dequantize as dequantize_stage
-from ptqpipe.conversion.relayout import run as relayout_stage
+from ptqpipe.conversion.relayout import command as relayout_stage
 
 
 @command(run_keywords(), RESTART)

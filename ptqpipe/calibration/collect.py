@@ -17,8 +17,8 @@ from ptqpipe.calibration.moments import LARGEST, RunningMoments
 from ptqpipe.calibration.statistics import of_all_experts
 from ptqpipe.errors import not_finite
 from ptqpipe.models.families import Family, family_of
-from ptqpipe.runtime.experts import first_stack, is_turned
 from ptqpipe.runtime.skeleton import Skeleton
+from ptqpipe.runtime.stacked_experts import first_stack, is_turned
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 
 from ptqpipe.errors import CheckpointError
 from ptqpipe.runtime.creating import WITHOUT_RUN
-from ptqpipe.runtime.experts import first_stack, in_runs, is_known, is_turned
+from ptqpipe.runtime.stacked_experts import first_stack, in_runs, is_known, is_turned
 
 #: (expert, "up" or "down", rows [tokens, K]): the inputs of the first and of the second product of an expert. What it
 #: returns is what the product gets; None leaves the input as it is.

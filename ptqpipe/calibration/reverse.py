@@ -33,8 +33,8 @@ from ptqpipe.calibration.gradients import BlockSums, Gradients, nbytes, watched
 from ptqpipe.calibration.pairs import PAIRS, PairCollector, most_tokens, nbytes as pair_bytes
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.errors import NumericsError
-from ptqpipe.runtime.experts import first_stack
 from ptqpipe.runtime.skeleton import Skeleton
+from ptqpipe.runtime.stacked_experts import first_stack
 
 HEAD_TOKENS = 256  # whose logits are in memory at once
 TOKENS = 16_384  # of samples, all of which are run backwards

@@ -3,7 +3,7 @@
 header.py, files.py, reader.py, direct.py    an existing folder: headers, files, any bytes of any tensor
 open_files.py                                files of which only some are open at a time
 held.py                                      a folder whose tensors are in memory
-source.py, fingerprint.py, finite.py         which folder a name means, the fingerprint of its content, NaN in it
+hub.py, fingerprint.py, dtypes.py            which folder a name means, the fingerprint of its content, NaN in it
 layout.py, writer.py, finish.py              a folder being written: the place of every byte, its tensors, the end
 partial.py, journal.py, lock.py              the hidden folder until it is complete, what is written, who is writing
 block_folder.py, tensor_file.py              folders of statistics and learned codes: one file a decoder layer
@@ -12,6 +12,7 @@ fields.py, single_file.py                    reading JSON files, and replacing o
 
 from ptqpipe.checkpoint.block_folder import BlockFolder, Finished, OpenFolder
 from ptqpipe.checkpoint.direct import bytes_of, margin
+from ptqpipe.checkpoint.dtypes import NotFinite
 from ptqpipe.checkpoint.fields import COUNT, NUMBER, read_versioned
 from ptqpipe.checkpoint.files import (
     FOLDING_FILE,
@@ -31,7 +32,6 @@ from ptqpipe.checkpoint.files import (
     vouches_for_itself,
 )
 from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
-from ptqpipe.checkpoint.finite import NotFinite
 from ptqpipe.checkpoint.header import TensorEntry, parse_file, pread_exactly, shown
 from ptqpipe.checkpoint.held import holding
 from ptqpipe.checkpoint.hub import cached_file, check_disjoint, hub_name, name_of, nearest_path, resolve_source

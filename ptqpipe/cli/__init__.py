@@ -3,7 +3,7 @@
 One file for each family of commands, which are in `main` once the file is imported; `common.py` has what they share.
 """
 
-from ptqpipe.cli import calibrate, chat, completion, convert, evaluate, inspect, serve
+from ptqpipe.cli import calibrate, chat, check as inspect, completion, convert, evaluate, serve
 from ptqpipe.cli.common import main
 
 __all__ = ["calibrate", "chat", "completion", "convert", "evaluate", "inspect", "main", "serve"]

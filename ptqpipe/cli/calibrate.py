@@ -214,7 +214,7 @@ def tune(given: Given) -> None:
     MODEL is tuned one decoder layer at a time, starting from what convert would write with these options.
     `ptqpipe convert MODEL --rounding OUT` then writes the result.
     """
-    from ptqpipe.pipeline.tune import command as stage, options as of_tune, summary as text
+    from ptqpipe.pipeline.tune import command as stage, tune_options as of_tune, tune_summary as text
 
     if given.share is not None and "gptq" not in given.method and given.method != "kl":
         raise UsageError("--share belongs to --method gptq, kl and gptq+learned; add it, or leave --share out")
@@ -302,7 +302,7 @@ def plan(given: Given) -> None:
     OUT.measured.jsonl, from which an interrupted call continues.
     """
     from ptqpipe.pipeline import call
-    from ptqpipe.pipeline.budget import command as stage, summary as text
+    from ptqpipe.pipeline.budget import command as stage, plan_summary as text
     from ptqpipe.pipeline.budget.measure import sensitivity
 
     costs = sensitivity(given.stats, given.measure, given.out, tokens=given.max_tokens, seqlen=given.seqlen)

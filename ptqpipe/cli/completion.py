@@ -22,11 +22,11 @@ def _formats() -> Iterable[str]:
     return [name for one in to_json()["formats"] for name in (one["name"], *one["aliases"])]
 
 
-def _files_of(package: str) -> Callable[[], Iterable[str]]:
+def _named(kind: str) -> Callable[[], Iterable[str]]:
     def names() -> Iterable[str]:
         from ptqpipe.recipe.formats_table import named
 
-        return [one["name"] for one in named(package)]
+        return [one["name"] for one in named(kind)]
 
     return names
 
@@ -48,9 +48,9 @@ def _nothing() -> Iterable[str]:
 # By the names of parameters: the values, and what else the shell may offer ("dir", "file", or nothing).
 _VALUES: dict[str, tuple[Callable[[], Iterable[str]], str]] = {
     **dict.fromkeys(("scheme", "format", "formats"), (_formats, "")),
-    "container": (_files_of("containers"), ""),
-    "search": (_files_of("search"), ""),
-    "apply": (_files_of("transforms"), ""),
+    "container": (_named("containers"), ""),
+    "search": (_named("searches"), ""),
+    "apply": (_named("transforms"), ""),
     "recipe_path": (_recipes, "file"),
     "data": (_nothing, "file"),
     **dict.fromkeys(("model", "ckpt", "a", "b", "source", "baseline"), (_nothing, "dir")),

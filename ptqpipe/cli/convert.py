@@ -72,7 +72,7 @@ def convert(given: Given) -> None:
         _pipeline(given, work)
         return
     from ptqpipe.checkpoint import check_output
-    from ptqpipe.conversion import command as stage, summary as tables
+    from ptqpipe.conversion import command as stage, convert_summary as tables
     from ptqpipe.conversion.prepare import best_with, prepare
     from ptqpipe.conversion.push import also_complete
     from ptqpipe.pipeline.call import for_reader
@@ -108,7 +108,7 @@ def convert(given: Given) -> None:
 
 def _dry_run(given: Given, machine: "Machine", prepares: Callable[[], "Conversion"]) -> None:
     """Says what a conversion would do. ``prepares`` decides it."""
-    from ptqpipe.conversion import summary as text
+    from ptqpipe.conversion import convert_summary as text
 
     with prepares() as prepared:
         _warn(given, text.missing_config(prepared))
@@ -128,8 +128,8 @@ def _upload(given: Given, out: Path) -> None:
 def _pipeline(given: Given, work: PipelineOptions) -> None:
     """All stages that the call needs, in one run."""
     from ptqpipe.conversion.push import also_complete
-    from ptqpipe.pipeline import call, run as stage, text
-    from ptqpipe.pipeline.prepare import prepare
+    from ptqpipe.pipeline import call, command as stage, messages as text
+    from ptqpipe.pipeline.prepare_stages import prepare
 
     call.check_alone(stats=given.stats, rounding=given.rounding, dry_run=given.dry_run)
     if ranks_of().world > 1:
@@ -180,7 +180,7 @@ def relayout(given: Given) -> None:
     The codes and scales of CKPT stay the same: nothing is quantized again.
     """
     from ptqpipe.checkpoint import name_of
-    from ptqpipe.conversion.relayout import run as stage
+    from ptqpipe.conversion.relayout import command as stage
 
     container = given.container.lower().replace("_", "-")
     out = given.out if given.out is not None else Path(f"{name_of(given.ckpt)}-{container}")
@@ -281,7 +281,7 @@ def transform(given: Given) -> None:
     The result computes the same function as MODEL and loses less when quantized. It needs statistics of its own:
     calibrate it again before `ptqpipe convert --stats`.
     """
-    from ptqpipe.conversion.transform import run as stage
+    from ptqpipe.conversion.transform import command as stage
     from ptqpipe.conversion.transform.plan import TransformOptions
 
     with says_how_to_resume(given.out, given.mode):

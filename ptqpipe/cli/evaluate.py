@@ -83,7 +83,7 @@ def evaluate(given: Given) -> None:
     CKPT is a folder, or a name on the hub. Packed weights are decoded exactly, and the inputs of linear layers are
     quantized as the format says.
     """
-    from ptqpipe.check.evaluate import command as stage, summary as report
+    from ptqpipe.check.evaluate import command as stage, eval_summary as report
     from ptqpipe.checkpoint import read_json_object, resolve_source
 
     options = given.into(

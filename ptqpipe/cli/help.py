@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from ptqpipe.cli.lines import click_errors_fitted
-from ptqpipe.cli.loading import watch_imports
+from ptqpipe.cli.slow_imports import watch_imports
 from ptqpipe.cli.spelling import ALIASES, add_former, check_command, name_here
 
 T = TypeVar("T")

@@ -111,7 +111,7 @@ def _serve(out: Path, elsewhere: bool) -> Iterator[Call]:
 
 
 def _continues_text(path: str | Path) -> bool:
-    from ptqpipe.models.kinds import continues_text
+    from ptqpipe.models.model_kind import continues_text
 
     return continues_text(Path(path))
 
@@ -187,7 +187,7 @@ def diff(given: Given, equal: bool, backwards: bool = False) -> Iterator[Call]:
 
 
 def _is_quantized(path: str | Path) -> bool:
-    from ptqpipe.models.kinds import is_quantized
+    from ptqpipe.models.model_kind import is_quantized
 
     return is_quantized(Path(path))
 

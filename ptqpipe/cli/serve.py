@@ -14,7 +14,7 @@ from ptqpipe.cli.parameters import ACTIVATIONS, Size, computing_dtype, options, 
 from ptqpipe.errors import UsageError
 
 if TYPE_CHECKING:
-    from ptqpipe.serving.ranks import Place
+    from ptqpipe.serving.rank_processes import Place
 
 # Options of ptqpipe serve -> flags of vLLM. Handed over when they were given.
 FLAGS = {
@@ -229,7 +229,7 @@ def serve(given: Given) -> None:
 
 def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "Place":
     """Which rank this is: of a service that starts its own, or of a torchrun."""
-    from ptqpipe.serving.ranks import Place, parse_place
+    from ptqpipe.serving.rank_processes import Place, parse_place
 
     if tp is not None and tp < 1:
         raise UsageError(f"--tp is {tp}, expected 1 or more")

@@ -1,14 +1,23 @@
 """Writing one checkpoint from another: what will be written, how a unit is quantized, and the run itself.
 
-    run.py         `Rewrite`, the contract of everything that writes a checkpoint, and the one function that runs it
-    outputs.py     what a recipe writes for a source
-    units.py       quantizes a unit by its rule; moments.py: the statistics of its inputs
-    kv_cache.py    the scales of an FP8 KV cache
-    conversion.py  the `Rewrite` of convert and tune; consume.py: learned codes, deleted once written
+    job.py              `Rewrite`, the contract of everything that writes a checkpoint, and the function that runs it
+    planned_outputs.py  what a recipe writes for a source
+    units.py            quantizes a unit by its rule; input_moments.py: the statistics of its inputs
+    kv_cache.py         the scales of an FP8 KV cache
+    conversion.py       the `Rewrite` of convert and tune; consume.py: learned codes, deleted once written
 
 Knows no command line and prints nothing but progress.
 """
 
+from ptqpipe.conversion.input_moments import (
+    InputScales,
+    check_model,
+    describe_statistics,
+    means_of,
+    module_of,
+    open_statistics,
+    unit_extra_bytes,
+)
 from ptqpipe.conversion.job import (
     CopyTensor,
     Done,
@@ -25,16 +34,7 @@ from ptqpipe.conversion.job import (
     write_whole,
 )
 from ptqpipe.conversion.kv_cache import CACHE_REASON, WriteCacheScales, cache_specs, check_cached, write_scales
-from ptqpipe.conversion.moments import (
-    InputScales,
-    check_model,
-    describe_statistics,
-    means_of,
-    module_of,
-    open_statistics,
-    unit_extra_bytes,
-)
-from ptqpipe.conversion.outputs import (
+from ptqpipe.conversion.planned_outputs import (
     BIAS_REASON,
     MeanErrors,
     OutputJob,

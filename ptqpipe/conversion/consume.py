@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 
 from ptqpipe.checkpoint import CheckpointWriter, output_errors
-from ptqpipe.conversion.outputs import QuantizeUnit
+from ptqpipe.conversion.planned_outputs import QuantizeUnit
 from ptqpipe.quantization.learned_codes import Rounding
 
 

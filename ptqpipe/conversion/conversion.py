@@ -19,11 +19,11 @@ from ptqpipe.checkpoint import CheckpointWriter, NotFinite, TensorWriter, margin
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.layouts import WHOLE_ROLES, Part, Role, encode_part, part_offset
 from ptqpipe.conversion.consume import Consumed
+from ptqpipe.conversion.input_moments import InputScales, describe_statistics, means_of, unit_extra_bytes
 from ptqpipe.conversion.job import CopyTensor, Rewrite, merged, named_source, write_whole
 from ptqpipe.conversion.kv_cache import write_scales
 from ptqpipe.conversion.measured import Changes, certificate, changes_of, counting
-from ptqpipe.conversion.moments import InputScales, describe_statistics, means_of, unit_extra_bytes
-from ptqpipe.conversion.outputs import MeanErrors, OutputJob, Outputs, QuantizeUnit
+from ptqpipe.conversion.planned_outputs import MeanErrors, OutputJob, Outputs, QuantizeUnit
 from ptqpipe.conversion.units import learned_codes, low_rank_bytes, quantize_unit
 from ptqpipe.errors import NumericsError
 from ptqpipe.models.slices import Member
@@ -89,7 +89,7 @@ class Conversion(Rewrite[OutputJob]):
         """As `Rewrite`: a unit's weights as they are in memory, which most searches read more than once."""
         if not isinstance(job, QuantizeUnit):
             return 0
-        return math.ceil(sum(member.elements * _element_bytes(self.source, member) for member in job.unit.members))
+        return math.ceil(sum(member.elements * _memory_bytes(self.source, member) for member in job.unit.members))
 
     def extra_bytes(self, job: OutputJob) -> int:
         """As `Rewrite`: what choosing the codes of a unit takes, by the algorithms' own estimates."""
@@ -99,7 +99,7 @@ class Conversion(Rewrite[OutputJob]):
         if self.rounding is None:
             codes = unit_extra_bytes(unit, self.statistics)
             if unit.scheme.fmt.one_scale:
-                size = max(_element_bytes(self.source, member) for member in unit.members)
+                size = max(_memory_bytes(self.source, member) for member in unit.members)
                 codes += gathered_bytes([m.shape for m in unit.members], unit.scheme.fmt, element_bytes=size)
         whole = self.source.whole_bytes(dict.fromkeys(member.source.tensor for member in unit.members))
         return whole + max(codes, low_rank_bytes(unit, self.statistics))
@@ -224,8 +224,8 @@ class Conversion(Rewrite[OutputJob]):
                 opened.close()
 
 
-def _element_bytes(source: Source, member: Member) -> float:
-    """Of a weight in memory: as it is stored, float32 where it is decoded or rotated, with its codes below 8 bits."""
+def _memory_bytes(source: Source, member: Member) -> float:
+    """Bytes of an element in memory: as stored, float32 where it is decoded or rotated, with codes below 8 bits."""
     name = member.source.tensor
     low = source.below_8_bits(name)
     codes = 0 if low is None else low.bits_per_weight(source.stored[name].shape) / 8

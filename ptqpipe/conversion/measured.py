@@ -18,7 +18,7 @@ import torch
 from ptqpipe.models.source import Source, SourceRows, row_runs
 from ptqpipe.numerics.formats import Format, unpack
 from ptqpipe.numerics.global_scale import absmax_divisor, absmax_global
-from ptqpipe.numerics.kernels.decoding import decoded, same_numbers
+from ptqpipe.numerics.kernels.cpu_decode import decoded, same_numbers
 from ptqpipe.numerics.qtensor import (
     QTensor,
     check_finite,

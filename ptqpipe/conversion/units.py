@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.statistics import KnownInputs, Statistics
-from ptqpipe.conversion.moments import inputs_of, module_of
+from ptqpipe.conversion.input_moments import inputs_of, module_of
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization import Sink, Task, UnitResult, Weight, WeightError, lorc, quantizer

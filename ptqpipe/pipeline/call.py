@@ -11,7 +11,7 @@ from ptqpipe.calibration.rows import files_of, weighted
 from ptqpipe.errors import UsageError
 from ptqpipe.models.reader_facts import container_for, formats_of
 from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.pipeline.budget.units import DEFAULT_FORMATS, KEEP
+from ptqpipe.pipeline.budget.plan_units import DEFAULT_FORMATS, KEEP
 from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.recipe.recipe import Recipe

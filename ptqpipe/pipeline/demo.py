@@ -19,8 +19,8 @@ from ptqpipe.checkpoint import RECORD_FILE, Paths, check_place, locked, output_e
 from ptqpipe.checkpoint.regular_file import read_json
 from ptqpipe.conversion import Done
 from ptqpipe.conversion.command import convert
+from ptqpipe.conversion.convert_summary import by_role
 from ptqpipe.conversion.prepare import prepare
-from ptqpipe.conversion.summary import by_role
 from ptqpipe.errors import CheckpointError, OutputExists
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import QTensor

@@ -20,8 +20,7 @@ from ptqpipe.calibration.pairs import LEAST, most_pairs
 from ptqpipe.calibration.reverse import enough, least_step, streams
 from ptqpipe.calibration.rows import files_of
 from ptqpipe.calibration.statistics import of_all_experts
-from ptqpipe.check.evaluate.cache import DEFAULT_LIMIT
-from ptqpipe.check.evaluate.log_probabilities import MOST
+from ptqpipe.check.evaluate.cache import DEFAULT_LIMIT, MOST
 from ptqpipe.check.evaluate.scores import scoring_bytes
 from ptqpipe.checkpoint.tensor_names import layer_of
 from ptqpipe.conversion.transform.learn import ELEMENTS, STATES, TEMPORARIES
@@ -30,7 +29,7 @@ from ptqpipe.models.folding import find_structure
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline.call import own_weight
-from ptqpipe.pipeline.table import Way
+from ptqpipe.pipeline.presets import Way
 from ptqpipe.quantization.transforms import BATCH, transform_names
 from ptqpipe.recipe.options import PipelineOptions
 from ptqpipe.recipe.origins import Origins

@@ -19,7 +19,7 @@ from ptqpipe.calibration.own_text import GenerateOptions, generate
 from ptqpipe.calibration.rows import weighted
 from ptqpipe.calibration.statistics import STATS_FILE
 from ptqpipe.check.evaluate import command as evaluation
-from ptqpipe.check.evaluate.summary import write as write_evaluation
+from ptqpipe.check.evaluate.eval_summary import write as write_evaluation
 from ptqpipe.check.report.command import make_report
 from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, has_begun, read_json_object, run_id_of
@@ -32,10 +32,10 @@ from ptqpipe.models.source import Source
 from ptqpipe.pipeline import call
 from ptqpipe.pipeline.budget.command import Budget, plan_mixed, write_recipe
 from ptqpipe.pipeline.ledger import Ledger
+from ptqpipe.pipeline.presets import Way, words_of
 from ptqpipe.pipeline.room import Disk, disk_of, memory_of, memory_text, pair_samples
-from ptqpipe.pipeline.table import Way, words_of
 from ptqpipe.pipeline.tune.command import tune
-from ptqpipe.pipeline.tune.options import TuneOptions
+from ptqpipe.pipeline.tune.tune_options import TuneOptions
 from ptqpipe.quantization.learned_codes import ROUNDING_FILE
 from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions

@@ -20,7 +20,7 @@ from ptqpipe.calibration.inputs import Moments
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.global_scale import absmax_global, exact_global, pick, sample_rows
-from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search import get_search
 from ptqpipe.quantization import block_objective
@@ -40,7 +40,7 @@ from ptqpipe.quantization.unit import (
     largest,
     measure,
     quantize_rows,
-    row_runs,
+    row_chunks,
     search_scales,
     total_error,
     total_errors,
@@ -117,7 +117,7 @@ def quantize(task: Task, feedback: Feedback | None = None) -> UnitResult:
             task.sink(index, start, q)
         errors.append(error)
         records.append({"algorithm": options.algorithm, "weighting": options.weighting, **record})
-    proven = get_search(task.search).PROVEN and feedback is None and options.weighting != "block"
+    proven = get_search(task.search).proven and feedback is None and options.weighting != "block"
     proven = proven and not any(record["reverted"] for record in records)
     promises = tuple(
         _promise(task, inputs[0] if one is not None else moments, feedback, reverted=record["reverted"])
@@ -164,7 +164,7 @@ def _prepare(feedback: Feedback, index: int, name: str) -> Metric:
 
 def _promise(task: Task, moments: Moments, feedback: Feedback | None, *, reverted: bool) -> Promise:
     """What is promised of a weight whose scales ``moments`` weighted. One scale for all weights is searched once."""
-    proven = get_search(task.search).PROVEN
+    proven = get_search(task.search).proven
     importance = _importance(moments, task)
     if reverted:
         return Promise(scales=proven, codes=True, importance=importance if task.fmt.one_scale else None)
@@ -291,7 +291,7 @@ def _runs(weight: Weight, moments: Moments, fmt: Format, *, elements: int) -> li
     """Runs of rows [start, stop) of about so many weights: whole ones of those whose gradients are known together."""
     rows = fmt.block_extent(weight.shape)[0]
     rows = rows if moments.outputs is None else math.lcm(rows, len(moments.outputs[0]))
-    return row_runs(weight.shape, block_rows=rows, elements=elements)
+    return row_chunks(weight.shape, block_rows=rows, elements=elements)
 
 
 def _run_elements(task: Task, feedback: Feedback | None) -> int:

@@ -26,9 +26,18 @@ from ptqpipe.numerics.formats import CODECS, FORMATS, Format
 from ptqpipe.numerics.global_scale import absmax_global, exact_global, sample_rows
 from ptqpipe.numerics.kernels import cpu
 from ptqpipe.numerics.kernels.cpu_carry import NO_PLACE, value_of
-from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.quantization.unit import Promise, Task, UnitResult, Weight, WeightError, kernel_for, row_runs, total_error
+from ptqpipe.quantization.unit import (
+    Promise,
+    Task,
+    UnitResult,
+    Weight,
+    WeightError,
+    kernel_for,
+    row_chunks,
+    total_error,
+)
 
 _TOP_E4M3 = 8  # exponent of 256 and 384
 _SCALES = {"e8m0": (-127, 127), "bf16": (-126, 100)}  # exponents; beyond 2^100 inverses of scales become subnormal
@@ -85,7 +94,7 @@ def _places_of(weights: Sequence[Weight]) -> list[torch.Tensor] | None:
     found = []
     for weight in weights:
         runs = []
-        for run in row_runs(weight.shape):
+        for run in row_chunks(weight.shape):
             q = weight.quantized(*run)
             places = None if q is None else cpu.fp4_places(q)
             if places is None:
@@ -158,7 +167,7 @@ def _written(task: Task, member: int, way: Carry, amax: float) -> WeightError | 
     """Sends every row of one weight; None where a number is lost."""
     weight, fmt = task.weights[member], task.fmt
     energy = 0.0
-    for start, stop in row_runs(weight.shape, block_rows=fmt.block_extent(weight.shape)[0]):
+    for start, stop in row_chunks(weight.shape, block_rows=fmt.block_extent(weight.shape)[0]):
         source = weight.quantized(start, stop)
         q = None if source is None else way(source, member, start)
         measured = None if q is None or source is None else cpu.code_difference(q, source)

@@ -16,8 +16,8 @@ import torch
 
 from ptqpipe.calibration.inputs import Moments, is_finite
 from ptqpipe.errors import FormatError, NumericsError
+from ptqpipe.recipe.options import DAMPING
 
-DAMPING = 0.01
 DAMPING_STEP = 10.0  # what a damping that is too small is multiplied by
 DAMPING_MAX = 10.0
 _STRIPE = 512  # columns of a product of errors that are computed together

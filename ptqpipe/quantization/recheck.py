@@ -20,7 +20,7 @@ import torch
 
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.formats import Format, unpack
-from ptqpipe.numerics.kernels.importance import normalize_importance
+from ptqpipe.numerics.kernels.cpu_tensors import normalize_importance
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search.least import best_scales, nearest_codes
 from ptqpipe.quantization.unit import Promise, Sink, Weight, kernels_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.numerics.formats import Format
-from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor, code_values
 from ptqpipe.quantization.columns import (
     BLOCK,

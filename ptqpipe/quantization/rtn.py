@@ -34,7 +34,7 @@ from ptqpipe.quantization.unit import (
     largest,
     measure,
     quantize_rows,
-    row_runs,
+    row_chunks,
     search_scales,
     total_error,
     total_errors,
@@ -135,7 +135,7 @@ def _global_scales(
 def _result(
     task: Task, rule: _Rule, errors: tuple[WeightError, ...], g: torch.Tensor | None, versus_plain: float
 ) -> UnitResult:
-    proven = get_search(rule.search).PROVEN
+    proven = get_search(rule.search).proven
     promises = (Promise(scales=proven, codes=True, factor=rule.factor),) * len(errors)
     fields = {"enlarged": rule.factor} if task.search == "enlarged" else {}
     return UnitResult(None if g is None else float(g), versus_plain, errors, proven, promises, (fields,) * len(errors))
@@ -158,7 +158,7 @@ def _pass(task: Task, rule: _Rule, g: torch.Tensor | None, compare: torch.Tensor
     for index, weight in enumerate(task.weights):
         squared = energy = minimized = 0.0
         few = ENLARGED_AT_ONCE if rule.factor != 1 else CHUNK_ELEMENTS
-        for start, stop in row_runs(weight.shape, block_rows=fmt.block_extent(weight.shape)[0], elements=few):
+        for start, stop in row_chunks(weight.shape, block_rows=fmt.block_extent(weight.shape)[0], elements=few):
             w = weight.rows(start, stop).to(task.device)
             if rule.factor != 1 and (memory is None or memory.numel() < w.numel()):
                 memory = torch.empty(w.numel(), device=w.device)
@@ -202,7 +202,7 @@ def _quantize_as_one(task: Task) -> UnitResult:
 def _encode_whole(w: torch.Tensor, scales: torch.Tensor, fmt: Format) -> QTensor:
     """A matrix at its one scale, encoded by runs of rows."""
     data = torch.empty(w.shape[0], packed_columns(w.shape[1], fmt.element.bits), dtype=torch.uint8, device=w.device)
-    for start, stop in row_runs((w.shape[0], w.shape[1])):
+    for start, stop in row_chunks((w.shape[0], w.shape[1])):
         data[start:stop] = encode_rows(w[start:stop], scales, fmt).data
     return QTensor(fmt, (w.shape[0], w.shape[1]), data, scales, None)
 

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.numerics.formats import Format
-from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization.metric import factored
 
 GROUP = 16  # rows that are quantized together
-DAMPING = 0.1  # of G: share of its mean diagonal
+OUTPUT_DAMPING = 0.1  # of G: share of its mean diagonal
 
 Quantize = Callable[[torch.Tensor], QTensor]
 
@@ -83,7 +83,7 @@ class _Run:
             h.diagonal().add_(share * mean)
             return g, h
 
-        _, lower, _ = factored(damped, DAMPING, "the gradients at the outputs")
+        _, lower, _ = factored(damped, OUTPUT_DAMPING, "the gradients at the outputs")
         return cls(order, lower.flip(0, 1), w[order])
 
     def target(self, start: int) -> torch.Tensor:

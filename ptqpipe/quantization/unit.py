@@ -20,7 +20,7 @@ from ptqpipe.calibration.inputs import Moments
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.kernels import reference
-from ptqpipe.numerics.kernels.importance import normalize_importance
+from ptqpipe.numerics.kernels.cpu_tensors import normalize_importance
 from ptqpipe.numerics.qtensor import QTensor, check_finite, encode
 from ptqpipe.numerics.search import get_search
 from ptqpipe.numerics.search.objective import formula, importance_blocks, magnitude_blocks
@@ -50,10 +50,10 @@ def kernels_of(device: torch.device) -> str:
 
 def chunks(shape: tuple[int, int], fmt: Format) -> list[tuple[int, int]]:
     """Runs of rows [start, stop) of about CHUNK_ELEMENTS weights on block edges. A function of the shape alone."""
-    return row_runs(shape, block_rows=fmt.block_extent(shape)[0])
+    return row_chunks(shape, block_rows=fmt.block_extent(shape)[0])
 
 
-def row_runs(shape: tuple[int, int], *, block_rows: int = 1, elements: int = CHUNK_ELEMENTS) -> list[tuple[int, int]]:
+def row_chunks(shape: tuple[int, int], *, block_rows: int = 1, elements: int = CHUNK_ELEMENTS) -> list[tuple[int, int]]:
     """Runs of whole blocks of rows [start, stop) of about this many weights."""
     step = max(block_rows, elements // max(1, shape[1]) // block_rows * block_rows)
     return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
@@ -125,7 +125,7 @@ def total_error(
 ) -> float:
     """The squared error that ``search`` leaves on ``w``: its scores where scales are codes, else by decoding.
 
-    With ``importance`` the weighted one, up to the power of two of ``kernels/importance.py``.
+    With ``importance`` the weighted one, up to the power of two of ``normalize_importance``.
     """
     if not fmt.scale.enumerable:
         q = quantize_rows(w, fmt, search=search, importance=importance)
@@ -333,7 +333,7 @@ def gather(weights: Sequence[Weight], device: torch.device) -> list[torch.Tensor
     ends = list(accumulate(weight.shape[0] for weight in weights))
     whole = [memory[end - weight.shape[0] : end] for weight, end in zip(weights, ends, strict=True)]
     for weight, w in zip(weights, whole, strict=True):
-        for start, stop in row_runs(weight.shape):
+        for start, stop in row_chunks(weight.shape):
             w[start:stop] = weight.rows(start, stop)
     return whole
 

@@ -6,5 +6,4 @@ know machines (workers, devices, memory).
     model.py      Rule and Recipe, patterns of names, and their JSON
     file.py       the YAML file, the recipes that have a name (``recipes/`` at the top of the repository), and the
                   options of a call that override a file (their table is ``ptqpipe/recipe/options.py``)
-    write.py      recipes that plan makes
 """

@@ -1,7 +1,7 @@
 """formats: everything that can be named on the command line: formats, containers, searches and transforms.
 
-What a container, a search or a transform is for says the first line of its file. Nothing here imports torch, so that
-the answer comes at once.
+What a container or a transform is for says the first line of its file, a search its row. Nothing here imports torch,
+so that the answer comes at once.
 """
 
 import ast
@@ -13,6 +13,7 @@ from typing import Any
 
 from ptqpipe.models.reader_facts import READERS, evidence
 from ptqpipe.numerics.schemes import SCHEMES, Activation, Scheme
+from ptqpipe.numerics.search import SEARCHES
 from ptqpipe.run.quantities import table
 
 SHAPE = (4096, 4096)  # of the weight whose bits are told
@@ -20,7 +21,6 @@ LINE = 80  # columns
 # Where the files of what has a name lie, and which files there are something else.
 PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
     "containers": {"checkpoint.layouts": ()},
-    "search": {"numerics.search": ("least", "objective", "proof")},
     "transforms": {
         "quantization.transforms": ("learn_rotations", "problem"),
         "models.folding": ("find_structure", "structure", "tensors"),
@@ -53,7 +53,7 @@ def to_json() -> dict[str, Any]:
     return {
         "formats": [_described(scheme) for scheme in SCHEMES.values()],
         "containers": [{**row, "written": "read only" not in row["purpose"]} for row in named("containers")],
-        "searches": named("search"),
+        "searches": named("searches"),
         "transforms": named("transforms"),
     }
 
@@ -72,7 +72,9 @@ def _described(scheme: Scheme) -> dict[str, Any]:
 
 
 def named(kind: str) -> list[dict[str, str]]:
-    """Name and purpose of everything of a kind of `PACKAGES` that can be named; no file is imported."""
+    """Name and purpose of all searches, or of everything of a kind of `PACKAGES`; no file is imported."""
+    if kind == "searches":
+        return [{"name": name, "purpose": row.purpose} for name, row in sorted(SEARCHES.items())]
     files = {}
     for package, others in PACKAGES[kind].items():
         folders = _folders(package)

@@ -44,6 +44,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 # measured the least divergence (docs/search.md). Formats that are not here: exact.
 SEARCHES = {"mxfp4": "enlarged"}
 AUTO = "auto"
+DAMPING = 0.01  # of a second moment, as a fraction of its mean diagonal
 
 # The largest activation that must not clip where neither statistics nor the call or recipe say it, by what happens to
 # activations (labs/input_scale_grid/NOTES.md). NVFP4 rounds the largest value of each block to
@@ -129,11 +130,11 @@ class CodeOptions:
         shown="diagonal",
     )
     damping: float = option(
-        0.01,
+        DAMPING,
         "For --algorithm gptq: what is added to the second moment of each input, as a fraction of their mean.",
         metavar="D",
         bounds=(0, 10),
-        usual="the usual is 0.01",
+        usual=f"the usual is {DAMPING}",
     )
     order: str = option("static", choices=("static", "none"))
     scales: str = option("auto", choices=("auto", "first", "entry"))

@@ -20,11 +20,11 @@ from ptqpipe.errors import UsageError
 from ptqpipe.models.families import in_mtp_layers
 from ptqpipe.models.language_model import lacks_head, without_head
 from ptqpipe.models.source import Source
-from ptqpipe.runtime.activations import GROUP, InputQuantizer
 from ptqpipe.runtime.creating import other_shape
+from ptqpipe.runtime.input_quantizers import GROUP, InputQuantizer
 from ptqpipe.runtime.linear import PackedLinear
-from ptqpipe.runtime.names import Home, Homes, with_expert_names
 from ptqpipe.runtime.parallel import TensorParallel
+from ptqpipe.runtime.parameter_names import Home, Homes, with_expert_names
 from ptqpipe.runtime.replace import PackedPlace, packed_places
 from ptqpipe.runtime.shard import ShardPlan, axis_of, connect, is_transposed, make_plan, shrink
 from ptqpipe.runtime.simulate import input_quantizer, simulate_activations, simulate_kv_cache

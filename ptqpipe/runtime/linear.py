@@ -1,8 +1,8 @@
 """PackedLinear: a linear layer whose weight stays packed in memory, with the input that its format states.
 
 The product is ``packed.py``'s: on a CPU a compiled kernel reads the packed bytes, on CUDA a Triton kernel. Formats that
-quantize activations have them quantized and decoded first (``activations.py``), which is what hardware for the format
-computes up to the order of its sums and one rounding of the inputs. Must not know models, files or ranks.
+quantize activations have them quantized and decoded first (``input_quantizers.py``), which is what hardware for the
+format computes up to the order of its sums and one rounding of the inputs. Must not know models, files or ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from ptqpipe.errors import CheckpointError
 from ptqpipe.numerics.kernels import cpu_linear
 from ptqpipe.numerics.qtensor import Factors, QTensor
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 from ptqpipe.runtime.packed import PackedWeight, packed_linear, packed_linears
 
 

@@ -31,8 +31,8 @@ from ptqpipe.errors import (
 from ptqpipe.models.families import check_experts
 from ptqpipe.models.language_model import causal_model_of, keep_language_model, named_model_of
 from ptqpipe.models.source import Source
-from ptqpipe.runtime.creating import create_config, creating, lacks, no_place, other_shape, quiet
-from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare
+from ptqpipe.runtime.creating import create_config, creating, empty_model, lacks, no_place, other_shape, quiet
+from ptqpipe.runtime.fill import Filling, Prepare, completed, decide, instead_of_files, prepare
 from ptqpipe.runtime.mtp import add_mtp, find_mtp, require_mtp
 from ptqpipe.runtime.parallel import AllReduce, TensorParallel
 
@@ -323,3 +323,24 @@ def _check_fit(source: Source, info: Any) -> None:
             PtqWarning,
             stacklevel=4,
         )
+
+
+def check_load(ckpt: Path | str, *, tp: int = 1, packed: bool = True) -> Any:
+    """The model, empty; raises what `load` with the same arguments would raise before it reads a weight.
+
+    Headers and an empty model are enough for that, so a service refuses in a second what would otherwise stop every one
+    of its ranks in the middle of loading.
+
+    UsageError where ``tp`` ranks do not divide the model, CheckpointError where files contradict each other.
+    """
+    with Source.open(Path(ckpt)) as source:
+        path = source.reader.path
+        check_experts(source.reader.config, source.tensors)
+        config = read_config(path)
+        read_generation_config(path)
+        model = keep_language_model(empty_model(*causal_model_of(config, path), path))
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        conversions = completed(model, source, get_model_conversion_mapping(model))
+        decide(model, source, conversions, TensorParallel(tp), packed=packed, causal=True)
+    return model

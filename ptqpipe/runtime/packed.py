@@ -37,7 +37,7 @@ from ptqpipe.numerics.formats import WHOLE, Format
 from ptqpipe.numerics.kernels import cpu, cpu_linear, cuda_fp8, triton, triton_linear
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Activation
-from ptqpipe.runtime.activations import InputQuantizer, fp8_codes
+from ptqpipe.runtime.input_quantizers import InputQuantizer, fp8_codes
 
 TILE_BYTES = 4 << 20  # of a decoded run of rows: it stays in a CPU's cache
 CUDA_TILE_BYTES = 256 << 20  # few launches

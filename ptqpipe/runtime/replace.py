@@ -14,12 +14,12 @@ import torch
 
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.creating import other_shape
-from ptqpipe.runtime.experts import first_stack, is_experts, is_turned, use_layers
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 from ptqpipe.runtime.linear import PackedLinear, Stacked, side_by_side
-from ptqpipe.runtime.names import Home
+from ptqpipe.runtime.parameter_names import Home
 from ptqpipe.runtime.shard_read import read_part
+from ptqpipe.runtime.stacked_experts import first_stack, is_experts, is_turned, use_layers
 from ptqpipe.runtime.state import Region
 
 Quantizers = Mapping[str, tuple[InputQuantizer, ...]]

@@ -6,7 +6,7 @@ matrix) have one input; where their static scales differ the first one counts, a
 (``replace.py``).
 
 KV cache: keys and values are rounded to E4M3 at the checkpoint's scales before attention, as the readers do with
-``k_scale`` and ``v_scale`` (their names: ``checkpoint/layouts/_kv.py``). Keys after their rotary embedding, and values,
+``k_scale`` and ``v_scale`` (names: ``layouts/_config.py``). Keys after their rotary embedding, and values,
 are stored as E4M3 codes of x / scale, and attention sees code * scale. The scales are one number a tensor or one a
 key-value head. The query is not quantized. transformers' attention interface gives the one place where all models hand
 over keys and values.
@@ -22,11 +22,11 @@ from ptqpipe.checkpoint.layouts import Role, StoredWeight, kv_scale_place, quant
 from ptqpipe.errors import CheckpointError, PtqWarning, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import Activation
-from ptqpipe.runtime.activations import InputQuantizer, round_to_e4m3
-from ptqpipe.runtime.experts import experts_forward, float_project, is_experts
-from ptqpipe.runtime.names import Home
-from ptqpipe.runtime.scales import check_positive
+from ptqpipe.runtime.input_quantizers import InputQuantizer, round_to_e4m3
+from ptqpipe.runtime.parameter_names import Home
 from ptqpipe.runtime.shard import Cut
+from ptqpipe.runtime.shard_read import check_positive
+from ptqpipe.runtime.stacked_experts import experts_forward, float_project, is_experts
 
 
 def simulate_activations(

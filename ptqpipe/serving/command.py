@@ -1,7 +1,7 @@
 """``ptqpipe serve``: a checkpoint becomes a service. Here loading, engine and server meet.
 
 One process serves alone. Of several ranks the first has the engine and the server, the others compute with it; they are
-started here (``ranks.py``) or by torchrun.
+started here (``rank_processes.py``) or by torchrun.
 """
 
 import threading
@@ -13,7 +13,7 @@ from socket import socket
 from typing import TYPE_CHECKING
 
 from ptqpipe.errors import PtqError, UsageError
-from ptqpipe.serving.checks import (
+from ptqpipe.serving.preflight import (
     check_address,
     check_checkpoint,
     check_place,
@@ -26,7 +26,7 @@ from ptqpipe.serving.checks import (
     require_packages,
     try_template,
 )
-from ptqpipe.serving.ranks import OtherRanks, Place
+from ptqpipe.serving.rank_processes import OtherRanks, Place
 
 if TYPE_CHECKING:
     from ptqpipe.serving.lead import Lead
@@ -41,7 +41,7 @@ class ServeOptions:
     name          of the model in the API
     allreduce     "off", a codec ("int8", ...), or "auto": quantized where it is measured to be faster
     overlap       whether a prefill's all-reduces overlap with its computation (``engine/overlap.py``)
-    invariant     whether an answer must not depend, to the bit, on what else is computed (``runtime/invariant.py``)
+    invariant     whether an answer must not depend, to the bit, on what else is computed (``runtime/compiled.py``)
     max_len       longest sequence; cache_bytes: of keys and values
     max_queue     most sequences that wait
     speculative   "mtp": drafts by the model's own layer of that kind, ``speculative_tokens`` of a sequence in a step
@@ -129,7 +129,7 @@ def serving(options: ServeOptions, *, log: Log) -> Iterator[str]:
     ``log`` hears of the loading alone, not of what comes after. Raises what `serve` does.
     """
     _check(options, Place())
-    from ptqpipe.serving.server.run import READY
+    from ptqpipe.serving.server.uvicorn_server import READY
 
     loaded, failed = threading.Event(), []
 
@@ -178,7 +178,7 @@ def _prepared(
     """The first rank, ready to load, its socket and the chat template; the other ranks run meanwhile."""
     from ptqpipe.runtime.loading import load_tokenizer
     from ptqpipe.serving.lead import Lead
-    from ptqpipe.serving.server.run import bind
+    from ptqpipe.serving.server.uvicorn_server import bind
 
     listening = bind(options.host, options.port)
     check_sums(options.allreduce)

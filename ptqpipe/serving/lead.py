@@ -16,24 +16,23 @@ from ptqpipe.errors import PtqError
 from ptqpipe.models.language_model import takes_images
 from ptqpipe.run.machine import resident_bytes
 from ptqpipe.run.quantities import memory_size
-from ptqpipe.runtime.compiled import use_kernels
+from ptqpipe.runtime.compiled import make_batch_invariant, use_kernels
 from ptqpipe.runtime.fill import watched
-from ptqpipe.runtime.invariant import make_batch_invariant
 from ptqpipe.runtime.loading import dtype_of, load_rank, read_config
 from ptqpipe.runtime.memory import keep_freed_memory
 from ptqpipe.runtime.parallel import RunCollective, TensorParallel
-from ptqpipe.serving.checks import context_of, host_names
 from ptqpipe.serving.collectives import NEVER, QuantAllReduce, Thresholds
 from ptqpipe.serving.command import Log, ServeOptions
 from ptqpipe.serving.engine import Engine, EngineOptions, Service, State, invariance
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner, check_model
 from ptqpipe.serving.engine.overlap import Overlap, least_tokens
 from ptqpipe.serving.engine.ranks import Leader, agree, follow
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner, check_model
 from ptqpipe.serving.engine.speculative import Drafter
 from ptqpipe.serving.facts import LoadingBar, facts_of, heading, instructions
-from ptqpipe.serving.ranks import OtherRanks, Place
+from ptqpipe.serving.preflight import context_of, host_names
+from ptqpipe.serving.rank_processes import OtherRanks, Place
 from ptqpipe.serving.server.app import ServerOptions, create_app
-from ptqpipe.serving.server.run import run
+from ptqpipe.serving.server.uvicorn_server import run
 from ptqpipe.serving.tower import Tower
 from ptqpipe.serving.watchdog import Watchdog
 
@@ -119,7 +118,7 @@ class Lead:
         """Until a signal or a failure.
 
         template  the chat template in the place of the tokenizer's
-        signals   as in `ptqpipe.serving.server.run.run`
+        signals   as in `ptqpipe.serving.server.uvicorn_server.run`
         """
         options, service = self.options, self.service
         self.ranks.watch(service.fail)

@@ -18,7 +18,7 @@ from ptqpipe.models.source import Source
 from ptqpipe.run.quantities import memory_size
 from ptqpipe.runtime.capture import StopForward
 from ptqpipe.runtime.skeleton import Skeleton
-from ptqpipe.serving.engine.images import DEEP, Images, Seen
+from ptqpipe.serving.engine.prompt_images import DEEP, Images, Seen
 
 _TEXT = 54321.0  # stands for every number of a text token's embedding
 _MASKS, _RULE = "ptqpipe_images", "_ptqpipe_rule"

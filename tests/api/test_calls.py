@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM
 import ptqpipe
 from ptqpipe.api.calls import in_python, into
 from ptqpipe.api.result import Result
-from ptqpipe.api.service import OPTIONS
+from ptqpipe.api.server_process import OPTIONS
 from ptqpipe.calibration.command import CalibrateOptions
 from ptqpipe.cli.serve import serve as serve_command
 from ptqpipe.errors import OutputExists, PtqError, UsageError
 from ptqpipe.pipeline.demo import MODEL
-from ptqpipe.pipeline.tune.options import TuneOptions
+from ptqpipe.pipeline.tune.tune_options import TuneOptions
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe.options import recipe_fields
 from tests import tiny

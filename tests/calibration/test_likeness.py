@@ -10,10 +10,10 @@ import ptqpipe
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.data import DataFile, Samples, load_samples
 from ptqpipe.calibration.likeness import UNLIKE, Likeness, lines_of
+from ptqpipe.pipeline.command import pipeline
 from ptqpipe.pipeline.demo import MODEL
-from ptqpipe.pipeline.run import pipeline
 from ptqpipe.pipeline.tune.command import tune
-from ptqpipe.pipeline.tune.options import TuneOptions
+from ptqpipe.pipeline.tune.tune_options import TuneOptions
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 
 

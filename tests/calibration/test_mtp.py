@@ -15,7 +15,7 @@ from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.check.verify.command import verify
 from ptqpipe.errors import CheckpointError
 from ptqpipe.pipeline.tune.command import tune
-from ptqpipe.pipeline.tune.options import TuneOptions, settings_of
+from ptqpipe.pipeline.tune.tune_options import TuneOptions, settings_of
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.runtime import load
 from tests import families

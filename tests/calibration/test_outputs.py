@@ -23,14 +23,14 @@ from ptqpipe.calibration.reverse import reverse
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.cli import main
-from ptqpipe.conversion.moments import module_of
+from ptqpipe.conversion.input_moments import module_of
 from ptqpipe.errors import CheckpointError
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.rotation import rotated_weight
 from ptqpipe.pipeline.budget import cost
 from ptqpipe.pipeline.budget.command import Budget, plan_mixed
-from ptqpipe.pipeline.budget.metric import ByWindows
-from ptqpipe.pipeline.budget.units import find_groups, schemes_of
+from ptqpipe.pipeline.budget.error_metric import ByWindows
+from ptqpipe.pipeline.budget.plan_units import find_groups, schemes_of
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime.skeleton import Skeleton
 from tests import tiny

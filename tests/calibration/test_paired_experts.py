@@ -13,8 +13,8 @@ from ptqpipe.calibration.paired import Known, kept_streams
 from ptqpipe.calibration.paired_experts import StackInputs
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.models.source import Source
-from ptqpipe.runtime.experts import first_stack
 from ptqpipe.runtime.skeleton import Skeleton
+from ptqpipe.runtime.stacked_experts import first_stack
 from tests.calibration.models import LAYERS, make_model, make_windows, whole_model_inputs
 
 EXPERTS = 4

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import ptqpipe
 from ptqpipe.check.diff import DiffReport, Same, diff, render, to_json
-from ptqpipe.conversion.relayout.run import relayout
+from ptqpipe.conversion.relayout.command import relayout
 from ptqpipe.errors import CheckpointError
 from tests import tiny
 from tests.conversion import damage

@@ -11,8 +11,8 @@ import pytest
 
 from ptqpipe.calibration.rows import read_rows
 from ptqpipe.calibration.statistics import Statistics
-from ptqpipe.check.evaluate.result import read_result
-from ptqpipe.check.evaluate.text import read_text
+from ptqpipe.check.evaluate.eval_file import read_result
+from ptqpipe.check.evaluate.tokenized_text import read_text
 from ptqpipe.check.inspect import inspect
 from ptqpipe.checkpoint.files import INDEX_NAME
 from ptqpipe.checkpoint.partial import completed_run
@@ -23,7 +23,7 @@ from ptqpipe.models.source import Source
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.runtime.loading import load_tokenizer, read_config
-from ptqpipe.serving.checks import read_template
+from ptqpipe.serving.preflight import read_template
 from tests import tiny
 
 SPECIAL = {"pipe": "a pipe", "zero": "a device", "urandom": "a device", "folder": "a folder"}

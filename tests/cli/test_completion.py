@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from ptqpipe.checkpoint.layouts import container_names
 from ptqpipe.cli import main
 from ptqpipe.numerics.schemes import SCHEMES
-from ptqpipe.numerics.search import search_names
+from ptqpipe.numerics.search import SEARCHES
 from ptqpipe.recipe.file import named_recipes
 
 
@@ -41,7 +41,7 @@ def test_without_a_shell_one_line_says_which_there_are() -> None:
         (("convert", "m", "--container", ""), set(container_names())),
         (("relayout", "c", "--container", "mod"), {"modelopt"}),
         (("convert", "m", "--recipe", ""), set(named_recipes())),
-        (("convert", "m", "--search", ""), set(search_names())),
+        (("convert", "m", "--search", ""), set(SEARCHES)),
         (("convert", "m", "--algorithm", ""), {"rtn", "gptq"}),
         (("plan", "m", "--formats", "nvfp4,mxfp4a"), {"nvfp4,mxfp4a16"}),
         (("transform", "m", "--apply", "smoothq"), {"smoothquant"}),

@@ -19,7 +19,7 @@ def test_ctrl_c_in_a_dry_run_ends_without_a_trace(here: Path, monkeypatch: pytes
     def interrupted(*_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ptqpipe.conversion.summary.plan_text", interrupted)
+    monkeypatch.setattr("ptqpipe.conversion.convert_summary.plan_text", interrupted)
     result = run("convert", "model", "-o", "out", "--dry-run")
     assert result.exit_code == 130
     assert result.stderr.strip() == "Interrupted: nothing is written."
@@ -51,12 +51,12 @@ def test_ctrl_c_in_a_dry_run_ends_without_a_trace(here: Path, monkeypatch: pytes
         (("tune", "model", "--data", "file", "-o", "out"), "pipeline.tune.command.tune", "nothing is written"),
         (
             ("transform", "model", "--apply", "rotate", "-o", "out"),
-            "conversion.transform.run.transform",
+            "conversion.transform.command.transform",
             "nothing is written",
         ),
         (
             ("relayout", "model", "--container", "modelopt", "-o", "out"),
-            "conversion.relayout.run.relayout",
+            "conversion.relayout.command.relayout",
             "nothing is written",
         ),
         (("dequantize", "model", "-o", "out"), "conversion.dequantize.dequantize", "nothing is written"),

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import ptqpipe
 from ptqpipe.check.report.find import find_source
 from ptqpipe.cli import main
-from ptqpipe.models.kinds import continues_text
+from ptqpipe.models.model_kind import continues_text
 from tests import tiny
 
 DEMO = Path(ptqpipe.__file__).parent / "demo_model"

@@ -19,8 +19,8 @@ from ptqpipe.check.diff import diff
 from ptqpipe.check.verify.command import verify
 from ptqpipe.cli import main
 from ptqpipe.conversion.command import convert
+from ptqpipe.conversion.convert_summary import converted_text
 from ptqpipe.conversion.prepare import prepare
-from ptqpipe.conversion.summary import converted_text
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError, OutputError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import SCHEMES

@@ -12,7 +12,7 @@ import ptqpipe
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.calibration.store import outputs_of
-from ptqpipe.check.evaluate.text import SAMPLE
+from ptqpipe.check.evaluate.tokenized_text import SAMPLE
 from ptqpipe.check.verify.command import verify
 from ptqpipe.conversion import module_of
 from ptqpipe.conversion.command import convert
@@ -21,7 +21,7 @@ from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import command as tune
-from ptqpipe.pipeline.tune.options import TuneOptions
+from ptqpipe.pipeline.tune.tune_options import TuneOptions
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine
 from tests.calibration.models import make_model, make_windows, write_windows

@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 
 import ptqpipe
-from ptqpipe.check.evaluate.text import SAMPLE
+from ptqpipe.check.evaluate.tokenized_text import SAMPLE
 from ptqpipe.checkpoint import BlockFolder, CheckpointWriter
 from ptqpipe.cli import main
 from tests.calibration.models import make_model, make_windows, write_windows

@@ -31,7 +31,7 @@ from ptqpipe.recipe.recipe import Recipe, Rule
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.loading import default_length, positions_of
-from ptqpipe.serving.checks import check_checkpoint
+from ptqpipe.serving.preflight import check_checkpoint
 from tests import families, tiny
 from tests.conversion import damage
 

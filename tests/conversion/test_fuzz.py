@@ -28,12 +28,12 @@ from ptqpipe.check.inspect import inspect, render as render_inspected
 from ptqpipe.check.verify.command import verify
 from ptqpipe.check.verify.report import render
 from ptqpipe.checkpoint.partial import Paths
-from ptqpipe.conversion import summary as tables
+from ptqpipe.conversion import convert_summary as tables
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.dequantize import dequantize
 from ptqpipe.conversion.prepare import prepare
-from ptqpipe.conversion.relayout.run import relayout
+from ptqpipe.conversion.relayout.command import relayout
 from ptqpipe.errors import PtqError
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine

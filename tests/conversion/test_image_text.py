@@ -17,15 +17,15 @@ from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.own_text import GenerateOptions, generate
 from ptqpipe.check.evaluate.command import Options, evaluate
 from ptqpipe.check.verify.command import verify
+from ptqpipe.conversion.transform.command import transform
 from ptqpipe.conversion.transform.plan import TransformOptions
-from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime import load, load_model
-from ptqpipe.runtime.check import check_load
-from ptqpipe.serving.checks import check_checkpoint
-from ptqpipe.serving.engine.images import Images
+from ptqpipe.runtime.loading import check_load
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner, check_model
 from ptqpipe.serving.engine.probe import check_empty
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner, check_model
+from ptqpipe.serving.engine.prompt_images import Images
+from ptqpipe.serving.preflight import check_checkpoint
 from ptqpipe.serving.tower import Tower
 from tests import families, image_text, tiny
 from tests.serving.engine import images as pictures

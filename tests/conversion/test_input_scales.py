@@ -15,7 +15,7 @@ from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.recipe.plan import Unit, make_plan
 from ptqpipe.recipe.recipe import Recipe, Rule
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 
 LAYERS, EXPERTS = 3, 8
 LEAVES = ("gate_proj", "up_proj", "down_proj")

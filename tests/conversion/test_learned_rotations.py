@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.cli import main
 from ptqpipe.conversion.transform import learn as learning
+from ptqpipe.conversion.transform.command import transform
 from ptqpipe.conversion.transform.factors import find_factors
 from ptqpipe.conversion.transform.plan import TransformOptions
-from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import CheckpointError, NumericsError, OutputError, OutputExists, UsageError
 from ptqpipe.models.folded import encoded
 from ptqpipe.models.source import Source
@@ -201,7 +201,7 @@ from pathlib import Path
 from ptqpipe.conversion.transform import learn as learning
 from ptqpipe.conversion.transform.factors import find_factors
 from ptqpipe.conversion.transform.plan import TransformOptions
-from ptqpipe.conversion.transform.run import transform
+from ptqpipe.conversion.transform.command import transform
 real, calls = learning.learn, []
 def learn(*args, **options):
     calls.append(1)

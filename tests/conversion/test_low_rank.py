@@ -23,7 +23,7 @@ from ptqpipe.cli import main
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.dequantize import dequantize
 from ptqpipe.conversion.prepare import prepare
-from ptqpipe.conversion.relayout.run import relayout
+from ptqpipe.conversion.relayout.command import relayout
 from ptqpipe.errors import CheckpointError, FormatError, RecipeError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline import demo

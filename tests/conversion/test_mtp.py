@@ -8,8 +8,8 @@ import pytest
 
 import ptqpipe
 from ptqpipe.check.verify.command import verify
+from ptqpipe.conversion.convert_summary import warnings_of
 from ptqpipe.conversion.prepare import prepare
-from ptqpipe.conversion.summary import warnings_of
 from ptqpipe.errors import UsageError
 from ptqpipe.recipe.options import RecipeOptions
 from tests import families, tiny

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 import ptqpipe
 from ptqpipe.check.verify.command import verify
 from ptqpipe.cli import main
-from ptqpipe.conversion import summary as tables
+from ptqpipe.conversion import convert_summary as tables
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.dequantize import dequantize
 from ptqpipe.conversion.prepare import prepare
-from ptqpipe.conversion.relayout.run import relayout
+from ptqpipe.conversion.relayout.command import relayout
+from ptqpipe.conversion.transform.command import transform
 from ptqpipe.conversion.transform.plan import TransformOptions
-from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import AlreadyComplete, CheckpointError, FormatError, NumericsError, OutputError, UsageError
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine

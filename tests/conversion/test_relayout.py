@@ -18,7 +18,7 @@ import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.conversion import Done
 from ptqpipe.conversion.dequantize import _rounded, dequantize
-from ptqpipe.conversion.relayout.run import relayout
+from ptqpipe.conversion.relayout.command import relayout
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError, PtqError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.run.machine import Machine

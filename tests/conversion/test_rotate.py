@@ -141,7 +141,7 @@ def test_packed_layers_rotate_too(packed: Path) -> None:
 
 
 def test_the_engine_says_what_transformers_says(tmp_path: Path) -> None:
-    from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+    from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
     from tests.serving.engine import models
 
     ptqpipe.convert(models.DEMO, format="mxfp4", rotate="down_proj:32", out=tmp_path / "out")

@@ -18,9 +18,9 @@ from ptqpipe.checkpoint import OF_WEIGHTS, TensorSpec
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.cli import main
 from ptqpipe.conversion import Done
+from ptqpipe.conversion.transform.command import _beyond, transform
 from ptqpipe.conversion.transform.factors import find_factors
 from ptqpipe.conversion.transform.plan import TransformOptions
-from ptqpipe.conversion.transform.run import _beyond, transform
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, PtqError, UsageError
 from ptqpipe.models.source import Source
 from tests import tiny

@@ -30,7 +30,7 @@ import ptqpipe
 from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint.layouts import container_names, quantization_config
 from ptqpipe.conversion import Done
-from ptqpipe.conversion.relayout.run import relayout
+from ptqpipe.conversion.relayout.command import relayout
 from ptqpipe.errors import FormatError, PtqError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.run.machine import Machine

@@ -5,7 +5,7 @@ import torch
 
 from labs.fold_gain import fold_search as fold
 from ptqpipe.numerics.schemes import Activation, get_scheme
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 
 
 def heavy(tokens: int, channels: int, seed: int = 0) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ptqpipe.calibration.rows import Messages, row_tokens
 from ptqpipe.errors import UsageError
 from ptqpipe.models import chat_template
 from ptqpipe.models.chat_template import TemplateError, compile_template, render
-from ptqpipe.serving.checks import read_template, try_template
+from ptqpipe.serving.preflight import read_template, try_template
 from tests.serving.engine.models import own_tokenizer, tokenizer
 
 CHAT = [

@@ -29,7 +29,7 @@ from ptqpipe.numerics.qtensor import (
     used_blocks,
 )
 from ptqpipe.numerics.schemes import SCHEMES, Activation, Scheme
-from ptqpipe.numerics.search import absmax, brute_force, exact, get_search, refit, search_names
+from ptqpipe.numerics.search import SEARCHES, baselines, brute_force, exact, get_search
 from ptqpipe.numerics.search.objective import magnitude_blocks, scores
 from tests import tiny
 
@@ -124,7 +124,7 @@ def test_both_ends_of_the_grid_are_used() -> None:
     assert squared_error(encode(-w, exact.search(-w, fmt), fmt=fmt), -w) > 0.0
 
 
-@pytest.mark.parametrize("name", [name for name in search_names() if name.startswith(("absmax", "window"))])
+@pytest.mark.parametrize("name", [name for name in SEARCHES if name.startswith(("absmax", "window"))])
 def test_rules_clip_neither_sign(name: str) -> None:
     fmt = fmt_of(INT4)
     w = weights(4, 64, seed=3)
@@ -138,14 +138,14 @@ def test_kernels_leave_elements_that_they_do_not_know_to_torch() -> None:
         assert cpu.block_quantize(w, fmt, rule="exact") is None
         assert cpu.score_total(w, fmt) is None
     with pytest.raises(FormatError, match="with a sign bit"):
-        refit.search(w, Format("int4/fp32", INT4, (1, 16), CODECS["fp32"]))
+        baselines.refit(w, Format("int4/fp32", INT4, (1, 16), CODECS["fp32"]))
 
 
 @pytest.mark.parametrize("codec", [ZERO_8, CODECS["e2m1"]])
 def test_zero_points_shift_every_block(codec: Codec) -> None:
     fmt = fmt_of(codec, zeros=True)
     w = weights(3, 48, seed=4) + 0.05
-    scales = absmax.search(w, fmt)
+    scales = baselines.absmax(w, fmt)
     zeros = torch.randint(0, 16, scales.shape, generator=torch.Generator().manual_seed(5)).to(torch.uint8)
     q = encode(w, scales, fmt=fmt, zeros=zeros)
     s = scale_values(scales, fmt.scale).repeat_interleave(16, dim=1)

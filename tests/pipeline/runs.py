@@ -7,7 +7,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from ptqpipe.cli import main
-from ptqpipe.pipeline import run as stage
+from ptqpipe.pipeline import command as stage
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.run.machine import Machine
 

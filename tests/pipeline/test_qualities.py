@@ -20,8 +20,8 @@ from ptqpipe.errors import WrongOutput
 from ptqpipe.models.folded import encoded
 from ptqpipe.models.reader_facts import READERS
 from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.pipeline.prepare import prepare
-from ptqpipe.pipeline.table import FP8, TABLE, Way, kind_of, markdown
+from ptqpipe.pipeline.prepare_stages import prepare
+from ptqpipe.pipeline.presets import FP8, TABLE, Way, kind_of, markdown
 from ptqpipe.quantization.transforms import learn_rotations
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.runtime import load_model

@@ -14,11 +14,11 @@ from click.testing import CliRunner
 from ptqpipe.calibration import pairs
 from ptqpipe.cli import main
 from ptqpipe.conversion.conversion import Conversion
-from ptqpipe.conversion.transform.run import Transformation
+from ptqpipe.conversion.transform.command import Transformation
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.models.source import Source
-from ptqpipe.pipeline import run as stage, stages
-from ptqpipe.pipeline.prepare import prepare
+from ptqpipe.pipeline import command as stage, stages
+from ptqpipe.pipeline.prepare_stages import prepare
 from ptqpipe.pipeline.room import memory_of, pair_samples
 from ptqpipe.pipeline.tune import backwards, command as tune_stage
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions

@@ -12,7 +12,7 @@ import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.transform import learn as learning
-from ptqpipe.conversion.transform.run import Transformation
+from ptqpipe.conversion.transform.command import Transformation
 from ptqpipe.errors import AlreadyComplete, UsageError, WrongOutput
 from ptqpipe.pipeline import stages
 from ptqpipe.pipeline.tune import command as tune_stage

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ptqpipe
-from ptqpipe.api.service import ServiceProcess
+from ptqpipe.api.server_process import ServiceProcess
 from ptqpipe.errors import UsageError
 from ptqpipe.run.processes import own_command, safe_environment
 from ptqpipe.serving import vllm

@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 import ptqpipe
 from ptqpipe.errors import PtqError
 from ptqpipe.models.source import Source
-from ptqpipe.runtime.check import check_load
 from ptqpipe.runtime.creating import create_config
-from ptqpipe.runtime.loading import load, load_model, read_config
+from ptqpipe.runtime.loading import check_load, load, load_model, read_config
 from ptqpipe.runtime.skeleton import Skeleton
 from tests import image_text
 from tests.calibration.models import make_model

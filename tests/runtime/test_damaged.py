@@ -10,7 +10,7 @@ import torch
 
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime import load, load_model
-from ptqpipe.runtime.check import check_load
+from ptqpipe.runtime.loading import check_load
 from ptqpipe.runtime.parallel import TensorParallel
 from tests.checkpoint.layouts.builders import Checkpoint, read_checkpoint
 from tests.runtime.models import quantized

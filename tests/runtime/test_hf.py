@@ -1,7 +1,7 @@
 """Claims about from_pretrained after ``import ptqpipe``: it reads what load and load_model read; nothing else changes.
 
-The claims of those are in test_load.py, test_activations.py and test_packed_load.py. Models whose weights are decoded
-(``packed=False``) are compared bit for bit with load_model's.
+The claims of those are in test_load.py, test_input_quantizers.py and test_packed_load.py. Models whose weights are
+decoded (``packed=False``) are compared bit for bit with load_model's.
 """
 
 import subprocess
@@ -22,8 +22,8 @@ from ptqpipe.checkpoint.layouts import get_container
 from ptqpipe.errors import CheckpointError, PtqError, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.runtime import load, load_model
-from ptqpipe.runtime.check import check_load
 from ptqpipe.runtime.hf import PackedConfig, PackedQuantizer, _ranks, register, takes, unregister
+from ptqpipe.runtime.loading import check_load
 from tests.checkpoint.layouts.builders import Checkpoint, read_checkpoint
 from tests.conversion.test_low_rank import run as convert
 from tests.runtime.models import SIZES, float_twin, logits, packed_bytes, quantized

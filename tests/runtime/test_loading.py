@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ptqpipe.cli import loading
+from ptqpipe.cli import slow_imports as loading
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import transformers
 
 import ptqpipe
 from ptqpipe.errors import CheckpointError, PtqError
-from ptqpipe.runtime.check import check_load
+from ptqpipe.runtime.loading import check_load
 from tests.calibration.models import make_windows
 
 _SIZES: dict[str, Any] = {

@@ -99,7 +99,7 @@ def test_the_limit_is_counted_from_what_exact_scales_lose_on_normal_numbers(
 
 def test_a_factor_of_the_input_is_taken_out_after_quantizing(measure: ModuleType) -> None:
     from ptqpipe.numerics.schemes import Activation
-    from ptqpipe.runtime.activations import InputQuantizer
+    from ptqpipe.runtime.input_quantizers import InputQuantizer
 
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     plain = InputQuantizer(Activation.MXFP4)

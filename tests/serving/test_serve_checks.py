@@ -17,10 +17,10 @@ from ptqpipe.models import chat_template
 from ptqpipe.run.processes import join_remedy
 from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.serving import command as stage
-from ptqpipe.serving.checks import read_template
 from ptqpipe.serving.command import ServeOptions
-from ptqpipe.serving.ranks import OtherRanks, Place
-from ptqpipe.serving.server.run import bind
+from ptqpipe.serving.preflight import read_template
+from ptqpipe.serving.rank_processes import OtherRanks, Place
+from ptqpipe.serving.server.uvicorn_server import bind
 from ptqpipe.serving.vllm import VllmService
 from tests.serving.engine.models import DEMO
 

@@ -14,8 +14,8 @@ from ptqpipe.errors import UsageError
 from ptqpipe.pipeline import demo
 from ptqpipe.run import machine as machine_facts
 from ptqpipe.runtime.memory import available_bytes, cgroup_bytes, room
-from ptqpipe.serving import command as run, lead, ranks
-from ptqpipe.serving.ranks import Place, parse_place
+from ptqpipe.serving import command as run, lead, rank_processes as ranks
+from ptqpipe.serving.rank_processes import Place, parse_place
 
 GIB = 1 << 30
 

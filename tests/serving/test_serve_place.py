@@ -3,7 +3,7 @@
 import pytest
 
 from ptqpipe.errors import UsageError
-from ptqpipe.serving.ranks import Place, parse_place
+from ptqpipe.serving.rank_processes import Place, parse_place
 
 
 @pytest.mark.parametrize(

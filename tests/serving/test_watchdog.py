@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptqpipe.serving import ranks
-from ptqpipe.serving.ranks import OtherRanks, Place
+from ptqpipe.serving import rank_processes as ranks
+from ptqpipe.serving.rank_processes import OtherRanks, Place
 from ptqpipe.serving.watchdog import LOOK_S, STOPPED_S, Stopped, Watchdog
 
 LOOKS = 5

@@ -1,10 +1,10 @@
 """What --data names, as rows, and as a model's tokens. Knows no model, and nothing of what the tokens are for.
 
-names.py    which files and data sets an option names, and their weights
-files.py    the rows of a file or a data set as they are stored: text, JSON, CSV, Parquet, Arrow, compressed or not
-forms.py    what a row holds: a text, messages or token ids, and what is said about it; values.py and chats.py know
-            fields and turns by their names
-tokens.py   the tokens of a row, through the model's tokenizer and its chat template
+names.py        which files and data sets an option names, and their weights
+stored_rows.py  the rows of a file or a data set as they are stored: text, JSON, CSV, Parquet, Arrow, compressed or not
+forms.py        what a row holds: a text, messages or token ids, and what is said about it; values.py and chats.py
+                know fields and turns by their names
+tokens.py       the tokens of a row, through the model's tokenizer and its chat template
 
 Text that is not the user's never becomes data: a row of another form is mapped, with a line in `Notes`, or refused.
 """

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.calibration.rows.chats import Messages, is_turn
-from ptqpipe.calibration.rows.files import TABLES, dataset_rows, stored_rows, suffix_of
 from ptqpipe.calibration.rows.names import check_there
+from ptqpipe.calibration.rows.stored_rows import TABLES, dataset_rows, stored_rows, suffix_of
 from ptqpipe.calibration.rows.values import (
     ASKS,
     CHATS,

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ptqpipe.calibration.rows.files import DATA_SUFFIXES, suffix_of
+from ptqpipe.calibration.rows.stored_rows import DATA_SUFFIXES, suffix_of
 from ptqpipe.checkpoint import nearest_path
 from ptqpipe.errors import UsageError
 

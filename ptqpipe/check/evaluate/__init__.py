@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ptqpipe.check.evaluate.measures import Divergence, Perplexity, divergence, perplexity
     from ptqpipe.check.evaluate.scores import Scores, Window, score, windows
-    from ptqpipe.check.evaluate.text import Text, read_text
+    from ptqpipe.check.evaluate.tokenized_text import Text, read_text
 
 _HOME = {
     "Divergence": "measures",
     "Perplexity": "measures",
     "Scores": "scores",
-    "Text": "text",
+    "Text": "tokenized_text",
     "Window": "scores",
     "divergence": "measures",
     "perplexity": "measures",
-    "read_text": "text",
+    "read_text": "tokenized_text",
     "score": "scores",
     "windows": "scores",
 }

@@ -1,7 +1,7 @@
 """A model's log-probabilities on a text, computed once, so that the source of many checkpoints runs once. On disk:
 
     <cache>/logits/<digest>/key.json          what the digest is of: model, tokens, windows, dtype, versions
-    <cache>/logits/<digest>/<start>-<stop>    one batch, as `log_probabilities.py` encodes it, then its CRC-32
+    <cache>/logits/<digest>/<start>-<stop>    one batch, as `encode` writes it, then its CRC-32
 
 A batch that was just computed is decoded, too, so a hit and a miss measure the same bits. A file appears under its name
 only when it is whole, and one that is damaged is computed again. The least recently used digests go when the limit is
@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from ptqpipe.check.evaluate.log_probabilities import MOST, decode, encode
 from ptqpipe.check.evaluate.scores import Window, batches, model_logits, vocabulary_of, windows as windows_of
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import CheckpointError, UsageError, not_finite
 from ptqpipe.run.quantities import memory_size
 
 LAYOUT = 2
@@ -197,3 +196,55 @@ def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+# Log-probabilities in at most 16 bits each: all that a KL divergence needs of the model that others are compared with.
+# -log p is stored in steps of 1/2048 nat up to 32 nats: the high byte of every token of the vocabulary, and the low
+# byte of those with less than 16 nats alone. The others, each below 1.2e-7, come back in steps of 1/8 nat. An error d
+# of the log-probabilities moves a mean KL by about d^2 / 2, weighted with p: 1e-8 nats, and as much again for what the
+# rare tokens add. labs/evaluation/NOTES.md has the measured errors.
+
+STEPS = 2048  # of a nat
+MOST = 2  # bytes for each token of the vocabulary, at most
+_FINE = 128  # high bytes below it have a low byte: 16 nats
+_ROWS = 2**24  # numbers that are encoded or decoded at once
+_FIRST = 1e-6  # nats: puts the most likely token before those that rounding made equal to it
+
+
+def encode(logits: torch.Tensor) -> torch.Tensor:
+    """uint8 bytes for logits [rows, vocabulary] of any float dtype. NumericsError for NaN."""
+    top = logits.argmax(-1).to(torch.int32).view(torch.uint8)
+    highs, lows = [], []
+    for rows in torch.split(logits, max(1, _ROWS // logits.shape[1])):
+        nats = -rows.float().log_softmax(-1)
+        if bool(nats.isnan().any()):
+            raise not_finite("the source gives logits that are not numbers (NaN)", logits.dtype)
+        codes = (nats * STEPS).round().clamp_(0, 2**16 - 1).to(torch.int32)
+        high = (codes >> 8).to(torch.uint8)
+        highs.append(high.flatten())
+        lows.append((codes & 255).to(torch.uint8)[high < _FINE])
+    return torch.cat([top, *highs, *lows])
+
+
+def decode(raw: torch.Tensor, rows: int, vocabulary: int) -> torch.Tensor | None:
+    """float32 [rows, vocabulary] log-probabilities, not normalized to the last bit; None for bytes of another size."""
+    count = rows * vocabulary
+    if len(raw) < 4 * rows + count:
+        return None
+    top, high, low = raw[: 4 * rows], raw[4 * rows : 4 * rows + count], raw[4 * rows + count :]
+    found, read = torch.empty(rows, vocabulary), 0
+    for block, part in zip(
+        torch.split(found, step := max(1, _ROWS // vocabulary)), torch.split(high, step * vocabulary), strict=True
+    ):
+        fine = part < _FINE
+        end = read + int(fine.sum())
+        if end > len(low):
+            return None
+        nats = part.to(torch.float32).mul_(256).add_(128)
+        nats[fine] += low[read:end].to(torch.float32) - 128
+        torch.div(nats.view(block.shape), -STEPS, out=block)
+        read = end
+    if read != len(low):
+        return None
+    first = top.clone().view(torch.int32).to(torch.int64)[:, None]
+    return found.scatter_(1, first, found.amax(-1, keepdim=True) + _FIRST)

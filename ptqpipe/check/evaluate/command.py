@@ -15,12 +15,19 @@ import torch
 
 from ptqpipe.calibration.rows import check_once
 from ptqpipe.check.evaluate.cache import DEFAULT_LIMIT, open_cache, store_bytes
+from ptqpipe.check.evaluate.eval_file import kl_row, perplexity_row, result_json, task_row
 from ptqpipe.check.evaluate.harness import TaskMetric, TaskRequest, check_tasks, run_tasks
 from ptqpipe.check.evaluate.measures import divergence, perplexity
-from ptqpipe.check.evaluate.result import kl_row, perplexity_row, result_json, task_row
 from ptqpipe.check.evaluate.scores import Scores, Window, score, windows
-from ptqpipe.check.evaluate.text import SAMPLE, SAMPLE_NAME, Text, read_text
-from ptqpipe.check.evaluate.tokens import Decode, beginnings, continued, kl_by_position, kl_histogram, worst_tokens
+from ptqpipe.check.evaluate.token_divergence import (
+    Decode,
+    beginnings,
+    continued,
+    kl_by_position,
+    kl_histogram,
+    worst_tokens,
+)
+from ptqpipe.check.evaluate.tokenized_text import SAMPLE, SAMPLE_NAME, Text, read_text
 from ptqpipe.check.report.run_facts import run_facts
 from ptqpipe.checkpoint import CheckpointReader, completed_run, name_of, resolve_source
 from ptqpipe.errors import CheckpointError, UsageError, one_line

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ptqpipe.check.report import HTML_MARK, MARKDOWN_MARK, charts, numbers, plots
 from ptqpipe.check.report.content import Report, ReportedWeight, pooled_mse
-from ptqpipe.check.report.errors import LEAST_DB, Drawn, both
+from ptqpipe.check.report.error_charts import LEAST_DB, Drawn, both
 from ptqpipe.check.report.html import page
 from ptqpipe.check.report.markdown import escaped, table
 from ptqpipe.check.report.quality import worst_text

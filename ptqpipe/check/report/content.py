@@ -1,4 +1,4 @@
-"""What a report says, as plain numbers and names: gathered by ``stages/report/``, rendered by this package.
+"""What a report says, as plain numbers and names: gathered by ``command.py``, rendered by this package.
 
 Must not know checkpoints, tensors or HTML. Every number is one that was measured or recorded; what is not known is
 None, and the renderers say so instead of leaving a gap. Names come from files and are untrusted text.
@@ -180,7 +180,7 @@ class Report:
     errors_from    "source" (recomputed here), "record" (ptqpipe.json) or ""
     choice_names   the ways of choosing scales that were compared, abs-max first
     choice_sample  which rows they were compared on; "" for the record's numbers
-    evaluation     an eval file as ``check/evaluate/result.py`` reads it
+    evaluation     an eval file as ``check/evaluate/eval_file.py`` reads it
     verdict        (word, the numbers behind it, by which thresholds) of what eval measured; None where it did not
     faults         what `ptqpipe verify` finds wrong with the bytes; None where it was not run
     judged         the samples that output errors are of, in words; "" where nothing was calibrated

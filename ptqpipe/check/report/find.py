@@ -6,7 +6,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.check.evaluate.summary import default_out
+from ptqpipe.check.evaluate.eval_summary import default_out
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader
 from ptqpipe.checkpoint.regular_file import read_json
 from ptqpipe.errors import PtqError

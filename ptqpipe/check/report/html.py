@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jinja2
 
-from ptqpipe.check.report import HTML_MARK, charts, errors, numbers, quality, roles, sections
+from ptqpipe.check.report import HTML_MARK, charts, error_charts as errors, numbers, quality, roles, sections
 from ptqpipe.check.report.content import Report, pooled_mse
 from ptqpipe.check.report.svg import colour, marker
 from ptqpipe.conversion.output_error import mean_known

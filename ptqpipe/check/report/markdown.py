@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from ptqpipe.check.report import MARKDOWN_MARK, errors, numbers, roles
+from ptqpipe.check.report import MARKDOWN_MARK, error_charts as errors, numbers, roles
 from ptqpipe.check.report.content import Report, pooled_mse
 from ptqpipe.check.report.roles import shown
 from ptqpipe.conversion.output_error import mean_known

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ptqpipe.check.report import numbers, plots
 from ptqpipe.check.report.content import Report, pooled_mse
-from ptqpipe.check.report.errors import Drawn, both
+from ptqpipe.check.report.error_charts import Drawn, both
 from ptqpipe.conversion.output_error import mean_known
 from ptqpipe.run.quantities import decibels, disk_size, three_digits
 

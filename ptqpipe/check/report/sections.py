@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from ptqpipe.check.report import charts, numbers
 from ptqpipe.check.report.content import Histogram, KeptTensor, Report, ReportedWeight, pooled_mse
-from ptqpipe.check.report.errors import Drawn, both
+from ptqpipe.check.report.error_charts import Drawn, both
 from ptqpipe.check.report.roles import family, how, place, shown
 from ptqpipe.conversion.output_error import mean_known
 from ptqpipe.run.quantities import decibels

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ptqpipe.check.verify.findings import Findings
-from ptqpipe.check.verify.structure import compare_decoded
+from ptqpipe.check.verify.tensor_fates import compare_decoded
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader, run_id_of
 from ptqpipe.checkpoint.dtypes import FLOATS
 from ptqpipe.checkpoint.layouts import Part, get_container, is_kv_scale, quantization_config
@@ -260,7 +260,7 @@ def _expected(unit: Unit, claim: Claim, *, learned: bool, reverted: bool) -> Ite
     yield "weighting", claim.weighting, rule.weighting
     yield "enlarged", "enlarged" in claim.entry, unit.search == "enlarged"
     plain = rule.algorithm == "rtn" and rule.weighting != "block" and not reverted
-    yield "proven", claim.proven, plain and get_search(unit.search).PROVEN
+    yield "proven", claim.proven, plain and get_search(unit.search).proven
 
 
 def check_reasons(record: Record, plan: Plan, findings: Findings, recipe: Recipe) -> None:

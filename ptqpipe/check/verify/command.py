@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.calibration.statistics import Statistics
-from ptqpipe.check.verify import claims, config, files, groups, structure
+from ptqpipe.check.verify import claims, config, shared_scales as groups, side_files as files, tensor_fates as structure
 from ptqpipe.check.verify.findings import Findings
 from ptqpipe.check.verify.repeat import (
     check_conversion,
@@ -26,7 +26,7 @@ from ptqpipe.check.verify.repeat import (
     replan,
 )
 from ptqpipe.check.verify.report import VerifyReport, header
-from ptqpipe.check.verify.weights import WeightReport, check_weight
+from ptqpipe.check.verify.weight_checks import WeightReport, check_weight
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
 from ptqpipe.conversion import BIAS_REASON as CORRECTED, Outputs, as_quantized, describe_statistics

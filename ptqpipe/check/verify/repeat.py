@@ -2,8 +2,8 @@
 
 The record names the recipe, so the whole plan follows from it and the source's headers: every name, dtype, shape, place
 and config key of the checkpoint is compared with it. Then the searches and kernels that wrote the checkpoint run again,
-so repeating finds any change of the bytes but no error of the search itself; the torch reference (``weights.py``) and
-brute force (``search/proof.py``) find that.
+so repeating finds any change of the bytes but no error of the search itself; the torch reference (``weight_checks.py``)
+and brute force (``search/proof.py``) find that.
 """
 
 import json

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.check.verify.findings import Finding
-from ptqpipe.check.verify.weights import WeightReport
+from ptqpipe.check.verify.weight_checks import WeightReport
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.checkpoint.json_values import finite
 from ptqpipe.checkpoint.tensor_names import name_pattern, role_of

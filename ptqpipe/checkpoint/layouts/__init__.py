@@ -25,6 +25,11 @@ from ptqpipe.checkpoint.layouts._codec import (
 from ptqpipe.checkpoint.layouts._config import (
     FLOAT_MODEL,
     HF_QUANT_CONFIG,
+    announces_kv_cache,
+    is_kv_scale,
+    is_read_only,
+    kv_scale,
+    kv_scale_place,
     merged_config,
     quantization_config,
     remembered,
@@ -33,9 +38,7 @@ from ptqpipe.checkpoint.layouts._config import (
 )
 from ptqpipe.checkpoint.layouts._dangling import Dangling, dangling
 from ptqpipe.checkpoint.layouts._integers import has_integers
-from ptqpipe.checkpoint.layouts._kv import announces_kv_cache, is_kv_scale, kv_scale, kv_scale_place
 from ptqpipe.checkpoint.layouts._lists import Lists, contradicted, is_stack
-from ptqpipe.checkpoint.layouts._read_only import is_read_only
 from ptqpipe.checkpoint.layouts._types import (
     DECODED_ROLES,
     ConfigRequest,

@@ -2,14 +2,23 @@
 and which modules are not quantized."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from ptqpipe.checkpoint.layouts._codec import FLOAT_SCALES
 from ptqpipe.checkpoint.layouts._lists import wholes
-from ptqpipe.checkpoint.layouts._types import Names, Part, Role, Target
+from ptqpipe.checkpoint.layouts._types import (
+    ConfigFiles,
+    ConfigRequest,
+    Container,
+    Names,
+    Part,
+    Role,
+    StoredWeight,
+    Target,
+)
 from ptqpipe.checkpoint.tensor_names import experts_of
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import Format
@@ -344,3 +353,93 @@ def module_list(
         names.append("lm_head")
     names += [_drafting_name(name, config) for name in names]
     return [name for name in dict.fromkeys(names) if name not in quantized]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOnly:
+    """A layout by its ``quant_method``, without a way to write it."""
+
+    method: str
+
+    def supports(self, scheme: Scheme) -> str | None:
+        """Never: the layout is read only."""
+        return f"{self.method} is read only; write {scheme.name} with the {scheme.container} container"
+
+    def parts(
+        self,
+        weight: str,
+        shape: tuple[int, int],
+        scheme: Scheme,
+        *,
+        experts: int | None = None,
+        transposed: bool = False,
+    ) -> tuple[Part, ...]:
+        """FormatError: the layout is read only."""
+        raise FormatError(f"{weight}: {self.supports(scheme)}")
+
+    def configs(self, request: ConfigRequest) -> dict[str, dict[str, Any]]:
+        """FormatError: the layout is read only."""
+        raise FormatError(f"{self.method} is read only; choose another container")
+
+    def config_faults(self, files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
+        """Nothing: the layout is read only."""
+        return iter(())
+
+    def warnings(self, targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
+        """Nothing is written, nothing is to be warned of."""
+        return []
+
+    def detect(self, config: Mapping[str, Any], names: Names) -> bool:
+        """Whether a checkpoint with this config has this layout."""
+        return quant_method(config) == self.method
+
+
+def is_read_only(container: Container) -> bool:
+    """Whether nothing can be written in a layout."""
+    return isinstance(getattr(container.supports, "__self__", None), ReadOnly)
+
+
+# The scales of a quantized kv cache: they belong to no weight, but their names differ between layouts.
+
+_KV_SCALE = re.compile(r"(.*?)\.(?:[kv]_proj\.)?([kv])_scale")
+_ANY_KV_SCALE = re.compile(r"(.*?)\.(?:[kvq]_proj\.)?([kvq])_scale")
+
+
+def kv_scale(name: str, dtype: str, shape: tuple[int, ...], *, container: Container | None = None) -> Part | None:
+    """A stored kv-cache scale as ``container`` stores it: the same bytes, another name and one number as [1] or [].
+
+    None for a tensor that is no such scale. Containers without a kv cache of their own, plain checkpoints (None), and
+    scales of more than one number keep their name and shape.
+    """
+    match = _KV_SCALE.fullmatch(name)
+    if match is None:
+        return None
+    style = None if container is None else container.ABILITIES.kv_cache
+    if style is None or style.name is None or shape not in ((), (1,)):
+        return Part(name, dtype, shape, Role.OTHER)
+    return Part(match.expand(style.name), dtype, style.shape, Role.OTHER)
+
+
+def kv_scale_place(name: str) -> tuple[str, str] | None:
+    """(attention module, "k", "v" or "q") of a tensor whose name is that of a kv-cache scale, else None."""
+    match = _ANY_KV_SCALE.fullmatch(name)
+    return None if match is None else (match[1], match[2])
+
+
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor's name says that it scales a quantized kv cache."""
+    return kv_scale_place(name) is not None
+
+
+def announces_kv_cache(files: ConfigFiles) -> bool:
+    """Whether one of the config files says that the kv cache is quantized."""
+    described = quantization_config(files["config.json"] or {})
+    return _announced(described) or _announced(files.get(HF_QUANT_CONFIG) or {})
+
+
+def _announced(value: Any) -> bool:
+    """Whether one of the keys, at any depth, has a value."""
+    if isinstance(value, Mapping):
+        keys = ("kv_cache_scheme", "kv_cache_quant_algo")
+        return any((key in keys and inner is not None) or _announced(inner) for key, inner in value.items())
+    return isinstance(value, list) and any(map(_announced, value))

@@ -3,13 +3,18 @@
 Knows the keys of a group and how readers match targets; must not know formats, nor how a scheme is stored.
 """
 
+import math
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ptqpipe.checkpoint.json_values import short_json
 from ptqpipe.checkpoint.layouts._config import quantization_config, strings
 from ptqpipe.checkpoint.layouts._lists import Lists, by_expressions, listed, matched
+from ptqpipe.checkpoint.layouts._types import Target, schemes_of
 from ptqpipe.errors import CheckpointError, one_line
+from ptqpipe.numerics.schemes import ROTATION_BLOCKS
 
 T = TypeVar("T")
 
@@ -190,3 +195,164 @@ def _difference(group: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
         if found.get(key, default) != expected.get(key, default):
             return f"{key} is {found.get(key)!r}, expected {expected.get(key)!r}"
     return ""
+
+
+# transform_config: whose inputs are rotated by block Hadamard matrices while a model runs. A rotation by blocks of 64
+# columns is the group
+#
+#     {"type": "hadamard", "head_dim": 64, "apply": [{"targets": [...], "location": "input"},
+#                                                    {"targets": [...], "location": "weight_input", "inverse": true}]}
+#
+# whose second entry says that the stored weights are rotated already. No matrix is stored: its name stands for it, and
+# vLLM's kernel takes none. Read and written are rotations of inputs by the blocks of `ROTATION_BLOCKS`; every other
+# change of inputs or outputs makes another model than the weights alone, so that it is refused.
+
+TRANSFORM_CONFIG = "transform_config"
+_IN_WEIGHTS = ("weight_input", "weight_output")  # what is done to weights is in them already
+
+
+def described_rotations(targets: Sequence[Target], kept: Sequence[str]) -> dict[str, Any]:
+    """The entry of a config for these targets, ``kept`` being the modules that are not quantized; empty for none."""
+    names = [*kept, *(target.module for target in targets)]
+    groups, used = {}, {scheme.rotation for scheme in schemes_of(targets)}
+    for block in ROTATION_BLOCKS:
+        if block in used:
+            turned = [target.module for target in targets if target.scheme.rotation == block]
+            patterns = name_patterns(turned, [name for name in names if name not in set(turned)])
+            uses: list[dict[str, Any]] = [{"targets": patterns, "location": "input"}]
+            uses += [{"targets": patterns, "location": "weight_input", "inverse": True}]
+            groups[f"rotate_{block}"] = {"type": "hadamard", "head_dim": block, "apply": uses}
+    return {TRANSFORM_CONFIG: {"config_groups": groups}} if groups else {}
+
+
+def stored_rotations(config: Mapping[str, Any], described: Mapping[str, Any]) -> Callable[[str], int]:
+    """What gives the columns that are rotated together of a module's input; 0: none.
+
+    CheckpointError for a ``transform_config`` that changes inputs or outputs in any other way.
+    """
+    found: list[tuple[list[str], int]] = []
+    for holder in (config, described):
+        entry = holder.get(TRANSFORM_CONFIG) or {}
+        groups = entry.get("config_groups") or {} if isinstance(entry, Mapping) else None
+        if not isinstance(groups, Mapping):
+            raise CheckpointError(
+                f"{TRANSFORM_CONFIG} in config.json is damaged; expected an object with config_groups"
+            )
+        for name, group in groups.items():
+            found += [
+                (strings(use.get("targets"), f"{TRANSFORM_CONFIG} {name!r}"), block)
+                for use, block in _inputs(name, group)
+            ]
+    find = resolver(found, classes=False)
+    return lambda module: find(module) or 0
+
+
+def _inputs(name: str, group: Any) -> Iterator[tuple[Mapping[str, Any], int]]:
+    """(entry, block) of everything that a group does while the model runs."""
+    described: Mapping[str, Any] = group if isinstance(group, Mapping) else {}
+    uses, block = described.get("apply"), described.get("head_dim")
+    for use in uses if isinstance(uses, list) else [{}]:
+        place = use.get("location") if isinstance(use, Mapping) else None
+        if place in _IN_WEIGHTS:
+            continue
+        known = place == "input" and described.get("type") == "hadamard" and not described.get("randomize")
+        if not known or block not in ROTATION_BLOCKS or use.get("ignore"):
+            raise CheckpointError(
+                f"{TRANSFORM_CONFIG} in config.json has {name!r} at {place!r}: a change of the activations that "
+                f"ptqpipe does not read, which are Hadamard rotations of inputs by blocks of "
+                f"{', '.join(map(str, ROTATION_BLOCKS))}; start from the float checkpoint"
+            )
+        yield use, int(block)
+
+
+# Sets of module names as regular expressions, for configs that give different modules different schemes. Readers match
+# such expressions with ``re.match`` against a module's name.
+
+Indexes = tuple[str, ...]
+"""The counted components of a name: ("0", "12") for model.layers.0.mlp.experts.12.up_proj."""
+
+_COUNTED = "{}"
+
+
+def name_patterns(modules: Sequence[str], others: Iterable[str], *, ignored: Iterable[str] = ()) -> list[str]:
+    r"""Expressions that match all of ``modules`` and none of ``others``.
+
+    Names are grouped by their form (digits aside) and by the sets of their indexes: layers.0.mlp.up_proj and
+    layers.1.mlp.up_proj become ``^(.*\.)?layers\.(0|1)\.mlp\.up_proj$``, or ``layers\.\d+`` where that is as exact.
+    What stands before the first counted component is left open, since readers rename it (model.language_model. is
+    language_model.model. in vLLM, which maps names but not expressions), unless that would match one of ``others``.
+    ``ignored`` are avoided, too, but not at that price: readers look at what a config ignores first.
+    """
+    inside = set(modules)
+    outside = [name for name in dict.fromkeys(others) if name not in inside]
+    avoided = [*outside, *(name for name in dict.fromkeys(ignored) if name not in inside)]
+    forms: dict[str, set[Indexes]] = defaultdict(set)
+    for name in modules:
+        forms[_form(name)].add(_indexes(name))
+    # Projections of one parent that occur with the same indexes share an expression.
+    shared: dict[tuple[str, frozenset[Indexes]], list[str]] = defaultdict(list)
+    for form, indexes in forms.items():
+        parent, dot, leaf = form.rpartition(".")
+        if leaf == _COUNTED:
+            parent, dot, leaf = form, "", ""
+        shared[(parent + dot, frozenset(indexes))].append(leaf)
+    return [
+        _pattern(parent, sorted(leaves), box, outside, avoided)
+        for (parent, indexes), leaves in shared.items()
+        for box in _boxes(indexes)
+    ]
+
+
+def _form(name: str) -> str:
+    return ".".join(_COUNTED if piece.isdigit() else piece for piece in name.split("."))
+
+
+def _indexes(name: str) -> Indexes:
+    return tuple(piece for piece in name.split(".") if piece.isdigit())
+
+
+def _boxes(indexes: frozenset[Indexes]) -> list[list[list[str]]]:
+    """``indexes`` as a disjoint union of products of sets: [[layers, experts], ...]."""
+    width = len(next(iter(indexes)))
+    if width == 0:
+        return [[]]
+    axes = [sorted({index[axis] for index in indexes}, key=int) for axis in range(width)]
+    if len(indexes) == math.prod(len(axis) for axis in axes):
+        return [axes]
+    tails: dict[frozenset[Indexes], list[str]] = defaultdict(list)
+    for head in axes[0]:
+        tails[frozenset(index[1:] for index in indexes if index[0] == head)].append(head)
+    return [[heads, *box] for tail, heads in tails.items() for box in _boxes(tail)]
+
+
+def _pattern(
+    parent: str, leaves: Sequence[str], box: Sequence[Sequence[str]], others: Sequence[str], avoided: Sequence[str]
+) -> str:
+    """The first candidate that matches nothing else; the last one, with all names listed, if there is none."""
+    listed = [_alternatives(axis) for axis in box]
+    counted = [r"\d+" if len(axis) > 1 else _alternatives(axis) for axis in box]
+    spellings = (counted, [*listed[:1], *counted[1:]], listed)
+    for open_root, names in ((True, avoided), (True, others), (False, avoided)):
+        for spelling in spellings:
+            candidate = _expression(parent, leaves, spelling, open_root=open_root)
+            expression = re.compile(candidate)
+            if not any(expression.match(name) for name in names):
+                return f"re:{candidate}"
+    return f"re:{_expression(parent, leaves, listed, open_root=False)}"
+
+
+def _expression(parent: str, leaves: Sequence[str], axes: Sequence[str], *, open_root: bool) -> str:
+    pieces = parent.removesuffix(".").split(".") if parent else []
+    first = pieces.index(_COUNTED) if _COUNTED in pieces else 0
+    spelled = iter(axes)
+    body = [next(spelled) if piece == _COUNTED else re.escape(piece) for piece in pieces]
+    if leaves != [""]:
+        body.append(_alternatives(leaves))
+    if open_root and first >= 1:
+        return r"^(.*\.)?" + r"\.".join(body[first - 1 :]) + "$"
+    return "^" + r"\.".join(body) + "$"
+
+
+def _alternatives(words: Iterable[str]) -> str:
+    escaped = [re.escape(word) for word in words]
+    return escaped[0] if len(escaped) == 1 else f"({'|'.join(escaped)})"

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from ptqpipe.checkpoint.layouts._kv import is_kv_scale
+from ptqpipe.checkpoint.layouts._config import is_kv_scale
 from ptqpipe.checkpoint.layouts._types import Names
 
 _BARE = ("F8_E4M3", "F8_E5M2")  # and their other spellings: floats of which a cast makes a weight

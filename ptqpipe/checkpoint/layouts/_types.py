@@ -9,7 +9,7 @@ import torch
 
 from ptqpipe.checkpoint.layouts._lists import Lists
 from ptqpipe.errors import FormatError
-from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.rotation import rotated_weight
 from ptqpipe.numerics.schemes import Abilities, Scheme

@@ -28,7 +28,16 @@ from ptqpipe.checkpoint.layouts._config import (
     structure,
     without_quantization,
 )
-from ptqpipe.checkpoint.layouts._config_groups import as_written_today, check_formats, group_faults, lists, resolver
+from ptqpipe.checkpoint.layouts._config_groups import (
+    as_written_today,
+    check_formats,
+    described_rotations,
+    group_faults,
+    lists,
+    name_patterns,
+    resolver,
+    stored_rotations,
+)
 from ptqpipe.checkpoint.layouts._integers import (
     described_integers,
     integer_parts,
@@ -36,8 +45,6 @@ from ptqpipe.checkpoint.layouts._integers import (
     stored_integers,
     stored_stack,
 )
-from ptqpipe.checkpoint.layouts._patterns import name_patterns
-from ptqpipe.checkpoint.layouts._rotations import described_rotations, stored_rotations
 from ptqpipe.checkpoint.layouts._types import (
     ConfigFiles,
     ConfigRequest,

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.layouts._config import check_parts, quantization_config, scheme_for, strings
+from ptqpipe.checkpoint.layouts._config import ReadOnly, check_parts, quantization_config, scheme_for, strings
 from ptqpipe.checkpoint.layouts._integers import group_size, integer_format
 from ptqpipe.checkpoint.layouts._lists import Lists, in_blocks, is_head, matched, plain_head
-from ptqpipe.checkpoint.layouts._read_only import ReadOnly
 from ptqpipe.checkpoint.layouts._types import Load, Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError, one_line
 from ptqpipe.numerics.formats import Format, unpack

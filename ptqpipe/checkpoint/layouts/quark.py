@@ -9,9 +9,15 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ptqpipe.checkpoint.layouts._codec import with_scale_dtype
-from ptqpipe.checkpoint.layouts._config import as_found, matrix_shape, quantization_config, scheme_for, stored_grid
+from ptqpipe.checkpoint.layouts._config import (
+    ReadOnly,
+    as_found,
+    matrix_shape,
+    quantization_config,
+    scheme_for,
+    stored_grid,
+)
 from ptqpipe.checkpoint.layouts._lists import Lists, by_expressions, by_wildcards, is_head, listed
-from ptqpipe.checkpoint.layouts._read_only import ReadOnly
 from ptqpipe.checkpoint.layouts._types import Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError
 from ptqpipe.numerics.formats import FORMATS

@@ -16,8 +16,8 @@ from typing import Any
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import FOLDING_FILE, BlockFolder, Finished, Mode, read_json_object, resolve_source
 from ptqpipe.conversion import named_source, records_of
+from ptqpipe.conversion.transform.command import Transformation, check_memory, prepare
 from ptqpipe.conversion.transform.plan import Component, TransformOptions
-from ptqpipe.conversion.transform.run import Transformation, check_memory, prepare
 from ptqpipe.conversion.transform.weights import Weights
 from ptqpipe.errors import UsageError
 from ptqpipe.models.folded import encoded

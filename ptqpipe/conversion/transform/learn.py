@@ -24,7 +24,7 @@ from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.quantization.transforms import BATCH, Learned, Reader, Rounding, learn
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
-from ptqpipe.runtime.activations import GROUP
+from ptqpipe.runtime.input_quantizers import GROUP
 
 ELEMENTS = 1 << 29  # numbers of all pairs together: of more, tokens are left out
 LEAST = 256  # tokens that stay whatever they take

@@ -17,11 +17,11 @@ from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.models.folding import RUN, Edge, Folding, Matrix, Op, apply
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.global_scale import absmax_global
-from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.quantization import quantize_rows
 from ptqpipe.quantization.transforms import Consumer, Problem, Quantize
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 
 RUN_ELEMENTS = 1 << 20  # a run is computed in float64
 SAMPLE_ELEMENTS = 1 << 21  # of all weights of a problem, for searches; four times as many choose 0.02 % better

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from ptqpipe.errors import CheckpointError
-from ptqpipe.models.families.common import COMMON, DEFAULT_FUSE, OUTSIDE, UNLIKE_EXPERTS
 from ptqpipe.models.families.contradictions import (
     another_layout,
     another_width,
@@ -25,8 +24,9 @@ from ptqpipe.models.families.contradictions import (
     too_many_layers,
     unmerged,
 )
+from ptqpipe.models.families.defaults import COMMON, DEFAULT_FUSE, OUTSIDE, UNLIKE_EXPERTS
+from ptqpipe.models.families.family import Fact, Family, Keep, Mtp, Norms
 from ptqpipe.models.families.table import FAMILIES, MERGED_BY_READERS
-from ptqpipe.models.families.types import Fact, Family, Keep, Mtp, Norms
 
 # What a recipe keeps whatever the model is.
 DEFAULT_KEEP: tuple[Keep, ...] = tuple(fact.keep for fact in COMMON if fact.by_default and not fact.counted_by)

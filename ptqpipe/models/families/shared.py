@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from ptqpipe.models.families.common import GATES
-from ptqpipe.models.families.types import Fact, Keep, ModuleOutputs, Mtp, Norms
+from ptqpipe.models.families.defaults import GATES
+from ptqpipe.models.families.family import Fact, Keep, ModuleOutputs, Mtp, Norms
 
 # What compressed-tensors stores as ``weight_packed`` instead of ``weight``, and what has one scale of a whole matrix.
 PACKED = ("nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp4_w4a8", "int4_g128", "int4_g32", "int8")

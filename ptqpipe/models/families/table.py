@@ -1,13 +1,13 @@
 """The table of families. A new family is a row of `FAMILIES`.
 
-What holds for every model stands in `common.py`, what several rows share in `shared.py`. What readers do is their own
+What holds for every model stands in `defaults.py`, what several rows share in `shared.py`. What readers do is their own
 source: vLLM 0.33, SGLang 0.5.23, TensorRT-LLM of mid-2026.
 """
 
 from dataclasses import replace
 
-from ptqpipe.models.families import common, shared
-from ptqpipe.models.families.types import GATE_UP_DOWN, Fact, Family, Keep, ModuleOutputs, Norms
+from ptqpipe.models.families import defaults as common, shared
+from ptqpipe.models.families.family import GATE_UP_DOWN, Fact, Family, Keep, ModuleOutputs, Norms
 
 # Adapters that are a part of the model, as it is published.
 MERGED_BY_READERS = Fact(Keep(r"re:(.*\.)?lora_(A|B)(\.|$)", "adapter"))

@@ -1,4 +1,4 @@
-"""Compiled messages of the quantized all-reduce on CPU tensors, bit-equal to ``collectives/reference.py``.
+"""Compiled messages of the quantized all-reduce on CPU tensors, bit-equal to ``collectives/codec_reference.py``.
 
 Each function walks its tensors once, on the caller's thread, without the interpreter lock; False where there is no
 kernel. Knows addresses and codecs; must not know processes.

@@ -127,3 +127,20 @@ def _all_values(codec: Codec) -> torch.Tensor:
     values = torch.full((256,), float("nan"))
     values[: 1 << codec.bits] = code_values(torch.arange(1 << codec.bits, dtype=torch.uint8), codec)
     return values
+
+
+def decoded(q: QTensor, *, memory: torch.Tensor | None = None) -> torch.Tensor:
+    """float32 [N, K]: ``q.dequantize()``, bit for bit. ``memory``: float32 of N x K numbers, which it may take."""
+    if q.data.device.type != "cpu" or q.low_rank is not None or q.zeros is not None or not lib.available():
+        return q.dequantize()
+    found = dequantize(q.data, q.scales, q.fmt, q.global_scale, global_divides=q.global_divides, memory=memory)
+    return q.dequantize() if found is None else found
+
+
+def same_numbers(q: QTensor, other: QTensor) -> bool:
+    """Whether the compiled kernel finds that both decode to the same finite numbers, zero and its negative being one;
+    False where it does not compare them: on a GPU, or of formats without a kernel."""
+    if not lib.available() or any(part.data.device.type != "cpu" for part in (q, other)):
+        return False
+    found = code_difference(q, other, only_compare=True)
+    return found is not None and found[0] == 0

@@ -1,6 +1,6 @@
 """Decoder layers of a decode step on a CPU, compiled: norms, products, rotary embedding and attention in one call.
 
-The arithmetic is that of the kernels that ``cpu_norm.py``, ``cpu_linear.py`` and ``cpu_attention.py`` call one by one,
+The arithmetic is that of the kernels that ``rms_norm``, ``cpu_linear.py`` and ``cpu_attention.py`` call one by one,
 with the roundings to bfloat16 in between that torch's operators make. Knows addresses; must not know modules.
 """
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.numerics.kernels import cpu_attention, cpu_library as lib, cpu_norm
+from ptqpipe.errors import FormatError
+from ptqpipe.numerics.kernels import cpu_attention, cpu_library as lib
 from ptqpipe.numerics.kernels.cpu_attention import PagedQueries, PagedSpans
 from ptqpipe.numerics.kernels.cpu_linear import Operand, alike, limit
 
@@ -110,7 +111,7 @@ class Layer:
             jobs = [operand.job(rows) for operand, _ in self._parts.products]
             for job, bias in zip(jobs, self._biases, strict=True):
                 job.bias = None if bias is None else bias.data_ptr()
-            norms = [cpu_norm.norm_job(rows, weight, eps) for weight, eps in self._parts.norms]
+            norms = [norm_job(rows, weight, eps) for weight, eps in self._parts.norms]
             self._job.products, self._job.norms = _PRODUCTS(*jobs), _NORMS(*norms)
             self._job.rows, self._job.threads = rows, threads
             self.see(rows, where)
@@ -168,3 +169,36 @@ def run(
 def _dense(x: torch.Tensor, rows: int, width: int) -> bool:
     """Whether a tensor is rows of so many bfloat16 numbers, one after another."""
     return x.dtype == torch.bfloat16 and x.shape[-1] == width and x.numel() == rows * width and x.is_contiguous()
+
+
+_WORTH_A_THREAD = 1 << 16  # numbers, below which waking another thread costs more than it brings
+
+
+def norms_available() -> bool:
+    """Whether the kernels were built for this machine."""
+    return bool(lib.known_isas())
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``weight * (x / sqrt(mean(x^2) + eps))`` over the last dimension, bfloat16 ``[..., N]`` and ``[N]``.
+
+    The quotient is rounded to bfloat16 before the product, as modules that compute the mean in float32 do. FormatError
+    for an input of another width or dtype.
+    """
+    x, n = x.contiguous(), len(weight)
+    if x.shape[-1] != n or x.dtype != torch.bfloat16:
+        raise FormatError(f"an input of {x.shape[-1]} {x.dtype} for a norm of {n} bfloat16")
+    out = torch.empty_like(x)
+    if out.numel():
+        job = norm_job(x.numel() // n, weight, eps)
+        job.x, job.out = x.data_ptr(), out.data_ptr()
+        status = lib.call("ptq_rms_norm", ctypes.byref(job))
+        assert status == lib.OK
+    return out
+
+
+def norm_job(rows: int, weight: torch.Tensor, eps: float) -> ctypes.Structure:
+    """The job for ``rows`` but for x and out; it points to the weight, bfloat16 ``[N]``."""
+    n = len(weight)
+    threads = min(torch.get_num_threads(), 1 + rows * n // _WORTH_A_THREAD)
+    return lib.Norm(weight=weight.data_ptr(), rows=rows, n=n, threads=threads, eps=eps)

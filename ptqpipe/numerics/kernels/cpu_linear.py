@@ -10,7 +10,10 @@ Knows addresses and formats; must not know modules.
 """
 
 import ctypes
+import mmap
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -18,7 +21,7 @@ from torch.nn.functional import pad
 
 from ptqpipe.errors import FormatError
 from ptqpipe.numerics.formats import WHOLE, Format
-from ptqpipe.numerics.kernels import cpu_library as lib, cpu_memory
+from ptqpipe.numerics.kernels import cpu_library as lib
 
 MOST_AT_ONCE = 4
 _ELEMENTS = {"e2m1": 0, "e4m3": 1, "e2m3": 2, "e3m2": 3}
@@ -204,7 +207,7 @@ def to_panels(rows: torch.Tensor, width: int) -> torch.Tensor:
     n, b = whole.shape
     whole = pad(whole, (0, -b % width, 0, -n % _LANES)).contiguous()
     dwords = whole.view(torch.int32).reshape(-1, _LANES, whole.shape[1] // 4).transpose(1, 2)
-    panels = cpu_memory.empty(whole.numel())
+    panels = empty_bytes(whole.numel())
     panels.view(torch.int32).view(dwords.shape).copy_(dwords)
     return panels.reshape(whole.shape)
 
@@ -223,3 +226,45 @@ def _kind(fmt: Format, scales: torch.Tensor | None) -> int | None:
     if scales is None:
         return _NO_SCALES if fmt.block[1] == WHOLE else None
     return _SCALES.get((fmt.scale.name, fmt.block[1]))
+
+
+# Memory for what every step reads whole, in huge pages where the system has them. A product with one row of x waits for
+# its weights. With pages of 4 KiB the processor also waits for the address of each, and its own fetching ahead stops
+# where a page ends; pages of 2 MiB leave little of that. The system is asked for them (``madvise``) and may refuse;
+# nothing else depends on it.
+
+_HUGE = 2 << 20  # bytes of a huge page on x86-64, and on aarch64 with pages of 4 KiB
+_ROOM = 64 << 20  # that small tensors share: a page that is never written takes no memory
+_LINE = 64
+_memory_lock = threading.Lock()
+# The memory in use, and the first and last byte of what is left of it.
+_memory_left: tuple[mmap.mmap | None, int, int] = (None, 0, 0)
+
+
+def empty_bytes(nbytes: int) -> torch.Tensor:
+    """uint8 ``[nbytes]`` that begins a cache line, with any contents; given back when nothing refers to its room."""
+    global _memory_left
+    if nbytes < _LINE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(nbytes, dtype=torch.uint8)
+    wanted = -(-nbytes // _LINE) * _LINE
+    with _memory_lock:
+        room, first, last = _memory_left if wanted < _ROOM else (None, 0, 0)
+        if room is None or first + wanted > last:
+            size = max(wanted, _ROOM)
+            room, first = _pages(size)
+            last = first + size
+        if wanted < _ROOM:
+            _memory_left = (room, first + wanted, last)
+    # A tensor of its own, not a part of another, which could not be written if that had been made in inference mode.
+    return torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=first)
+
+
+def _pages(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Memory, and where in it ``nbytes`` begin with a huge page. MemoryError without memory."""
+    try:
+        room = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system has no {nbytes} bytes for weights: {error}") from None
+    with suppress(OSError):  # a system without them
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return room, -torch.frombuffer(room, dtype=torch.uint8).data_ptr() % _HUGE

@@ -12,8 +12,15 @@ import torch
 
 from ptqpipe.numerics.formats import CODECS, Format, pack, packed_columns
 from ptqpipe.numerics.kernels import cpu_library as lib, reference
-from ptqpipe.numerics.kernels.cpu_tensors import DTYPES, ELEMENTS, INTEGERS, check_global, checked_grid, readable
-from ptqpipe.numerics.kernels.importance import column_weights
+from ptqpipe.numerics.kernels.cpu_tensors import (
+    DTYPES,
+    ELEMENTS,
+    INTEGERS,
+    check_global,
+    checked_grid,
+    column_weights,
+    readable,
+)
 from ptqpipe.numerics.qtensor import check_finite, scale_values, to_blocks
 
 _MINIFLOAT3, _E8M0 = 0, 1
@@ -243,7 +250,7 @@ def _job(
 
 
 def _flush_code(fmt: Format) -> int:
-    """What ``search/absmax.py`` gives a block whose scale rounds to zero: a code that zeroes all its elements."""
+    """What ``baselines.absmax`` gives a block whose scale rounds to zero: a code that zeroes all its elements."""
     wanted = fmt.scale.min_positive * max(64.0, fmt.element.max / fmt.element.min_positive)
     large = (code for code, value in enumerate(fmt.scale.magnitudes) if value >= wanted)
     return next(large, fmt.scale.first_scale_code)

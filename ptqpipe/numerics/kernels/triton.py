@@ -16,8 +16,7 @@ import torch
 from ptqpipe.errors import FormatError, UsageError
 from ptqpipe.numerics.formats import Format, packed_columns
 from ptqpipe.numerics.kernels.cpu_search import sum_blocks
-from ptqpipe.numerics.kernels.cpu_tensors import check_global
-from ptqpipe.numerics.kernels.importance import column_weights
+from ptqpipe.numerics.kernels.cpu_tensors import check_global, column_weights
 from ptqpipe.numerics.qtensor import check_finite
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def block_quantize(
     """Searches block scales and encodes: (data uint8 ``[N, K*bits/8]``, scale codes uint8 ``[N, K/B]``).
 
     w            ``[N, K]`` bfloat16, float16 or float32
-    rule         "exact": the scales of ``search/brute_force.py``, bit for bit; "absmax": those of ``search/absmax.py``
+    rule         "exact": the scales of ``search/brute_force.py``, bit for bit; "absmax": those of ``baselines.absmax``
     global_scale float32 0-d, where the format has one
     importance   ``[K]`` non-negative weights of the columns, or None
 

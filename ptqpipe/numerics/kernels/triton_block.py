@@ -1,6 +1,6 @@
 """Block formats in Triton: scale codes and packed codes of a weight in one pass over it.
 
-The scales are those of ``search/brute_force.py`` or ``search/absmax.py``, the codes those of
+The scales are those of ``search/brute_force.py`` or ``baselines.absmax``, the codes those of
 ``qtensor.encode``, the bytes those of ``packing.pack``. Knows formats; must not know searches, files or containers.
 Imports Triton: import it from inside functions.
 """
@@ -169,7 +169,7 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(data uint8 ``[N, K*bits/8]``, scales uint8 ``[N, K/block]``, damaged int32 ``[1]``) of contiguous ``w``.
 
-    ``importance`` is normalized as ``importance.py`` does. ``damaged`` is 1 where ``w`` is not finite.
+    ``importance`` is normalized as ``normalize_importance`` does. ``damaged`` is 1 where ``w`` is not finite.
     """
     data = torch.empty(w.shape[0], w.shape[1] * plan.element.bits // 8, dtype=torch.uint8, device=w.device)
     scales = torch.empty(w.shape[0], w.shape[1] // plan.block, dtype=torch.uint8, device=w.device)

@@ -1,4 +1,4 @@
-"""Triton messages of the quantized all-reduce, bit-equal to ``collectives/reference.py``: int8 with bfloat16 scales.
+"""Triton messages of the quantized all-reduce, bit-equal to ``codec_reference.py``: int8 with bfloat16 scales.
 
 One program a few blocks, one pass each over what it reads and writes. Everything is decided on bits and by single
 float32 operations; launches forbid fused multiply-adds, which round once where the reference rounds twice. Other codecs

@@ -1,4 +1,4 @@
-"""Block scales in Triton, one block to a lane: ``search/brute_force.py``'s, and ``search/absmax.py``'s.
+"""Block scales in Triton, one block to a lane: ``search/brute_force.py``'s, and ``baselines.absmax``'s.
 
 A block's float32 sum runs in element order inside its lane. The scores are those of ``search/objective.py``, to the
 bit; only codes that cannot win are left out. With y = amax * (1 / s):
@@ -206,7 +206,7 @@ def absmax_code(
 ) -> tl.tensor:
     """int32 code for amax / MAX / global_scale: a power of two rounded up, a minifloat rounded to nearest.
 
-    A minifloat that rounds to zero becomes code 32, which is 64 times the smallest scale, as ``absmax.py`` has it.
+    A minifloat that rounds to zero becomes code 32, which is 64 times the smallest scale, as ``absmax`` has it.
     """
     wanted = tl.div_rn(tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32)), global_scale)
     if E8M0:

@@ -23,7 +23,7 @@ same one. Arrivals are counted, never reset, and compared as a difference, so th
 stands at WORLD times its launches when a launch begins (nobody can be at barrier 1 of a launch before all came to
 barrier 0), which gives the goal of both counters; nothing is counted on the host, and a captured graph can be replayed.
 
-Numbers are those of ``triton_messages.py``, bit-equal to ``collectives/reference.py``: in the interpreter, a process
+Numbers are those of ``triton_messages.py``, bit-equal to ``codec_reference.py``: in the interpreter, a process
 per rank, and on an H100, a stream per rank. Imports Triton: import it from inside functions. Must not know processes.
 """
 

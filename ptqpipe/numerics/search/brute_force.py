@@ -10,7 +10,6 @@ from ptqpipe.errors import FormatError
 from ptqpipe.numerics.formats import Codec, Format
 from ptqpipe.numerics.search.objective import importance_blocks, magnitude_blocks, scores
 
-PROVEN = True
 _AT_ONCE = 1 << 17  # elements that are scored side by side, where a block has fewer: each with several scales
 
 

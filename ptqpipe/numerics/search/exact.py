@@ -14,8 +14,8 @@ and one or two for MX formats. The scan runs on chunks that stay in the second-l
 and blocks along the columns, so that the sum in element order is a sequence of contiguous additions.
 
 Long blocks (FP8 rows, tiles, tensors) with bfloat16 or float16 scales take the way of ``_long.py``. Elements whose
-codec is not symmetric have proofs of their own where they are integers (``_integers.py``); ``brute_force.py`` scores
-every scale for the others.
+codec is not symmetric have proofs of their own where they are integers (``_integer_scales.py``); ``brute_force.py``
+scores every scale for the others.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,11 @@ import torch
 
 from ptqpipe.errors import FormatError
 from ptqpipe.numerics.formats import Format
-from ptqpipe.numerics.kernels.importance import column_weights
+from ptqpipe.numerics.kernels.cpu_tensors import column_weights
 from ptqpipe.numerics.qtensor import check_finite, to_blocks
-from ptqpipe.numerics.search import _integers, _long, brute_force
+from ptqpipe.numerics.search import _integer_scales as _integers, _long, brute_force
 from ptqpipe.numerics.search._grid import MARGIN, ElementGrid, Ladder, deviations, element_grid, ladder
 from ptqpipe.numerics.search.objective import FLUSH, LANES, SHORT, fold
-
-PROVEN = True
 
 CHUNK = 1 << 17  # elements scored at a time: three float32 arrays of this size, most of a 2 MiB cache
 SCAN_MAX = SHORT  # elements of a block up to which every candidate is scored directly

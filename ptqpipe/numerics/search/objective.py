@@ -17,7 +17,7 @@ h_k, and no other scale has a larger one because zero is among the magnitudes. A
 scale (an all-zero one) gets the smallest scale. The score is the squared error divided by global_scale^2, which is
 the same for every candidate of a block, so magnitudes anywhere in 2^-90 .. 2^90 neither underflow nor overflow.
 Weights are first scaled by a power of two to a largest one in [1, 2) and raised to at least 2^-24
-(``kernels/importance.py``): they cannot underflow, and no weight is free to be clipped.
+(``normalize_importance``): they cannot underflow, and no weight is free to be clipped.
 
 Working on y instead of the decoded value makes three proofs exact *in floating point*:
 
@@ -39,7 +39,7 @@ too: ``LANES`` partial sums, lane j over the elements j, j + LANES, ... in order
 import torch
 
 from ptqpipe.numerics.formats import Codec, Format
-from ptqpipe.numerics.kernels.importance import column_weights
+from ptqpipe.numerics.kernels.cpu_tensors import column_weights
 from ptqpipe.numerics.qtensor import check_finite, round_to, scale_values, to_blocks
 
 FLUSH = 2.0**-32  # elements below this fraction of their block's largest count as zero

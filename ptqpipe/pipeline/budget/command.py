@@ -19,9 +19,9 @@ from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline.budget.cost import Costs, choose_moment, estimate, knows_outputs
 from ptqpipe.pipeline.budget.measure import Measurement, measure
-from ptqpipe.pipeline.budget.units import DEFAULT_FORMATS, Group, find_groups, forecast, recipe_content, schemes_of
+from ptqpipe.pipeline.budget.plan_units import DEFAULT_FORMATS, Group, find_groups, forecast, recipe_content, schemes_of
+from ptqpipe.recipe.file import recipe_text
 from ptqpipe.recipe.knapsack import Allocation, require_scipy, solve
-from ptqpipe.recipe.write import recipe_text
 from ptqpipe.run.machine import Machine
 from ptqpipe.run.quantities import bytes_of, disk_size, option_size
 

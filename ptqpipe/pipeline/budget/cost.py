@@ -18,7 +18,7 @@ weights' part and all of the inputs'.
 Weights whose inputs will be rotated are compared rotated, with the moments of rotated inputs.
 
 The last is for statistics that know how much the model minds an error (``calibrate --moments kl``), and compares layers
-by what they cost the model. How is in ``metric.py``; what is measured with the model instead, in ``measure.py``.
+by what they cost the model. How is in ``error_metric.py``; what is measured with the model instead, in ``measure.py``.
 """
 
 from collections import defaultdict
@@ -32,20 +32,20 @@ import torch
 from ptqpipe.calibration.inputs import InputStatistics, WeightGradients
 from ptqpipe.calibration.statistics import BLOCK, Statistics
 from ptqpipe.checkpoint.tensor_names import role_of
-from ptqpipe.conversion.moments import module_of
+from ptqpipe.conversion.input_moments import module_of
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.numerics.schemes import Activation, Scheme
-from ptqpipe.pipeline.budget.metric import ByTokens, ByWindows, Total, joint
-from ptqpipe.pipeline.budget.units import Group, quantize_as
+from ptqpipe.pipeline.budget.error_metric import ByTokens, ByWindows, Total, joint
+from ptqpipe.pipeline.budget.plan_units import Group, quantize_as
 from ptqpipe.quantization import gathered_bytes
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine, MemoryPool, counting_bar, one_thread_each
 from ptqpipe.run.quantities import option_size, option_size_above
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 
 Costs = Mapping[tuple[str, str], float]
 """(group id, option name) -> cost. Keeping costs nothing and is left out."""

@@ -17,13 +17,13 @@ import torch
 
 from ptqpipe.check.evaluate.cache import KeptLogits
 from ptqpipe.check.evaluate.scores import score
-from ptqpipe.check.evaluate.text import read_text
+from ptqpipe.check.evaluate.tokenized_text import read_text
 from ptqpipe.checkpoint.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Scheme
-from ptqpipe.pipeline.budget.units import Group, quantize_as
+from ptqpipe.pipeline.budget.plan_units import Group, quantize_as
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import counting_bar
 from ptqpipe.runtime.find_weight import find_place

@@ -23,7 +23,7 @@ from ptqpipe.calibration.runner import in_batches
 from ptqpipe.checkpoint import CheckpointReader, file_sha256, output_errors, write_tensors
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.pipeline.tune.in_order import divided
-from ptqpipe.pipeline.tune.options import TuneOptions
+from ptqpipe.pipeline.tune.tune_options import TuneOptions
 from ptqpipe.run.machine import BASE_BYTES, Machine, counting_bar
 from ptqpipe.runtime.compiled import pass_dtype
 from ptqpipe.runtime.skeleton import Skeleton

@@ -27,7 +27,7 @@ from ptqpipe.quantization import LoadedWeight, joined
 from ptqpipe.recipe.options import ALGORITHMS
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.recipe.recipe import Rule
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 
 
 @dataclass(frozen=True, slots=True)

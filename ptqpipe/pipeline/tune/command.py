@@ -39,13 +39,13 @@ from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.prepare import best_with, prepare
 from ptqpipe.errors import UsageError
 from ptqpipe.models.language_model import takes_images, with_note
-from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline.tune import backwards, codes as codes_of, end_to_end
 from ptqpipe.pipeline.tune.block import BlockWork, observe
 from ptqpipe.pipeline.tune.in_order import divided, follow
-from ptqpipe.pipeline.tune.options import TuneOptions, check
-from ptqpipe.pipeline.tune.summary import described
+from ptqpipe.pipeline.tune.tune_options import TuneOptions, check
+from ptqpipe.pipeline.tune.tune_summary import described
 from ptqpipe.quantization import two_sided
 from ptqpipe.quantization.learned_codes import ROUNDING_FILE
 from ptqpipe.recipe.options import RecipeOptions

@@ -22,7 +22,7 @@ from ptqpipe.calibration.end_to_end import Found, Variables, descend
 from ptqpipe.calibration.rounding import Choice, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Runner
 from ptqpipe.calibration.whole import LayerForward, Whole
-from ptqpipe.check.evaluate.text import SAMPLE, read_text
+from ptqpipe.check.evaluate.tokenized_text import SAMPLE, read_text
 from ptqpipe.checkpoint import BlockFolder, CheckpointReader, is_sealed, output_errors, write_tensors
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.errors import UsageError
@@ -30,7 +30,7 @@ from ptqpipe.pipeline.tune import codes as codes_of
 from ptqpipe.pipeline.tune.block import BlockWork
 from ptqpipe.pipeline.tune.in_order import divided
 from ptqpipe.pipeline.tune.kept import Trained, TrainedTensor, find_kept, unit_name, with_gain
-from ptqpipe.pipeline.tune.options import FOUR_BIT_RATE, GLOBAL, TuneOptions
+from ptqpipe.pipeline.tune.tune_options import FOUR_BIT_RATE, GLOBAL, TuneOptions
 from ptqpipe.quantization.learned_codes import Rounding, relative_change, sha256_of
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import BASE_BYTES, Machine, counting_bar

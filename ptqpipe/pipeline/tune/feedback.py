@@ -15,7 +15,7 @@ from ptqpipe.calibration.gradients import Gradients, rows_of
 from ptqpipe.calibration.inputs import Moments
 from ptqpipe.calibration.paired import Known, Paired
 from ptqpipe.models.slices import Member
-from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline.tune.block import BlockWork, by_data
 from ptqpipe.quantization import LoadedWeight, Task, asymmetric, gptq, joined, two_sided

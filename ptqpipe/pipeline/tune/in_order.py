@@ -19,10 +19,10 @@ from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.inputs import OUT_ROWS
 from ptqpipe.calibration.paired import Known, paired_inputs, paired_moments
 from ptqpipe.errors import NumericsError
-from ptqpipe.numerics.kernels.decoding import decoded
+from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline.tune.block import BlockWork
-from ptqpipe.pipeline.tune.experts import follow_stack
+from ptqpipe.pipeline.tune.expert_feedback import follow_stack
 from ptqpipe.pipeline.tune.feedback import Given, Turn, chosen, outputs_of
 from ptqpipe.recipe.plan import Unit
 

@@ -4,7 +4,7 @@ experts.
 ``rules`` holds the rule of every candidate that is to be quantized, ``reasons`` why the others are kept; a candidate
 whose group cannot follow moves from the one to the other.
 
-``check/verify/groups.py`` finds the fused groups of a stored checkpoint again on its own: on purpose, so that a
+``check/verify/shared_scales.py`` finds the fused groups of a stored checkpoint again on its own: on purpose, so that a
 mistake here does not pass its own check.
 """
 

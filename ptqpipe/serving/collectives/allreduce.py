@@ -19,15 +19,12 @@ import torch
 import torch.distributed as dist
 
 from ptqpipe.errors import UsageError
-from ptqpipe.serving.collectives import op
 from ptqpipe.serving.collectives.by_collectives import CollectiveExchange
 from ptqpipe.serving.collectives.codecs import DTYPES, WireCodec, get_wire_codec
 from ptqpipe.serving.collectives.gate import NEVER, PlainWay, Sum, Thresholds, Way, measure
-from ptqpipe.serving.collectives.layout import Layout, cut
 from ptqpipe.serving.collectives.point_to_point import Exchange, Workspace, first_tag, one_shot_at_once
-from ptqpipe.serving.collectives.stats import Stats
 from ptqpipe.serving.collectives.symmetric import SymmetricExchange, SymmetricMemory, Transport, choose
-from ptqpipe.serving.collectives.wire import Plain, Quantized, Wire
+from ptqpipe.serving.collectives.wire import Layout, Plain, Quantized, Stats, Wire, cut
 
 LEAST_CHUNK = 1 << 20  # bytes of values in a chunk, below which a message's fixed cost outweighs what overlaps
 LEAST_CHUNKS = 2  # of messages that are large enough for it
@@ -99,7 +96,7 @@ class QuantAllReduce:
         self._memory = choose(transport, self.group, self.codec) if quantizes else None
         instance = _users.get(self.group, 0)
         _users[self.group] = instance + 1
-        self.name = op.register(self, f"{self.group.group_name}/{instance}")
+        self.name = register(self, f"{self.group.group_name}/{instance}")
         self._tag = first_tag(instance)
         self._workspace = Workspace()
         self._stream: torch.cuda.Stream | None = None
@@ -141,7 +138,7 @@ class QuantAllReduce:
         that does not fit ``x``, overlaps it in part, or has one number in several places.
         """
         if torch.compiler.is_compiling():
-            y = op.quant_all_reduce(x, self.name)
+            y = quant_all_reduce(x, self.name)
             return y if out is None else out.copy_(y)
         self._check(x, out)
         if self._last is not None:
@@ -370,3 +367,32 @@ def _meet(x: torch.Tensor, out: torch.Tensor) -> bool:
 
 def _deliver(y: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     return y if out is None or out is y else out.copy_(y)
+
+
+# ``ptqpipe::quant_all_reduce``: one operator that torch.compile treats as opaque, and the registry behind it. It takes
+# a tensor and the name of a reducer, since a graph holds strings but no process groups.
+
+Reducer = Callable[[torch.Tensor], torch.Tensor]
+"""``x`` to its sum over the ranks, a new tensor."""
+
+_reducers: "weakref.WeakValueDictionary[str, Reducer]" = weakref.WeakValueDictionary()
+
+
+def register(reducer: Reducer, name: str) -> str:
+    """Registers ``reducer`` under ``name``, for as long as it lives. Returns the name."""
+    _reducers[name] = reducer
+    return name
+
+
+@torch.library.custom_op("ptqpipe::quant_all_reduce", mutates_args=())
+def quant_all_reduce(x: torch.Tensor, name: str) -> torch.Tensor:
+    """The sum of ``x`` over the ranks of the reducer called ``name``. UsageError when it is gone."""
+    found = _reducers.get(name)
+    if found is None:
+        raise UsageError(f"no all-reduce {name!r}; keep the QuantAllReduce as long as the compiled model runs")
+    return found(x)
+
+
+@quant_all_reduce.register_fake
+def _shape(x: torch.Tensor, name: str) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from ptqpipe.serving.collectives.layout import Layout
-from ptqpipe.serving.collectives.stats import Stats
-from ptqpipe.serving.collectives.wire import Wire
+from ptqpipe.serving.collectives.wire import Layout, Stats, Wire
 
 LAG = 1  # chunks on the wire while one is computed
 

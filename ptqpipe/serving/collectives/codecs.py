@@ -12,7 +12,7 @@ smallest run that can be decoded alone: a block, or more where exponents or a ro
 
 Scales are rounded to the nearest: that moves amax by less than half a code, so the largest number of a block has the
 largest code, and what was decoded comes out the same when it is encoded again. Nothing is ever float16.
-Must not know transports or processes. How numbers become bytes is ``reference.py``'s.
+Must not know transports or processes. How numbers become bytes is ``codec_reference.py``'s.
 """
 
 import math

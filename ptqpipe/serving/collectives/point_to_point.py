@@ -16,9 +16,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from ptqpipe.serving.collectives.layout import Layout
-from ptqpipe.serving.collectives.stats import Stats
-from ptqpipe.serving.collectives.wire import Wire
+from ptqpipe.serving.collectives.wire import Layout, Stats, Wire
 
 LAG = 1  # chunks on the wire while one is computed
 WINDOW = 2 * LAG + 2  # chunks that have buffers at a time: those under way, and one to be asked for ahead of its turn

@@ -3,7 +3,7 @@ call.
 
 Every rank owns a buffer that all have mapped. ``kernels/triton_symmetric.py`` has the kernel and why calls may follow
 one another at once; here are the buffers, which groups can have them, and a check that they work. Same bits as the
-other transports: stripes are those of ``layout.py``. Longer messages than the buffers take more launches, which cut
+other transports: stripes are those of `Layout`. Longer messages than the buffers take more launches, which cut
 every stripe at the same places and so change no bit. A launch goes to the caller's stream, keeps nothing on the host,
 and can be captured in a CUDA graph. All sums over one memory must be on one stream, in the same order on all ranks.
 
@@ -27,9 +27,7 @@ from ptqpipe.errors import PtqWarning, UsageError, first_line
 from ptqpipe.numerics.kernels import triton
 from ptqpipe.serving.collectives.by_collectives import CollectiveExchange
 from ptqpipe.serving.collectives.codecs import WireCodec
-from ptqpipe.serving.collectives.layout import Layout, cut
-from ptqpipe.serving.collectives.stats import Stats
-from ptqpipe.serving.collectives.wire import Quantized
+from ptqpipe.serving.collectives.wire import Layout, Quantized, Stats, cut
 
 Transport = Literal["auto", "p2p", "collectives", "symmetric"]
 

@@ -6,12 +6,12 @@ the order of the ranks, in both. Must not know processes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
 from ptqpipe.numerics.kernels import cpu_collective, triton_collective
-from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives import codec_reference as reference
 from ptqpipe.serving.collectives.codecs import WireCodec
 
 PLAIN_UNIT = 64  # elements
@@ -99,3 +99,67 @@ class Plain:
 
 
 Wire = Quantized | Plain
+
+
+# How a message is divided among ranks: one stripe per rank, and the chunks in which stripes are sent. Stripes are equal
+# runs of units, the last ones shorter or empty, so every size and number of ranks works. Chunk j takes the same part of
+# every stripe. Stripes decide results (the owner's own partial is exact); chunks decide time alone.
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How ``elements`` are cut.
+
+    ranks, unit  as they say
+    stripe       units of a stripe
+    chunk        units of a stripe in a chunk
+    """
+
+    elements: int
+    ranks: int
+    unit: int
+    stripe: int
+    chunk: int
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks there are."""
+        return -(-self.stripe // self.chunk)
+
+    def span(self, rank: int, chunk: int) -> range:
+        """The elements that chunk ``chunk`` of the stripe of ``rank`` covers; may be empty."""
+        begin = rank * self.stripe + chunk * self.chunk
+        end = rank * self.stripe + min((chunk + 1) * self.chunk, self.stripe)
+        return range(min(begin * self.unit, self.elements), min(end * self.unit, self.elements))
+
+
+def cut(elements: int, ranks: int, *, unit: int, chunk_elements: int, least_chunks: int = 1, least: int = 1) -> Layout:
+    """Chunks of ``chunk_elements`` over all stripes together, and ``least_chunks`` of them if each has ``least``."""
+    stripe = max(1, -(-elements // (unit * ranks)))
+    wanted = max(min(chunk_elements, elements // least_chunks), least)
+    chunk = max(1, wanted // (unit * ranks))
+    return Layout(elements, ranks, unit, stripe, min(chunk, stripe))
+
+
+@dataclass(slots=True)
+class Stats:
+    """Calls, bytes and times of this rank; those of one call are filled in as it goes on, and then added to those
+    before.
+
+    calls, plain_calls  quantized sums, and those that stayed plain
+    value_bytes         of the tensors of the quantized sums
+    wire_bytes          sent by this rank for them, transport headers aside
+    encode_s ... wait_s seconds of the calling thread (or its stream's), for them
+    """
+
+    calls: int = 0
+    plain_calls: int = 0
+    value_bytes: int = 0
+    wire_bytes: int = 0
+    encode_s: float = 0.0
+    reduce_s: float = 0.0
+    decode_s: float = 0.0
+    wait_s: float = 0.0
+
+    def __add__(self, other: "Stats") -> "Stats":
+        return Stats(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))

@@ -5,11 +5,11 @@
     scheduler.py      which tokens are computed next
     attention.py      transformers' attention over our pages
     batch.py          one step as numbers, the same on every rank
-    images.py         images in a prompt and in a step
-    runner.py         the model: a batch in, logits out
+    prompt_images.py  images in a prompt and in a step
+    model_runner.py   the model: a batch in, logits out
     states.py         states of linear attention and state-space layers, beside the pages
     sampler.py        logits in, one token per sequence out
-    text.py           tokens in, text out, as it is generated; stop strings
+    detokenizer.py    tokens in, text out, as it is generated; stop strings
     speculative.py    drafts of the next tokens
     engine.py         the loop over all of these, one step at a time
     service.py        the loop in its own thread, for a server
@@ -18,6 +18,6 @@ Must not know HTTP, files or formats: it is given a model and a tokenizer.
 """
 
 from ptqpipe.serving.engine.engine import ContextTooLong, Counters, Engine, EngineOptions, Piece, Request
-from ptqpipe.serving.engine.images import Images
+from ptqpipe.serving.engine.prompt_images import Images
 from ptqpipe.serving.engine.sequence import Finish, SamplingParams, TokenLogprob
 from ptqpipe.serving.engine.service import Overloaded, Service, State, Unavailable

@@ -21,7 +21,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.numerics.kernels import cpu_library, triton_attention
 from ptqpipe.numerics.kernels.cpu_attention import PagedQueries, PagedSpans, paged_attention, paged_prefill
 from ptqpipe.serving.engine.batch import Batch, Span
-from ptqpipe.serving.engine.images import ImageRows
+from ptqpipe.serving.engine.prompt_images import ImageRows
 
 IMPLEMENTATION = "ptqpipe_paged"
 MASKED = "ptqpipe_paged_masked"  # the same for models whose own code wants a mask

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.serving.engine.images import ImageRows, rows_of
+from ptqpipe.serving.engine.prompt_images import ImageRows, rows_of
 from ptqpipe.serving.engine.scheduler import Chunk
 
 

@@ -16,11 +16,11 @@ import torch
 from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.serving.engine.batch import Batch, make_batch
 from ptqpipe.serving.engine.block_manager import BlockManager
-from ptqpipe.serving.engine.images import Images, See
+from ptqpipe.serving.engine.detokenizer import Detokenizer, StopStrings
+from ptqpipe.serving.engine.prompt_images import Images, See
 from ptqpipe.serving.engine.sampler import logprobs_of, sample
 from ptqpipe.serving.engine.scheduler import Chunk, Scheduler
 from ptqpipe.serving.engine.sequence import Finish, SamplingParams, Sequence, TokenLogprob
-from ptqpipe.serving.engine.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
     from ptqpipe.serving.engine.speculative import Drafter

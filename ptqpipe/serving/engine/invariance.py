@@ -1,6 +1,6 @@
 """Checks that a runner's logits of a sequence are the same bits in one step and in several, alone and with others.
 
-Run once at the start of a service that promises it (``runtime/invariant.py``): what nobody has thought of, an attention
+Run once at the start of a service that promises it (``runtime/compiled.py``): what nobody has thought of, an attention
 without a compiled kernel for instance, shows here and not in an answer.
 """
 
@@ -9,7 +9,7 @@ import torch
 from ptqpipe.errors import UsageError
 from ptqpipe.run.quantities import number
 from ptqpipe.serving.engine.batch import Batch, Span
-from ptqpipe.serving.engine.runner import ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 
 _TOKENS = 96
 _CUTS = (1, 2, 9, 26, 59)  # where the steps end: one token, few, and more than the kernels' tiles

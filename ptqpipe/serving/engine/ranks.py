@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ptqpipe.errors import PtqError, is_no_memory, one_line
 from ptqpipe.serving.engine.batch import Batch, unpack
-from ptqpipe.serving.engine.runner import ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 
 _BEAT, _CLOSE = 0, -1
 RunCollective = Callable[[Callable[[], torch.Tensor]], torch.Tensor]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ptqpipe.errors import UsageError
-from ptqpipe.serving.engine.images import Images, Seen
+from ptqpipe.serving.engine.prompt_images import Images, Seen
 
 MOST_LOGPROBS = 20
 MOST_STOPS, MOST_STOP_LENGTH = 16, 1024

@@ -21,7 +21,7 @@ import torch
 
 from ptqpipe.serving.engine.batch import Batch, Span
 from ptqpipe.serving.engine.block_manager import BlockManager
-from ptqpipe.serving.engine.runner import ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 from ptqpipe.serving.engine.scheduler import Chunk
 from ptqpipe.serving.engine.sequence import Sequence
 

@@ -14,13 +14,13 @@ from starlette.types import ASGIApp
 
 from ptqpipe._version import __version__
 from ptqpipe.serving.engine import Service, State
-from ptqpipe.serving.server.calls import Call
 from ptqpipe.serving.server.endpoints import Chat, Completion, check_chat, check_completion
-from ptqpipe.serving.server.errors import ApiError, install
+from ptqpipe.serving.server.error_responses import ApiError, install
 from ptqpipe.serving.server.guards import Guards
 from ptqpipe.serving.server.metrics import AllReduceStats, Metrics
 from ptqpipe.serving.server.pages import add_pages
 from ptqpipe.serving.server.prompts import Prompts
+from ptqpipe.serving.server.requests import Call
 from ptqpipe.serving.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 

@@ -13,10 +13,10 @@ from uuid import uuid4
 from starlette.requests import Request as HttpRequest
 
 from ptqpipe.serving.engine import Piece, Request, TokenLogprob
-from ptqpipe.serving.server.calls import Call, EventStream, collected
-from ptqpipe.serving.server.errors import ApiError
+from ptqpipe.serving.server.error_responses import ApiError
 from ptqpipe.serving.server.logprobs import for_chat, for_completion
 from ptqpipe.serving.server.prompts import Prompts
+from ptqpipe.serving.server.requests import Call, EventStream, collected
 from ptqpipe.serving.server.schema import ChatBody, CompletionBody
 
 

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ptqpipe.serving.server.errors import ApiError
+from ptqpipe.serving.server.error_responses import ApiError
 
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 _ID = re.compile(rb"[\w.:-]{1,128}")

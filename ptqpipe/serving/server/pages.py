@@ -16,7 +16,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse
 from fastapi.staticfiles import StaticFiles
 
-from ptqpipe.serving.server.errors import ApiError
+from ptqpipe.serving.server.error_responses import ApiError
 
 _SWAGGER = "fastapi_offline"  # brings Swagger UI's files
 _FILES = "/docs/files"

@@ -14,7 +14,7 @@ from ptqpipe.errors import UsageError, tokenizer_errors
 from ptqpipe.models.chat_template import TemplateError, render
 from ptqpipe.models.images import decode_images, digest_of, read_image, split_content
 from ptqpipe.serving.engine import ContextTooLong, Images
-from ptqpipe.serving.server.errors import ApiError
+from ptqpipe.serving.server.error_responses import ApiError
 from ptqpipe.serving.server.logprobs import TokenNames
 from ptqpipe.serving.server.schema import Message
 

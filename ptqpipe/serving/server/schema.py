@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 
 from ptqpipe.serving.engine import SamplingParams
-from ptqpipe.serving.server.errors import ApiError
+from ptqpipe.serving.server.error_responses import ApiError
 
 MOST_CHOICES = 128
 _MOST_BIASES = 4096

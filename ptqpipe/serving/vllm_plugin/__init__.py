@@ -1,9 +1,9 @@
 """The entry point that vLLM loads: ``ptqpipe`` of the group ``vllm.general_plugins``.
 
-    linear.py      kernels that vLLM's CPU build lacks (NVFP4, MXFP4, MXFP8) or has in a slower or broken form (FP8)
-    experts.py     the same for mixtures of experts
-    allreduce.py   PTQPIPE_ALLREDUCE=int8: the sums after row-parallel layers are sent quantized
-    settings.py    the environment variables, all of them
+    linear_methods.py   kernels that vLLM's CPU build lacks (NVFP4, MXFP4, MXFP8) or has slower or broken (FP8)
+    fused_experts.py    the same for mixtures of experts
+    parallel_sums.py    PTQPIPE_ALLREDUCE=int8: the sums after row-parallel layers are sent quantized
+    settings.py         the environment variables, all of them
 
 vLLM calls `register` in each of its processes, in some more than once. It never raises: problems are reported
 in vLLM's log, and vLLM continues as without ptqpipe. Importing this module imports neither torch nor vLLM, and

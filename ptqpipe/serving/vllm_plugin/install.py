@@ -24,19 +24,19 @@ def install(settings: PluginSettings) -> None:
 
 
 def _kernels() -> None:
-    from ptqpipe.serving.vllm_plugin import linear
+    from ptqpipe.serving.vllm_plugin import linear_methods as linear
 
     linear.register_all()
 
 
 def _experts(dispatch_key: str) -> None:
-    from ptqpipe.serving.vllm_plugin import experts
+    from ptqpipe.serving.vllm_plugin import fused_experts as experts
 
     experts.register_all(dispatch_key)
 
 
 def _all_reduce(settings: PluginSettings) -> None:
-    from ptqpipe.serving.vllm_plugin import allreduce
+    from ptqpipe.serving.vllm_plugin import parallel_sums as allreduce
 
     allreduce.install(settings)
 

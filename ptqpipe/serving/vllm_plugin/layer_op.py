@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ptqpipe.numerics.formats import CODECS
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
 from ptqpipe.serving.vllm_plugin import ops
 

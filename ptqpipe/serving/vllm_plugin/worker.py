@@ -12,6 +12,6 @@ class AllReduceNumbers:
 
     def ptqpipe_allreduce(self) -> dict[str, dict[str, Any]]:
         """By group: quantized and plain calls, and the collective's own numbers."""
-        from ptqpipe.serving.vllm_plugin.allreduce import numbers
+        from ptqpipe.serving.vllm_plugin.parallel_sums import numbers
 
         return numbers()

@@ -10,8 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from ptqpipe.check.evaluate import divergence, perplexity, score, windows
-from ptqpipe.check.evaluate.cache import CachedLogits, open_cache, store_bytes
-from ptqpipe.check.evaluate.log_probabilities import decode, encode
+from ptqpipe.check.evaluate.cache import CachedLogits, decode, encode, open_cache, store_bytes
 from ptqpipe.errors import CheckpointError, NumericsError
 
 VOCABULARY = 40

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 import ptqpipe
 from ptqpipe.check.evaluate import command as stage, harness
-from ptqpipe.check.evaluate.result import read_result
+from ptqpipe.check.evaluate.eval_file import read_result
 from ptqpipe.check.evaluate.verdict import WORDS, verdict
 from ptqpipe.cli import main
 

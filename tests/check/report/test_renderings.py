@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ptqpipe.check.report import errors, roles
+from ptqpipe.check.report import error_charts as errors, roles
 from ptqpipe.check.report.command import gather
 from ptqpipe.check.report.content import Report
 from ptqpipe.check.report.html import render_html

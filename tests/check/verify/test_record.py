@@ -19,8 +19,8 @@ from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import read_json_object, vouches_for_itself
 from ptqpipe.conversion.dequantize import dequantize
 from ptqpipe.conversion.record import self_faults
-from ptqpipe.conversion.relayout.run import relayout
-from ptqpipe.conversion.transform.run import transform
+from ptqpipe.conversion.relayout.command import relayout
+from ptqpipe.conversion.transform.command import transform
 from ptqpipe.errors import CheckpointError, PtqError
 from tests import tiny
 from tests.conversion import damage

@@ -12,8 +12,8 @@ import torch
 import ptqpipe
 from ptqpipe.check.verify.command import verify
 from ptqpipe.check.verify.report import render, to_json
-from ptqpipe.conversion.relayout.run import relayout
-from ptqpipe.conversion.summary import by_role
+from ptqpipe.conversion.convert_summary import by_role
+from ptqpipe.conversion.relayout.command import relayout
 from tests import tiny
 from tests.check.verify.checks import MOE_CONFIG, NORM, Q, check, found
 from tests.conversion import damage

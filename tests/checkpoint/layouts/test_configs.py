@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils.match import match_named_modules, match_targets
 
 from ptqpipe.checkpoint.layouts import ConfigRequest, Target, get_container
-from ptqpipe.checkpoint.layouts._patterns import name_patterns
+from ptqpipe.checkpoint.layouts._config_groups import name_patterns
 from ptqpipe.errors import FormatError
 from ptqpipe.numerics.schemes import get_scheme
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import ptqpipe
 from ptqpipe.check.verify.command import verify
-from ptqpipe.conversion.relayout.run import relayout
+from ptqpipe.conversion.relayout.command import relayout
 from ptqpipe.errors import CheckpointError
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.search.brute_force import search as brute_force

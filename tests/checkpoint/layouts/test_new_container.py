@@ -14,7 +14,7 @@ from ptqpipe.check.diff import diff
 from ptqpipe.check.inspect import inspect
 from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import layouts as containers
-from ptqpipe.conversion.relayout.run import relayout
+from ptqpipe.conversion.relayout.command import relayout
 from ptqpipe.errors import FormatError, PtqError, UsageError
 from ptqpipe.run.machine import Machine
 from tests import tiny

@@ -21,7 +21,7 @@ from labs.allreduce_simulator.error import (
 from labs.allreduce_simulator.inputs import CANCELLATION, CHUNK, DISTRIBUTIONS, drawn, given, row_parallel
 from labs.allreduce_simulator.schemes import SCHEMES, Partials, get_scheme, owners_of, reduce_of
 from ptqpipe.errors import UsageError
-from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives import codec_reference as reference
 from ptqpipe.serving.collectives.codecs import get_wire_codec
 from tests.labs.allreduce_simulator import measured
 

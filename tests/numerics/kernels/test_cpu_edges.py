@@ -9,7 +9,7 @@ import torch
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.kernels import cpu, reference
 from ptqpipe.numerics.qtensor import encode
-from ptqpipe.numerics.search import absmax, brute_force
+from ptqpipe.numerics.search import baselines, brute_force
 from ptqpipe.numerics.search.objective import formula, importance_blocks, magnitude_blocks
 from tests.numerics.search import cases, edges
 
@@ -70,7 +70,7 @@ def test_the_total_of_a_few_blocks_of_every_kind(name, weighted):
     assert cpu.score_total(w, fmt, global_scale=g, importance=importance) == total
 
 
-@pytest.mark.parametrize(("rule", "search"), [("absmax", absmax.search), ("exact", brute_force.search)])
+@pytest.mark.parametrize(("rule", "search"), [("absmax", baselines.absmax), ("exact", brute_force.search)])
 @pytest.mark.parametrize("exponent", [-73, -64])
 def test_the_total_of_blocks_far_below_their_scale_is_that_of_the_formula(rule, search, exponent):
     """Abs-max gives them 64 times the smallest scale, where the squares of their y are subnormal."""

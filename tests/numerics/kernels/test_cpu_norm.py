@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ptqpipe.numerics.kernels import cpu, cpu_norm
+from ptqpipe.numerics.kernels import cpu, cpu_layer
 
-pytestmark = pytest.mark.skipif(not cpu_norm.available(), reason="the CPU kernels are not built")
+pytestmark = pytest.mark.skipif(not cpu_layer.norms_available(), reason="the CPU kernels are not built")
 
 
 def in_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -23,7 +23,7 @@ def test_it_is_torchs_norm(n: int, isa: str) -> None:
     x[0, 3] = 0
     cpu.force_isa(isa)
     try:
-        y = cpu_norm.rms_norm(x, weight, 1e-5)
+        y = cpu_layer.rms_norm(x, weight, 1e-5)
     finally:
         cpu.force_isa(None)
     wanted = in_torch(x, weight, 1e-5)
@@ -37,7 +37,7 @@ def test_it_is_torchs_norm(n: int, isa: str) -> None:
 def test_what_is_not_finite_stays_in_its_row(bad: float) -> None:
     x, weight = torch.ones(3, 40).bfloat16(), torch.ones(40).bfloat16()
     x[1, 5] = bad
-    y = cpu_norm.rms_norm(x, weight, 1e-5)
+    y = cpu_layer.rms_norm(x, weight, 1e-5)
     assert torch.equal(y.isnan(), in_torch(x, weight, 1e-5).isnan())
     assert bool(y[1, 5].isnan())
     assert bool(y[[0, 2]].isfinite().all())
@@ -46,8 +46,8 @@ def test_what_is_not_finite_stays_in_its_row(bad: float) -> None:
 def test_rows_that_are_not_dense_and_none_at_all() -> None:
     weight = torch.rand(16).bfloat16()
     x = torch.randn(8, 32).bfloat16()
-    assert torch.equal(cpu_norm.rms_norm(x[:, ::2], weight, 1e-5), in_torch(x[:, ::2], weight, 1e-5))
-    assert cpu_norm.rms_norm(torch.empty(0, 16, dtype=torch.bfloat16), weight, 1e-5).shape == (0, 16)
+    assert torch.equal(cpu_layer.rms_norm(x[:, ::2], weight, 1e-5), in_torch(x[:, ::2], weight, 1e-5))
+    assert cpu_layer.rms_norm(torch.empty(0, 16, dtype=torch.bfloat16), weight, 1e-5).shape == (0, 16)
 
 
 def test_threads_do_not_change_a_bit() -> None:
@@ -55,8 +55,8 @@ def test_threads_do_not_change_a_bit() -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = cpu_norm.rms_norm(x, weight, 1e-6)
+        alone = cpu_layer.rms_norm(x, weight, 1e-6)
         torch.set_num_threads(3)
-        assert torch.equal(cpu_norm.rms_norm(x, weight, 1e-6), alone)
+        assert torch.equal(cpu_layer.rms_norm(x, weight, 1e-6), alone)
     finally:
         torch.set_num_threads(threads)

@@ -14,7 +14,7 @@ import torch
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.numerics.formats import CODECS, get_format, packed_columns
 from ptqpipe.numerics.kernels import cpu, cpu_search, reference
-from ptqpipe.numerics.kernels.decoding import same_numbers
+from ptqpipe.numerics.kernels.cpu_decode import same_numbers
 from ptqpipe.numerics.qtensor import QTensor, encode
 from tests.numerics.kernels.cpu_cases import BFLOAT16, FLOAT16, FLOAT32, generator
 

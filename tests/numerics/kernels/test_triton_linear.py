@@ -13,7 +13,7 @@ import torch
 from ptqpipe.api.matrices import quantize
 from ptqpipe.numerics.kernels import cuda_fp8, triton_linear
 from ptqpipe.numerics.schemes import Activation
-from ptqpipe.runtime.activations import InputQuantizer, fp8_codes
+from ptqpipe.runtime.input_quantizers import InputQuantizer, fp8_codes
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
 
 CASES = Path(__file__).with_name("triton_linear_cases.py")

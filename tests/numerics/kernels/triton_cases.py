@@ -14,7 +14,7 @@ from ptqpipe.numerics.formats import Format, get_format, packed_columns
 from ptqpipe.numerics.kernels import triton as kernels
 from ptqpipe.numerics.kernels.reference import sum_blocks
 from ptqpipe.numerics.qtensor import QTensor, encode, squared_error
-from ptqpipe.numerics.search import absmax, brute_force
+from ptqpipe.numerics.search import baselines, brute_force
 from ptqpipe.numerics.search.objective import formula, importance_blocks, magnitude_blocks, scores
 from tests.numerics.search import edges, hostile
 
@@ -144,7 +144,7 @@ def test_absmax_scales_are_those_of_the_torch_search(name: str) -> None:
     g = torch.tensor(1.0) if fmt.has_global else None
     done = kernels.block_quantize(w.to(DEVICE), fmt, rule="absmax", global_scale=g)
     assert done is not None
-    scales = absmax.search(w, fmt, global_scale=g)
+    scales = baselines.absmax(w, fmt, global_scale=g)
     assert torch.equal(done[1].cpu(), scales)
     assert torch.equal(done[0].cpu(), encode(w, scales, fmt=fmt, global_scale=g).data)
 
@@ -278,7 +278,7 @@ def test_the_total_of_absmax_scales_is_that_of_the_formula(name: str) -> None:
     w = torch.randn(40, 64, generator=torch.Generator().manual_seed(10))
     w[3, :32] = 0.0
     g = torch.tensor(0.0019) if fmt.has_global else None
-    codes = absmax.search(w, fmt, global_scale=g).reshape(-1)
+    codes = baselines.absmax(w, fmt, global_scale=g).reshape(-1)
     each, _ = formula(magnitude_blocks(w, fmt), codes, fmt=fmt, global_scale=g, h=None)
     total = sum_blocks(each) * (1.0 if g is None else float(g.double().square()))
     assert kernels.score_total(w.to(DEVICE), fmt, rule="absmax", global_scale=g) == total

@@ -15,9 +15,9 @@ import triton.language as tl
 from ptqpipe.numerics.kernels import triton_symmetric as kernels
 from ptqpipe.numerics.kernels.triton import interpreting
 from ptqpipe.numerics.kernels.triton_messages import _RECIPROCAL
-from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives import codec_reference as reference
 from ptqpipe.serving.collectives.codecs import DTYPES, WireCodec, get_wire_codec
-from ptqpipe.serving.collectives.layout import cut
+from ptqpipe.serving.collectives.wire import cut
 from tests.serving.collectives.test_allreduce import simulated
 from tests.serving.collectives.test_kernels import adversarial, same
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.numerics.formats import CODECS, Format, get_codec, get_format
 from ptqpipe.numerics.qtensor import encode, round_to, squared_error
-from ptqpipe.numerics.search import _grid, brute_force, exact, window
+from ptqpipe.numerics.search import _grid, baselines, brute_force, exact
 from tests.numerics.search import cases
 
 DEPLOYED = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8")
@@ -96,7 +96,7 @@ def test_a_fixed_window_of_codes_is_not_enough() -> None:
     scales = exact.search(w, fmt)
     assert scales.tolist() == [[15]]
     assert squared_error(encode(w, scales, fmt=fmt), w) == 0.0
-    missed = encode(w, window.search(w, fmt), fmt=fmt)
+    missed = encode(w, baselines.window(w, fmt), fmt=fmt)
     assert squared_error(missed, w) == pytest.approx(6.25 * 2.0**-18, rel=1e-6)
 
 

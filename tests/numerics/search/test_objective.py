@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.numerics.formats import CODECS, get_format
-from ptqpipe.numerics.kernels.importance import normalize_importance
+from ptqpipe.numerics.kernels.cpu_tensors import normalize_importance
 from ptqpipe.numerics.qtensor import QTensor, encode, magnitude_codes, squared_error
 from ptqpipe.numerics.search.objective import (
     LANES,

@@ -20,12 +20,11 @@ from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import squared_error
 from ptqpipe.pipeline.budget.command import Budget, MixedPlan, plan_mixed, write_recipe
-from ptqpipe.pipeline.budget.units import find_groups, schemes_of
+from ptqpipe.pipeline.budget.plan_units import find_groups, schemes_of
 from ptqpipe.quantization.metric import output_error
-from ptqpipe.recipe.file import load_recipe
+from ptqpipe.recipe.file import exact_patterns, load_recipe
 from ptqpipe.recipe.knapsack import solve
 from ptqpipe.recipe.recipe import matches
-from ptqpipe.recipe.write import exact_patterns
 from tests.quantization import inputs
 from tests.tiny import LLAMA_CONFIG, Tensors, fused_moe, llama, save
 

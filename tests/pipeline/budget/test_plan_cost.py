@@ -18,10 +18,10 @@ from ptqpipe.models.source import Source
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.pipeline.budget import cost
-from ptqpipe.pipeline.budget.metric import ByTokens, ByWindows
-from ptqpipe.pipeline.budget.units import Group, find_groups, schemes_of
+from ptqpipe.pipeline.budget.error_metric import ByTokens, ByWindows
+from ptqpipe.pipeline.budget.plan_units import Group, find_groups, schemes_of
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 from tests import tiny
 from tests.quantization.inputs import inputs_of_llama, write_statistics
 

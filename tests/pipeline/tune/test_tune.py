@@ -22,7 +22,7 @@ from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.data import Samples, load_samples
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.calibration.runner import Runner
-from ptqpipe.check.evaluate.text import SAMPLE
+from ptqpipe.check.evaluate.tokenized_text import SAMPLE
 from ptqpipe.checkpoint import tensor_file
 from ptqpipe.cli import main
 from ptqpipe.conversion import command as convert_stage, conversion
@@ -33,7 +33,7 @@ from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import backwards, command as tune, feedback, in_order
 from ptqpipe.pipeline.tune.block import BlockWork
-from ptqpipe.pipeline.tune.options import TuneOptions
+from ptqpipe.pipeline.tune.tune_options import TuneOptions
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import LARGE_MATRIX, Machine

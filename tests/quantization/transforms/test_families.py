@@ -13,8 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.conversion.transform.command import transform
 from ptqpipe.conversion.transform.plan import TransformOptions
-from ptqpipe.conversion.transform.run import transform
 from ptqpipe.errors import UsageError
 from ptqpipe.models.families import Norms
 from ptqpipe.models.families.table import FAMILIES

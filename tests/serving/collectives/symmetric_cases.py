@@ -17,9 +17,8 @@ from ptqpipe.errors import UsageError
 from ptqpipe.numerics.kernels import triton_symmetric
 from ptqpipe.serving.collectives import QuantAllReduce
 from ptqpipe.serving.collectives.codecs import DTYPES, get_wire_codec
-from ptqpipe.serving.collectives.layout import cut
-from ptqpipe.serving.collectives.stats import Stats
 from ptqpipe.serving.collectives.symmetric import SymmetricExchange, SymmetricMemory, buffer_bytes
+from ptqpipe.serving.collectives.wire import Stats, cut
 from tests.serving.collectives.ranks import on_ranks
 from tests.serving.collectives.test_allreduce import partial, simulated
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from ptqpipe.errors import UsageError
 from ptqpipe.serving.collectives import NEVER, QuantAllReduce, Thresholds
+from ptqpipe.serving.collectives.codec_reference import decode, decode_units, encode, encode_units, rotate
 from ptqpipe.serving.collectives.codecs import CODECS, DTYPES, WireCodec, get_wire_codec
-from ptqpipe.serving.collectives.reference import decode, decode_units, encode, encode_units, rotate
 from tests.serving.collectives.ranks import on_ranks
 
 WORLDS = (2, 3, 5)

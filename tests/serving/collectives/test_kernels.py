@@ -1,4 +1,4 @@
-"""The compiled messages are those of ``reference.py``, bit for bit, on every instruction set that this machine has."""
+"""The compiled messages are those of ``codec_reference.py``, bit for bit, on every instruction set of this machine."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ptqpipe.numerics.kernels import cpu_collective, cpu_library as lib
-from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives import codec_reference as reference
 from ptqpipe.serving.collectives.codecs import CODECS, DTYPES, WireCodec, get_wire_codec
 
 WIRES = [

@@ -1,11 +1,11 @@
-"""The Triton messages are those of ``reference.py``, bit for bit. Run by ``test_triton.py`` under the interpreter."""
+"""The Triton messages are those of ``codec_reference.py``, bit for bit. ``test_triton.py`` runs it."""
 
 import pytest
 import torch
 
 from ptqpipe.numerics.kernels import triton_collective
 from ptqpipe.numerics.kernels.triton import interpreting
-from ptqpipe.serving.collectives import reference
+from ptqpipe.serving.collectives import codec_reference as reference
 from ptqpipe.serving.collectives.codecs import DTYPES, get_wire_codec
 from tests.serving.collectives.test_kernels import adversarial, same
 

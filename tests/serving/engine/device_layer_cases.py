@@ -18,12 +18,12 @@ from transformers.models.llama import modeling_llama
 from ptqpipe.numerics.kernels import cpu_linear, triton_attention, triton_layer, triton_linear
 from ptqpipe.numerics.kernels.triton import interpreting
 from ptqpipe.runtime import load, packed
-from ptqpipe.serving.engine import device_layers, runner as runners
+from ptqpipe.serving.engine import device_layers, model_runner as runners
 from ptqpipe.serving.engine.attention import PagedAttention
 from ptqpipe.serving.engine.batch import Batch, Span
 from ptqpipe.serving.engine.device_layers import BOUND, use_device_layers
 from ptqpipe.serving.engine.graphs import StepGraphs
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 from tests.runtime.models import SIZES, quantized
 from tests.serving.engine.models import has_kernels, steps
 

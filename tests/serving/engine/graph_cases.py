@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ptqpipe.numerics.kernels.triton import interpreting
 from ptqpipe.serving.engine.batch import Batch, Span
 from ptqpipe.serving.engine.graphs import StepGraphs
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 
 BLOCK, MAX_LEN = 4, 24
 DEVICE = "cpu" if interpreting() else "cuda"

@@ -11,7 +11,7 @@ from ptqpipe.numerics.kernels import cpu_library, cpu_linear
 from ptqpipe.runtime import load_model
 from ptqpipe.serving.engine.batch import Batch, Span
 from ptqpipe.serving.engine.engine import Engine, EngineOptions, Piece, Request
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 from ptqpipe.serving.engine.sequence import SamplingParams
 
 DEMO = Path(__file__).resolve().parents[3] / "ptqpipe" / "demo_model"

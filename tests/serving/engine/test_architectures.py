@@ -14,8 +14,8 @@ from transformers import masking_utils
 
 from ptqpipe.errors import UsageError
 from ptqpipe.serving.engine.attention import Terms, causal_mask, explicit_attention, fused_attention
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner, context_length
 from ptqpipe.serving.engine.probe import check_empty, rule_of
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner, context_length
 from tests.serving.engine.models import ask, engine, generate, greedy_of, tokenizer
 
 SIZES: dict[str, Any] = {

@@ -9,7 +9,7 @@ import torch
 from ptqpipe.runtime import load_model, simulate
 from ptqpipe.serving.engine import attention
 from ptqpipe.serving.engine.batch import Batch, Span
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 from tests.runtime.models import quantized, save_source
 from tests.runtime.test_kv_cache import SCHEME, scales_named, with_scales
 from tests.serving.engine.models import ask, engine, generate, greedy_of, tokenizer

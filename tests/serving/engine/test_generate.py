@@ -11,7 +11,7 @@ import pytest
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.runtime import load_model
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 from ptqpipe.serving.engine.sequence import Finish
 from tests.serving.engine import models
 from tests.serving.engine.models import ask, encoded, engine, generate, greedy, run_all, runner, tokens_of

@@ -11,11 +11,11 @@ import torch
 import ptqpipe
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime import load
-from ptqpipe.runtime.invariant import make_batch_invariant
+from ptqpipe.runtime.compiled import make_batch_invariant
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
 from ptqpipe.serving.engine import invariance
 from ptqpipe.serving.engine.batch import Batch, Span
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 from tests.runtime.models import quantized, save_source
 from tests.serving.engine.models import DEMO, has_one_order
 

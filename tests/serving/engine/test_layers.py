@@ -13,10 +13,10 @@ from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.runtime import load
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.linear import PackedLinear
-from ptqpipe.serving.engine import runner as runners
+from ptqpipe.serving.engine import model_runner as runners
 from ptqpipe.serving.engine.batch import Batch, Span
 from ptqpipe.serving.engine.layers import use_layers
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 from tests.runtime.models import linear_layers, quantized, save_source
 from tests.serving.engine.models import has_kernels, has_panels, steps
 

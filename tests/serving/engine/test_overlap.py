@@ -31,9 +31,9 @@ from ptqpipe.serving import command as serve
 from ptqpipe.serving.collectives import QuantAllReduce
 from ptqpipe.serving.engine.batch import Batch, Span
 from ptqpipe.serving.engine.engine import Engine, EngineOptions
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 from ptqpipe.serving.engine.overlap import Overlap, _Half, halves, least_tokens
 from ptqpipe.serving.engine.ranks import Leader, follow
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
 from tests.runtime.models import quantized, save_source
 from tests.serving.collectives.ranks import on_ranks
 from tests.serving.engine.models import DEMO, ask, generate, greedy_of

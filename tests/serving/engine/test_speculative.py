@@ -16,7 +16,7 @@ import ptqpipe
 from ptqpipe.runtime import load
 from ptqpipe.serving.engine.block_manager import BlockManager
 from ptqpipe.serving.engine.engine import Engine
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 from ptqpipe.serving.engine.scheduler import Chunk
 from ptqpipe.serving.engine.speculative import Drafter
 from tests import families

@@ -15,7 +15,7 @@ import transformers
 from ptqpipe.errors import UsageError
 from ptqpipe.serving.engine import invariance
 from ptqpipe.serving.engine.batch import Batch, Span
-from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 from tests.serving.engine.models import ask, engine, generate, greedy_of, run_all, tokenizer
 from tests.serving.engine.test_architectures import SIZES
 

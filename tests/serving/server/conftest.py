@@ -12,7 +12,7 @@ import pytest
 from ptqpipe.errors import PtqError
 from ptqpipe.serving.engine.service import Service
 from ptqpipe.serving.server.app import ServerOptions, create_app
-from ptqpipe.serving.server.run import bind, run
+from ptqpipe.serving.server.uvicorn_server import bind, run
 from tests.serving.engine import models
 
 TEMPLATE = (

@@ -18,7 +18,7 @@ import torch
 
 from ptqpipe.errors import UsageError
 from ptqpipe.serving.engine.engine import ContextTooLong
-from ptqpipe.serving.server.errors import api_error
+from ptqpipe.serving.server.error_responses import api_error
 from tests.serving.engine.models import PROMPTS, encoded, greedy, reference, tokenizer
 from tests.serving.server.conftest import TEMPLATE, Server, serving
 

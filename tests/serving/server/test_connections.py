@@ -12,7 +12,7 @@ import uvicorn
 
 from ptqpipe.errors import UsageError
 from ptqpipe.serving.server.connections import Connection, limited, limits_of
-from ptqpipe.serving.server.run import bind
+from ptqpipe.serving.server.uvicorn_server import bind
 
 HALF_HEADERS = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Le"
 HALF_BODY = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"

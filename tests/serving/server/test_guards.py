@@ -13,7 +13,7 @@ from ptqpipe.cli import main
 from ptqpipe.models import chat_template
 from ptqpipe.serving.engine.engine import ContextTooLong
 from ptqpipe.serving.server import guards
-from ptqpipe.serving.server.errors import ApiError
+from ptqpipe.serving.server.error_responses import ApiError
 from ptqpipe.serving.server.prompts import Prompts
 from tests.serving.engine import models
 from tests.serving.server.conftest import Server, serving

@@ -14,9 +14,9 @@ import torch
 import transformers
 
 from ptqpipe.errors import UsageError
-from ptqpipe.serving.checks import check_checkpoint, processor_of
 from ptqpipe.serving.command import ServeOptions, serving
 from ptqpipe.serving.engine import EngineOptions, Images, Overloaded, Request, SamplingParams, Service, State
+from ptqpipe.serving.preflight import check_checkpoint, processor_of
 from tests import processors
 from tests.serving.engine import images
 from tests.serving.server.test_processes import started

@@ -14,7 +14,7 @@ from ptqpipe.runtime import load
 from ptqpipe.runtime.fill import watched
 from ptqpipe.serving.engine.service import Service, State
 from ptqpipe.serving.facts import LINE_S, LoadingBar, facts_of, heading, instructions
-from ptqpipe.serving.server.run import bind, run
+from ptqpipe.serving.server.uvicorn_server import bind, run
 from tests.serving.engine.models import DEMO
 
 

@@ -13,7 +13,7 @@ from ptqpipe.serving.engine import Service, State
 from ptqpipe.serving.engine.engine import Counters
 from ptqpipe.serving.engine.service import Load
 from ptqpipe.serving.server.metrics import Metrics
-from ptqpipe.serving.server.run import Throughput
+from ptqpipe.serving.server.uvicorn_server import Throughput
 from tests.serving.engine.models import PROMPTS, encoded
 from tests.serving.server.conftest import Server, serving
 

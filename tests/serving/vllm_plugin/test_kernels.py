@@ -30,7 +30,7 @@ import ptqpipe.serving.vllm_plugin as plugin
 from ptqpipe.numerics.formats import FORMATS
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Activation
-from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.input_quantizers import InputQuantizer
 
 if not current_platform.is_cpu():
     pytest.skip("these kernels are for vLLM's CPU build", allow_module_level=True)
@@ -272,7 +272,7 @@ def test_experts_are_the_weighted_sum_of_those_held_here(here: list[int] | None)
 
 
 def test_experts_whose_gate_and_up_differ_in_global_scale_are_read_exactly() -> None:
-    from ptqpipe.serving.vllm_plugin.experts import _layers, _read
+    from ptqpipe.serving.vllm_plugin.fused_experts import _layers, _read
 
     one, two = random_q("nvfp4", 1, INNER, HIDDEN), random_q("nvfp4", 2, INNER, HIDDEN)
     other = QTensor(two.fmt, two.shape, two.data, two.scales, torch.tensor(0.0525))
@@ -285,7 +285,7 @@ def test_experts_whose_gate_and_up_differ_in_global_scale_are_read_exactly() -> 
 
 @pytest.mark.parametrize("name", ["fp8_tensor", "fp8_channel", "fp8_block"])
 def test_fp8_experts_are_read_in_every_shape_that_vllm_stores(name: str) -> None:
-    from ptqpipe.serving.vllm_plugin.experts import _layers, _read
+    from ptqpipe.serving.vllm_plugin.fused_experts import _layers, _read
 
     inner, hidden = 256, 128
     first = [[random_q(name, 10 * e + i, inner, hidden) for i in (1, 2)] for e in range(E)]

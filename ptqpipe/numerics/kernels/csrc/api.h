@@ -144,7 +144,7 @@ enum { PTQ_WIRE_INT8 = 0, PTQ_WIRE_INT6 = 1, PTQ_WIRE_INT4 = 2, PTQ_WIRE_E4M3 = 
 enum { PTQ_WIRE_BF16_SCALE = 0, PTQ_WIRE_E8M0_SCALE = 1, PTQ_WIRE_E4M3_SCALE = 2 };                     // scale
 enum { PTQ_WIRE_ENCODE = 0, PTQ_WIRE_DECODE = 1, PTQ_WIRE_REDUCE = 2, PTQ_WIRE_SUM = 3 };                                 // step
 
-// A step of ptqpipe/serving/collectives/reference.py: x -> message, message -> out, or messages (null: x itself) -> their sum.
+// A step of ptqpipe/serving/collectives/codec_reference.py: x -> message, message -> out, or messages (null: x itself) -> their sum.
 // SUM: the messages are numbers of the dtype, and there is no codec.
 struct ptq_collective {
     int32_t step, dtype, element, scale, block, hadamard, group, unused;

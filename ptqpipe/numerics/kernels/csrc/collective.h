@@ -1,4 +1,4 @@
-// The steps of the quantized all-reduce, unit by unit (ptqpipe/serving/collectives/reference.py): encode, decode, reduce, sum.
+// The steps of the quantized all-reduce, unit by unit (ptqpipe/serving/collectives/codec_reference.py): encode, decode, reduce, sum.
 #include "wire.h"
 #include "wire_unit.h"
 #include "wire_blocks8.h"

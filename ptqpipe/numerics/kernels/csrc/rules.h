@@ -1,6 +1,6 @@
 // The baselines: scale codes in closed form from a block's largest magnitude, and four over six, which scores two.
 //
-// Operation by operation what ptqpipe/numerics/search/_rules.py, absmax.py, absmax_pz.py, four_over_six.py and ocp_*.py compute.
+// Operation by operation what ptqpipe/numerics/search/baselines.py computes.
 
 // The nearest code of a MINIFLOAT3 scale, ties to even.
 INLINE vi nearest_scale(vf fitted, const Minifloat3Scale &s) {

@@ -1,0 +1,277 @@
+"""What stages read from statistics: the moments of a unit's inputs and the static scales of its activations.
+
+Statistics and learned codes are checked against the model and the plan beforehand (`check_model`, `open_statistics`).
+Moments are read when a unit is quantized and gone when it is done. A static scale is a constant or follows from the
+statistics, one for all layers that quantize one input together: readers fuse the gate and up projections of all experts
+of a layer, so these have one scale, which is found once. Must not know how moments are used or where scales are stored.
+"""
+
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe.calibration.inputs import OUT_ROWS, Moments
+from ptqpipe.calibration.statistics import KnownInputs, Statistics
+from ptqpipe.checkpoint import OF_WEIGHTS, name_of
+from ptqpipe.conversion.planned_outputs import corrected_biases
+from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.models.slices import Member
+from ptqpipe.models.source import Source
+from ptqpipe.numerics.rotation import rotated
+from ptqpipe.numerics.schemes import Activation
+from ptqpipe.quantization import CHUNK_ELEMENTS, fp8_scale, memory_bytes, nvfp4_scale, static_amax, two_sided
+from ptqpipe.quantization.columns import has_block_scales
+from ptqpipe.quantization.learned_codes import Rounding
+from ptqpipe.recipe.plan import Plan, Unit
+from ptqpipe.recipe.recipe import Recipe
+
+OUTPUT_BYTES = 36  # for each number of the moments of gradients, as read and as they are factored
+_SHOWN = 12  # hex digits of a fingerprint in a message
+
+
+def check_model(folder: Statistics | Rounding, source: Source) -> None:
+    """UsageError, with both fingerprints and the remedy, where ``folder`` is of another model than ``source``."""
+    theirs, ours = folder.model_fingerprint, source.reader.fingerprint()
+    if theirs == ours:
+        return
+    what, verb = ("statistics", "calibrate") if isinstance(folder, Statistics) else ("learned codes", "tune")
+    recorded, name = folder.content["model"].get("name"), name_of(source.reader.path)
+    model = f"the model {recorded}" if recorded else "another model"
+    if theirs[:OF_WEIGHTS] == ours[:OF_WEIGHTS]:
+        raise UsageError(
+            f"the {what} in {folder.path} belong to {model} with another config.json (fingerprint ..."
+            f"{theirs[-_SHOWN:]}, {name} has the same weights and ...{ours[-_SHOWN:]}); put that config.json back, or "
+            f"{verb} this model"
+        )
+    raise UsageError(
+        f"the {what} in {folder.path} belong to {model} (fingerprint {theirs[:_SHOWN]}), this is {name} "
+        f"(fingerprint {ours[:_SHOWN]}); name the folder with that model's files, or {verb} this one"
+    )
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+)")
+
+
+class InputScales:
+    """The static scale of every unit's input. What experts share is read once and kept; may be asked by threads."""
+
+    def __init__(self, recipe: Recipe, statistics: Statistics | None) -> None:
+        """``statistics`` None: the constant of the recipe."""
+        self._recipe = recipe
+        self._statistics = statistics
+        self._experts: dict[tuple[str, str], list[str]] | None = None  # (experts, leaf) -> modules
+        self._shared: dict[tuple[float, str, tuple[str, ...]], float] = {}
+        self._lock = threading.Lock()
+
+    def of(self, unit: Unit) -> list[torch.Tensor | None]:
+        """The scale of every member's input, float32 0-d, which they share; None where the scheme has none."""
+        largest = unit.scheme.activation.static_max
+        if largest is None:
+            return [None] * len(unit.members)
+        statistics = self._statistics
+        if statistics is None:
+            constant = torch.tensor(self._recipe.largest_input(unit.scheme.activation), dtype=torch.float32) / largest
+            return [constant] * len(unit.members)
+        amax = 0.0
+        alone = []
+        for module in map(module_of, unit.members):
+            match = _EXPERT.fullmatch(module)
+            leaves = () if match is None else self._fused_with(match[2])
+            if match is None or len(leaves) == 1:
+                alone.append(module)
+            else:
+                amax = max(amax, self._of_experts(statistics, match[1], leaves, largest))
+        amax = max(amax, self._amax(statistics, alone, largest))
+        nvfp4 = unit.scheme.activation is Activation.NVFP4_STATIC_GLOBAL
+        scale = (nvfp4_scale if nvfp4 else fp8_scale)(amax, headroom=self._recipe.headroom)
+        return [scale] * len(unit.members)
+
+    def _fused_with(self, leaf: str) -> tuple[str, ...]:
+        return next((group for group in self._recipe.fuse if leaf in group), (leaf,))
+
+    def _of_experts(self, statistics: Statistics, experts: str, leaves: tuple[str, ...], largest: float) -> float:
+        """The largest activation of these projections of all experts of a layer."""
+        key = (largest, experts, leaves)
+        with self._lock:
+            if key not in self._shared:
+                index = self._index(statistics)
+                modules = [module for leaf in leaves for module in index.get((experts, leaf), ())]
+                self._shared[key] = self._amax(statistics, modules, largest)
+            return self._shared[key]
+
+    def _index(self, statistics: Statistics) -> dict[tuple[str, str], list[str]]:
+        """(experts, leaf) -> the modules of that projection."""
+        if self._experts is None:
+            self._experts = defaultdict(list)
+            for module in statistics.modules:
+                match = _EXPERT.fullmatch(module)
+                if match is not None:
+                    self._experts[match[1], match[2]].append(module)
+        return self._experts
+
+    def _amax(self, statistics: Statistics, modules: list[str], largest: float) -> float:
+        """The largest activation that must not clip, over the inputs of these modules; 0 for none."""
+        first = {statistics.key(module): module for module in reversed(modules)}  # each input once
+        amax = 0.0
+        for module in first.values():
+            known = statistics.of(module)
+            found = static_amax(
+                known.amax,
+                known.second_moment,
+                known.quantiles,
+                policy=self._recipe.input_scale,
+                largest=largest,
+                name=module,
+            )
+            amax = max(amax, found)
+        return amax
+
+
+def module_of(member: Member) -> str:
+    """The name that statistics have for a weight: its module, with the expert of a stack."""
+    return member.module if member.stack is None else f"{member.module}[{member.source.expert}]"
+
+
+def open_statistics(
+    path: Path | None,
+    source: Source,
+    plan: Plan,
+    *,
+    recipe: Recipe,
+    learned: Rounding | None = None,
+    collected: bool = False,
+) -> Statistics | None:
+    """The statistics of this source with every moment that the plan's rules need; None where no folder was given.
+
+    learned    codes that are there already: what they are of needs no statistics to choose its own
+    collected  the moments that choosing codes reads are found during the run
+
+    UsageError for statistics of another model, for a module or moment that is missing, and for rules that need
+    statistics where there are none.
+    """
+    if path is None:
+        chosen = [unit for unit in plan.units if learned is None or not learned.has(unit.members[0].key)]
+        needy = next((unit.rule for unit in chosen if unit.rule.calibrated), None)
+        if needy is not None and not collected:
+            raise UsageError(
+                f"algorithm {needy.algorithm} with weighting {needy.weighting} needs statistics; make them with "
+                "`ptqpipe calibrate` and give --stats FOLDER; --data TEXT without --algorithm does it all at once"
+            )
+        if recipe.bias_correction and not collected:
+            raise UsageError("bias_correction needs statistics; make them with `ptqpipe calibrate` and give --stats")
+        return None
+    statistics = Statistics.open(path)
+    try:
+        check_model(statistics, source)
+        for unit in plan.units:
+            written = learned is not None and learned.has(unit.members[0].key)
+            _check_unit(unit, statistics, chosen=not collected and not written)
+        for weight in corrected_biases(plan, source, recipe):
+            statistics.of(weight.removesuffix(".weight"))
+    except BaseException:
+        statistics.close()
+        raise
+    return statistics
+
+
+def inputs_of(unit: Unit, statistics: KnownInputs) -> list[Moments]:
+    """The moments of every member's input, in order, and of the gradients at its outputs where those are known, and
+    GPTQ has the full moments; members that share an input share its tensors."""
+    found: dict[str, Moments] = {}
+    needed = _needed(unit)
+    for member in unit.members:
+        module = module_of(member)
+        key = statistics.key(module)
+        if key not in found:
+            full = "full_moment" in needed
+            block = not full and statistics.has(module, "block_moment")
+            known = statistics.of(module, block=block, full=full, held_out=True)
+            found[key] = known.rotated(unit.scheme.rotation)
+    both = unit.rule.algorithm == "gptq" and two_sided.possible(unit.scheme.fmt)
+    outputs = [statistics.output_moments(module_of(m), m.shape[0]) if both else None for m in unit.members]
+    inputs = [found[statistics.key(module_of(m))] for m in unit.members]
+    if any(known is None for known in outputs):  # what one costs would be less than others do
+        return inputs
+    return [replace(moments, outputs=known) for moments, known in zip(inputs, outputs, strict=True)]
+
+
+def _needed(unit: Unit) -> tuple[str, ...]:
+    """The moments that choosing the codes of a unit reads: those of rotated inputs follow from the full one."""
+    found = unit.rule.moments
+    return tuple(dict.fromkeys((*found, "full_moment"))) if found and unit.scheme.rotation else found
+
+
+def unit_extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
+    """About how much memory choosing the codes of a unit with statistics takes in addition to its weights."""
+    if not unit.rule.calibrated:
+        return 0
+    columns = max(member.shape[1] for member in unit.members)
+    squares = 0
+    if "full_moment" in _needed(unit):
+        held_out = statistics is not None and any(statistics.held_out(module_of(m)) for m in unit.members)
+        squares = 4 * columns * columns * (2 if held_out else 1) + memory_bytes(columns)
+        rows = max(member.shape[0] for member in unit.members)
+        known = statistics is not None and all(statistics.knows_outputs(module_of(m)) for m in unit.members)
+        both = known and unit.rule.algorithm == "gptq"
+        squares += OUTPUT_BYTES * rows * min(rows, OUT_ROWS) if both else 0
+    bits = unit.scheme.fmt.bits_per_weight(unit.members[0].shape)
+    codes = int(2 * bits / 8 * max(member.elements for member in unit.members))  # those of rtn wait beside them
+    run = CHUNK_ELEMENTS if not unit.scheme.fmt.shares_rows else unit.elements  # one scale for all rows: one run
+    return squares + codes + 40 * min(run, unit.elements)
+
+
+def means_of(unit: Unit, statistics: Statistics | None, weights: set[str]) -> list[torch.Tensor | None]:
+    """E[x] of the members among ``weights``, float32 [K], rotated like the weights."""
+    if statistics is None:
+        return [None] * len(unit.members)
+    block = unit.scheme.rotation
+    return [rotated(statistics.of(module_of(m)).mean, block) if m.weight in weights else None for m in unit.members]
+
+
+def describe_statistics(statistics: Statistics) -> Mapping[str, Any]:
+    """Their entry in the record."""
+    return {
+        "digest": statistics.digest,
+        "model": statistics.content["model"],
+        "data": statistics.content.get("data", {}),
+    }
+
+
+def _check_unit(unit: Unit, statistics: Statistics, *, chosen: bool) -> None:
+    """``chosen``: whether the unit's codes will be chosen with these statistics."""
+    static, calibrated = unit.scheme.needs_input_global_scale, unit.rule.calibrated and chosen
+    if not calibrated and not static and unit.scheme.low_rank is None:
+        return
+    rule, fmt = unit.rule, unit.scheme.fmt
+    if rule.weighting == "block" and not has_block_scales(fmt):
+        raise UsageError(f"{fmt.name} has no block scales along its rows to weight by blocks; use --weighting diagonal")
+    needed = dict.fromkeys(["second_moment", *["amax"] * static, *(_needed(unit) if calibrated else ())])
+    for member in unit.members:
+        module = module_of(member)
+        if module not in statistics.modules:
+            unplaced = statistics.content.get("unplaced")
+            if isinstance(unplaced, list) and f"{module}.weight" in unplaced:
+                raise UsageError(
+                    f"'{module}' has no statistics: transformers' model has no place for it, so nothing runs through "
+                    "it; --ignore it, or give it a rule with algorithm rtn and weighting none"
+                )
+            raise UsageError(f"{statistics.path} has no statistics of '{module}'; calibrate again, or --ignore it")
+        if statistics.columns(module) != member.shape[1]:
+            raise CheckpointError(
+                f"{statistics.path} has statistics of {statistics.columns(module)} inputs of '{module}', which has "
+                f"{member.shape[1]}; calibrate again"
+            )
+        for moment in needed:
+            if not statistics.has(module, moment):
+                kind = moment.partition("_")[0]
+                other = ", or convert with --algorithm rtn" if kind == "full" else ""
+                raise UsageError(
+                    f"{statistics.path} has no {moment} of '{module}'; calibrate again with --moments diagonal,{kind}"
+                    f"{other}"
+                )

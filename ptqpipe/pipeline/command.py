@@ -1,0 +1,252 @@
+"""pipeline: what convert does with a text, under a budget or when it is to be measured, by the other stages in order.
+
+    generate -> statistics -> transform -> plan -> tune -> convert -> verify -> eval -> report
+
+as far as the call needs them. Each stage writes into a hidden folder beside the output and resumes by itself, so a run
+that was interrupted anywhere ends with the same bytes. Statistics there are small (a few numbers for each input
+channel), and so are a transform's factors (``folded.py``); moments for GPTQ never lie on disk (``pipeline/tune``), and
+codes go as they are written into the output.
+
+Must not know how any stage works; what a quality does is in ``presets.py``.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ptqpipe.check.evaluate.eval_file import is_result
+from ptqpipe.check.report import is_report
+from ptqpipe.checkpoint import (
+    RECORD_FILE,
+    Mode,
+    Paths,
+    RankLock,
+    RunIdentity,
+    abandon,
+    check_disjoint,
+    check_file,
+    check_output,
+    check_place,
+    clear,
+    completed_run,
+    discard,
+    empty,
+    has_begun,
+    journal_name,
+    json_bytes,
+    locked,
+    output_errors,
+    read_journal,
+    read_json_object,
+    refuse_held,
+    run_id_of,
+    shown,
+    write_file,
+)
+from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, PtqError, UsageError, WrongOutput
+from ptqpipe.pipeline import messages as text
+from ptqpipe.pipeline.ledger import Ledger
+from ptqpipe.pipeline.prepare_stages import prepare
+from ptqpipe.pipeline.stages import Pipeline
+from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.run.machine import Machine, bars_of
+from ptqpipe.run.quantities import disk_size
+
+CALL_FILE = "pipeline.json"  # of a folder of --keep-stages
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a run made.
+
+    record      the content of ptqpipe.json
+    evaluation  the content of OUT.eval.json, None where nothing was measured
+    report      OUT.report.html, None where none was asked for
+    seconds     of this run, without what an interrupted one took
+    """
+
+    out: Path
+    record: Mapping[str, Any] = field(repr=False)
+    evaluation: Mapping[str, Any] | None = field(repr=False)
+    report: Path | None
+    seconds: float
+
+
+def pipeline(
+    model: str | Path,
+    *,
+    recipe: RecipeOptions | None = None,
+    recipe_path: Path | None = None,
+    out: Path | None = None,
+    work: PipelineOptions | None = None,
+    mode: Mode = "new",
+    machine: Machine | None = None,
+    say: Say = lambda line: None,
+) -> Made:
+    """Quantizes a model as well as ``work`` asks for, in one run.
+
+    model, recipe, recipe_path, out  as `convert` takes them
+    mode                             "resume" continues a run that was interrupted, to the same bytes
+    say                              is called with each line for people: what will be done, and every finished stage
+
+    Raises, before any work, UsageError for options that contradict each other or the reader, and OutputError for an
+    output that is there or a disk that is too small; then what the stages raise. AlreadyComplete where nothing is left
+    to resume.
+    """
+    prepared = prepare(model, recipe, recipe_path, out, work or PipelineOptions(), mode, machine or Machine())
+    return run(prepared, say=say)
+
+
+def run(run: Pipeline, *, say: Say = lambda line: None) -> Made:
+    """Runs what is decided, as `pipeline` does."""
+    begun, paths = time.monotonic(), Paths.of(run.out)
+    check_place(run.out)
+    with ExitStack() as held:
+        lock = _open(run, paths, held)
+        steps, said = run.steps(), set[str]()  # several stages look at the same data
+        for line in text.header(run, steps):
+            say(line)
+        for file in run.ledger.remove_damaged():
+            say(f"  warning: {file} is not as it was written; what it is a part of is made again")
+        try:
+            for number, step in enumerate(steps, 1):
+                started, label = time.monotonic(), f"[{number}/{len(steps)}] {step.name}"
+                with bars_of(label), suppress(AlreadyComplete):
+                    step.run()
+                say(f"{label}  {time.monotonic() - started:.1f} s")
+                for line in dict.fromkeys(one for one in run.notes if one not in said):
+                    say(f"  {line}")
+                said.update(run.notes)
+                run.notes.clear()
+        except BaseException as error:
+            _close_if_empty(run)
+            if isinstance(error, OSError | PtqError) and not lock.in_place():
+                raise OutputError(
+                    f"{shown(str(run.begun))} was removed, renamed or unmounted while this run was writing in it; put "
+                    "it back and --resume, or start again"
+                ) from None
+            raise
+        with output_errors(run.begun):
+            discard(paths, run.begun)
+    record = read_json_object(run.out / RECORD_FILE)
+    return Made(run.out, record, run.evaluation, run.report, time.monotonic() - begun)
+
+
+def _open(run: Pipeline, paths: Paths, held: ExitStack) -> RankLock:
+    """Refuses or accepts what lies at the output and beside it, and makes the hidden folder of the run. ``held`` gets
+    its lock, which keeps other runs from every stage of this one, and its journal."""
+    begun, identity = run.begun, run.identity
+    refuse_held(paths.partial)
+    with output_errors(begun):
+        lock = held.enter_context(locked(begun))
+    clear(paths)
+    for name, own, what in (("eval.json", is_result, "an eval file"), ("report.html", is_report, "a report")):
+        if getattr(run.work, name.partition(".")[0]):
+            check_file(run.beside(name), own=own, what=f"{what} of ptqpipe")
+    journal = begun / journal_name(0)
+    former = read_journal(journal).identity if journal.exists() and run.mode != "overwrite" else None
+    if former is None and run.mode != "overwrite":
+        with output_errors(begun):
+            empty(begun, keep=lock.name)  # of a call that was killed before it had begun, or while it was cleared
+    if run.mode == "new" and former is not None:
+        raise OutputExists(f"{begun} is left from an unfinished run; --resume continues it, --overwrite discards it")
+    if run.mode != "resume":
+        check_output(run.out, mode=run.mode)
+    changed = "" if former is None else _changed(former.parts, identity)
+    if changed:
+        raise UsageError(
+            f"{begun} was started with another value of {changed}; give what it had and --resume, or --overwrite to "
+            "start over"
+        )
+    if run.mode == "overwrite":
+        abandon(paths)
+    elif former is None or not former.replaces:
+        _refuse_others(run, paths, begun=former is not None)
+    if run.work.keep_stages is not None:
+        _keep(run, held)
+    if former is None:
+        _check_disk(run)
+        with output_errors(begun):
+            empty(begun, keep=lock.name)  # the stages of another call
+    new = RunIdentity(run_id_of(identity), "", identity, replaces=run.mode == "overwrite")
+    run.ledger = Ledger(begun, run.folder, former or new, paths.out)
+    held.callback(run.ledger.close)
+    return lock
+
+
+def _changed(former: Mapping[str, Any], identity: Mapping[str, str]) -> str:
+    """What another call decided otherwise, in words; empty for nothing."""
+    names = [*identity, *(name for name in former if name not in identity)]
+    changed = [name for name in names if former.get(name) != identity.get(name)]
+    return changed[0].removeprefix("the ") if changed else ""
+
+
+def _keep(run: Pipeline, held: ExitStack) -> None:
+    """Makes the folder of --keep-stages one of this call, since what lies there is used as this call's own. ``held``
+    gets its lock.
+    UsageError for a folder with other files, for that of a call that decided otherwise, and for one in the model or the
+    output."""
+    folder, call_file = run.folder, run.folder / CALL_FILE
+    for place, name in ((run.path, "the source"), (run.out, "the output")):
+        check_disjoint(Paths.of(place).out, folder, names=f"the stages' folder and {name}", option="--keep-stages")
+    with output_errors(folder):
+        others = folder.is_dir() and any(folder.glob("[!.]*"))
+    if others and not call_file.exists():
+        raise UsageError(f"--keep-stages {folder} has files that no run left there; name an empty folder, or a new one")
+    with output_errors(folder):
+        held.enter_context(locked(folder))
+    if call_file.exists():
+        changed = _changed(read_json_object(call_file), run.identity)
+        if changed:
+            raise UsageError(
+                f"--keep-stages {folder} has the stages of a run with another value of {changed}; name another folder"
+            )
+    else:
+        write_file(call_file, json_bytes(dict(run.identity)).decode())
+
+
+def _refuse_others(run: Pipeline, paths: Paths, *, begun: bool) -> None:
+    """Refuses an output that is there and not of this run, and the unfinished conversion of another call beside it.
+    Returns for a plain conversion to resume. ``begun``: whether a run of several stages is under way."""
+    there, name = paths.out.exists() and any(paths.out.iterdir()), shown(str(run.out))
+    record = read_json_object(run.out / RECORD_FILE) if there and completed_run(run.out) is not None else {}
+    entry = record.get("pipeline")
+    own = isinstance(entry, Mapping) and entry.get("run") == run_id_of(run.identity)
+    if own and not begun:
+        raise AlreadyComplete(f"{name} is already complete, by this very run; nothing is left to do", run.out)
+    if own or (run.way is None and run.work.budget is None):
+        return
+    if there:
+        none = "" if begun else "has no unfinished run next to it and "
+        raise WrongOutput(f"{name} {none}is no output of this run; --overwrite replaces it, or choose another -o")
+    if not begun and has_begun(paths):
+        raise WrongOutput(
+            f"{shown(str(paths.partial))} is left from an unfinished run of another call; give that call again with "
+            "--resume, or --overwrite discards it"
+        )
+
+
+def _check_disk(run: Pipeline) -> None:
+    """The output, and what certainly lies beside it."""
+    place = next(folder for folder in Paths.of(run.out).out.parents if folder.is_dir())
+    free, need = shutil.disk_usage(place).free, run.weights_bytes + max(run.disk.codes, run.disk.pairs) + run.disk.small
+    if need > free:
+        raise OutputError(
+            f"{place} has {disk_size(free)} free, the output and temporary files need {disk_size(need)}; free "
+            "some space, or choose another -o"
+        )
+
+
+def _close_if_empty(run: Pipeline) -> None:
+    """A run that failed before its first stage had made anything leaves nothing behind."""
+    journal = run.begun / journal_name(0)
+    if not journal.exists():
+        return
+    left = {path.name for path in run.begun.iterdir() if not path.name.startswith("lock-")}
+    if left == {journal.name} and run.work.keep_stages is None and not Paths.of(run.out).partial.exists():
+        journal.unlink()

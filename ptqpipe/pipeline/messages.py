@@ -1,0 +1,61 @@
+"""What a run of several stages tells people: before it what will be done, at its end what there is."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ptqpipe.check.evaluate.verdict import verdict
+from ptqpipe.conversion.convert_summary import kept_damaged, kept_not_finite
+from ptqpipe.conversion.output_error import judgement
+from ptqpipe.run.machine import peak_bytes
+from ptqpipe.run.quantities import disk_size, memory_size
+
+if TYPE_CHECKING:
+    from ptqpipe.pipeline.command import Made
+    from ptqpipe.pipeline.stages import Pipeline, Step
+
+
+def header(run: "Pipeline", steps: Sequence["Step"]) -> Iterator[str]:
+    """What will be done, a line for each stage, and what readers get wrong about the result."""
+    size = f"  ({disk_size(run.weights_bytes)} of weights and index)" if run.weights_bytes else ""
+    yield f"{run.path} -> {run.out}{size}"
+    for number, step in enumerate(steps, 1):
+        yield f"  {number} {step.name}: {step.words}"
+    if str(run.disk):
+        yield f"  disk for temporary files, at most: {run.disk}"
+    yield f"  memory: {run.memory}"
+    yield from (f"  warning: {line}" for line in run.warnings)
+
+
+def render(made: "Made") -> str:
+    """The closing lines: what was measured, in words, and where everything lies."""
+    lines = [*judgement(made.record), *kept_damaged(made.record)]
+    found = None if made.evaluation is None else verdict(made.evaluation)
+    if found is not None:
+        lines.append(str(found))
+    also = [str(path) for path in (_measured(made), made.report) if path is not None]
+    lines += [f"written: {', '.join(also)}"] if also else []
+    lines.append(f"Done: {made.out} {disk_size(_size(made))}, {made.seconds:.1f} s, peak {memory_size(peak_bytes())}")
+    return "\n".join(lines)
+
+
+def to_json(made: "Made") -> dict[str, Any]:
+    """The outcome as data."""
+    return {
+        "out": str(made.out),
+        "pipeline": made.record.get("pipeline"),
+        "evaluation": made.evaluation,
+        "report": None if made.report is None else str(made.report),
+        "not_finite": kept_not_finite(made.record),
+        "written_bytes": _size(made),
+        "seconds": made.seconds,
+        "peak_rss_bytes": peak_bytes(),
+    }
+
+
+def _measured(made: "Made") -> Path | None:
+    return None if made.evaluation is None else made.out.parent / f"{made.out.name}.eval.json"
+
+
+def _size(made: "Made") -> int:
+    return sum(file.stat().st_size for file in made.out.glob("*.safetensors*"))

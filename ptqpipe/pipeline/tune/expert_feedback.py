@@ -1,0 +1,123 @@
+"""Error feedback in the stacked experts of a layer, for each on the tokens that the quantized model sends to it.
+
+The first product of an expert is quantized on what the quantized layers before the stack give it, then the second one
+on what the first one makes of that by its codes. What the float model has at the same tokens is the target of both. A
+token counts as much as the expert's output does in the layer's. Experts go one by one, so the moments of one are in
+memory.
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ptqpipe.calibration.activations import Activations
+from ptqpipe.calibration.experts import SIDES, product_name, second_input
+from ptqpipe.calibration.paired_experts import ExpertInputs, StackInputs
+from ptqpipe.calibration.runner import BATCH_TOKENS
+from ptqpipe.numerics.kernels.cpu_decode import decoded
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.rotation import rotated
+from ptqpipe.pipeline.tune.block import BlockWork
+from ptqpipe.pipeline.tune.feedback import Given, Turn, chosen, outputs_of
+from ptqpipe.recipe.plan import Unit
+from ptqpipe.runtime.stacked_experts import first_stack
+
+
+def follow_stack(
+    work: BlockWork,
+    stack: str,
+    units: Sequence[Unit],
+    turn: Turn,
+    store: Callable[[], Activations],
+    on_unit: Callable[[str], None],
+) -> dict[str, QTensor]:
+    """Key -> the codes of the experts of the module ``stack``; none of weights that are to keep theirs.
+
+    units    of the stack, each in one product of one expert
+    store    opens a place for hidden states of all batches
+    on_unit  called with the name of each unit
+    """
+    places, of_place = work.places, defaultdict[str, list[Unit]](list)
+    for unit in units:
+        of_place[places[unit.members[0].key]].append(unit)
+    both = (*turn.seen, *(batch for batch in turn.judged if batch not in turn.seen))
+    entering = StackInputs.of(
+        work.block,
+        stack,
+        batches=both,
+        given=turn.given,
+        parameters=turn.parameters,
+        quantizers=work.quantizers,
+        known=turn.known,
+        store=store,
+    )
+    found: dict[str, QTensor] = {}
+    with contextlib.closing(entering):
+        count = len(work.block.module.get_submodule(stack).get_parameter("down_proj"))
+        for group in entering.groups(both, count):
+            learned, judging = (entering.inputs(group, batches) for batches in (turn.seen, turn.judged))
+            for expert in group:
+                found |= _follow_expert(work, stack, expert, of_place, learned.pop(expert), judging.pop(expert), turn)
+                for unit in (unit for side in SIDES for unit in of_place[product_name(stack, expert, side)]):
+                    on_unit(unit.id)
+    return found
+
+
+@torch.no_grad()
+def _follow_expert(
+    work: BlockWork,
+    stack: str,
+    expert: int,
+    of_place: Mapping[str, Sequence[Unit]],
+    learned: ExpertInputs,
+    judging: ExpertInputs,
+    turn: Turn,
+) -> dict[str, QTensor]:
+    """Key -> the codes of one expert, learned from some inputs and judged by others; ``of_place``: units by product."""
+    found: dict[str, QTensor] = {}
+    for side in SIDES:
+        place = product_name(stack, expert, side)
+        entering = [_entering(work, place, inputs) for inputs in (learned, judging)]
+        if here := of_place[place]:
+            moments, rows = entering[0].moments(f"{work.block.name}.{place}"), entering[1].weighted()
+            for unit in here if bool((moments.moment.diagonal() > 0).any()) else ():
+                members = [
+                    Given(m, moments, rows, outputs_of(work, m.key, turn.gradients), turn.decoded[m.key])
+                    for m in unit.members
+                ]
+                found |= chosen(work, unit, members, share=turn.share)
+        if side == "up":
+            first = _first(work, stack, expert, {**turn.decoded, **{key: decoded(q) for key, q in found.items()}})
+            module = work.block.module.get_submodule(stack)
+            learned, judging = (
+                ExpertInputs(
+                    _second_inputs(module, expert, inputs.exact, None),
+                    _second_inputs(module, expert, given.seen, first),
+                    inputs.weights,
+                )
+                for inputs, given in zip((learned, judging), entering, strict=True)
+            )
+    return found
+
+
+def _entering(work: BlockWork, place: str, inputs: ExpertInputs) -> ExpertInputs:
+    """What a product of an expert multiplies: inputs rotated as it does it, and quantized in the quantized model."""
+    quantizer = work.quantizers.get(place)
+    if quantizer is None:
+        return inputs
+    exact, seen = (rotated(x, quantizer.rotation) for x in (inputs.exact, inputs.seen))
+    return ExpertInputs(exact, quantizer.quantized(seen), inputs.weights)
+
+
+def _first(work: BlockWork, stack: str, expert: int, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """The first matrix of an expert as the module has it, made of decoded weights; None where it is not quantized."""
+    name = first_stack(work.block.module.get_submodule(stack))
+    assembly = next((a for a in work.assemblies if a.parameter == f"{stack}.{name}"), None)
+    return None if assembly is None else assembly.part(assembly.stacks[0][expert]).build(weights)[0]
+
+
+def _second_inputs(module: torch.nn.Module, expert: int, x: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
+    """`second_input` of rows [n, K], some of them at a time."""
+    return torch.cat([second_input(module, expert, rows, first) for rows in torch.split(x, BATCH_TOKENS)])
