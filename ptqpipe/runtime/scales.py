@@ -31,7 +31,7 @@ def check_scales(q: QTensor, *, scales: str, global_scale: str) -> QTensor:
         return q
     if bool((q.scales > 0).all()) and bool(q.scales.isfinite().all()):
         return q
-    empty = replace(q, scales=(q.scales == 0).to(q.scales.dtype), global_scale=None, low_rank=None)
+    empty = replace(q, scales=(q.scales == 0).to(q.scales.dtype), global_scale=None)
     if bool((q.scales == 0).any()) and not bool(empty.dequantize().any()):
         check_positive(q.scales[q.scales != 0], scales)
         return q

@@ -73,7 +73,7 @@ def code_difference(q: QTensor, other: QTensor, *, only_compare: bool = False) -
 
     ``only_compare``: of the first it is said whether it is 0, and of the second nothing. None for what has no kernel.
     """
-    if any(part.low_rank is not None or part.zeros is not None for part in (q, other)) or q.shape != other.shape:
+    if any(part.zeros is not None for part in (q, other)) or q.shape != other.shape:
         return None
     jobs = [
         _decode_job(part.data, part.scales, part.fmt, part.shape, part.global_scale, part.global_divides)

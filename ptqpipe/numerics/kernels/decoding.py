@@ -8,7 +8,7 @@ from ptqpipe.numerics.qtensor import QTensor
 
 def decoded(q: QTensor, *, memory: torch.Tensor | None = None) -> torch.Tensor:
     """float32 [N, K]: ``q.dequantize()``, bit for bit. ``memory``: float32 of N x K numbers, which it may take."""
-    if q.data.device.type != "cpu" or q.low_rank is not None or q.zeros is not None or not cpu.available():
+    if q.data.device.type != "cpu" or q.zeros is not None or not cpu.available():
         return q.dequantize()
     found = cpu.dequantize(q.data, q.scales, q.fmt, q.global_scale, global_divides=q.global_divides, memory=memory)
     return q.dequantize() if found is None else found
