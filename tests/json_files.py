@@ -303,7 +303,7 @@ def _recipe(file: Path) -> Path:
     content = {
         "version": 1,
         "description": "d",
-        "rules": [{**rule, "refine": 3, "low_rank": 4}, {"match": "*", "format": "keep"}],
+        "rules": [{**rule, "refine": 3}, {"match": "*", "format": "keep"}],
         "keep": ["lm_head", "*.gate"],
         "fuse": [["q_proj", "k_proj"], ["w1", "w3"]],
         "container": "compressed_tensors",

@@ -110,7 +110,7 @@ def test_what_torch_allows_is_allowed() -> None:
         ("mxfp4", {"search": "ocp_even"}),
         ("fp8_dynamic", {"search": "absmax_pz"}),
         ("int4_g32", {"search": "absmax"}),
-        ("nvfp4", {"low_rank": 4, "container": "ptqpipe"}),
+        ("nvfp4", {"container": "ptqpipe"}),
     ],
 )
 def test_convert(model: Path, tmp_path: Path, format: str, options: dict[str, Any]) -> None:

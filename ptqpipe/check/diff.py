@@ -268,8 +268,6 @@ def _same_payload(left: Source, right: Source, name: str) -> bool:
             same = torch.equal(p.data, q.data) and torch.equal(p.scales, q.scales)
             if p.global_scale is not None and q.global_scale is not None:
                 same = same and torch.equal(p.global_scale, q.global_scale)
-            if p.low_rank is not None or q.low_rank is not None:
-                same = same and torch.equal(p.dequantize(), q.dequantize())
             if not same:
                 return False
     return True

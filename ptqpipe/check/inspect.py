@@ -270,9 +270,8 @@ def _facts(record: Mapping[str, Any]) -> dict[str, str]:
 
 def _rule(rule: Mapping[str, Any]) -> str:
     """What a rule says, its search where that is not left to the format."""
-    low_rank = f"rank {rule['low_rank']} in {rule.get('low_rank_dtype')}" if rule.get("low_rank") else None
-    more = [str(said) for said in (rule.get("search"), low_rank) if said not in (None, AUTO)]
-    return f"{rule.get('match')} {rule.get('scheme')}" + (f" ({', '.join(more)})" if more else "")
+    search = rule.get("search")
+    return f"{rule.get('match')} {rule.get('scheme')}" + ("" if search in (None, AUTO) else f" ({search})")
 
 
 def _contradictions(opened: Source) -> list[str]:

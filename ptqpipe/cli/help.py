@@ -34,7 +34,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Quality": (
         "quality", "stats", "rounding", "source", "apply", "search", "global_scale", "algorithm",
-        "weighting", "damping", "refine", "low_rank", "low_rank_dtype", "bias_correction", "moments", "method",
+        "weighting", "damping", "refine", "bias_correction", "moments", "method",
         "metric", "share", "train", "steps", "alpha", "powers_of_two", "edges", "block", "learn", "untie", "evaluation",
         "eval", "report",
     ),

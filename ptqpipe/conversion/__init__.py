@@ -46,4 +46,4 @@ from ptqpipe.conversion.planned_outputs import (
     outputs_of,
     with_reasons,
 )
-from ptqpipe.conversion.units import QuantizedRows, correct_unit, learned_codes, low_rank_bytes, quantize_unit
+from ptqpipe.conversion.units import learned_codes, quantize_unit

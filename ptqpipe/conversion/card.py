@@ -253,8 +253,6 @@ def _rule(rule: Mapping[str, Any], method: str = "") -> str:
     shown = {key: value for key, value in rule.items() if key not in ("match", "scheme")}
     if method:
         shown = {key: value for key, value in shown.items() if key not in _BY_TUNE} | {"codes by tune": method}
-    if not shown.get("low_rank"):
-        shown = {key: value for key, value in shown.items() if not key.startswith("low_rank")}
     return ", ".join([code(rule.get("scheme")), *(_words(f"{key} {value}") for key, value in shown.items())])
 
 

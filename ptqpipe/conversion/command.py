@@ -30,9 +30,9 @@ def _check_memory(conversion: Conversion, machine: Machine) -> None:
         f"whose weights share one scale in {job.unit.scheme.fmt.name}",
         "a format with a scale for each row",
     )
-    if job.unit.rule.calibrated or job.unit.scheme.low_rank is not None:
+    if job.unit.rule.calibrated:
         why = "whose second moment is factored in memory"
-        remedy = "--algorithm rtn --weighting diagonal without low_rank"
+        remedy = "--algorithm rtn --weighting diagonal"
     raise UsageError(
         f"--max-memory {option_size(machine.memory_bytes)} is too small for {job.id}, {why}; "
         f"give --max-memory {option_size_above(least)}, or {remedy}"

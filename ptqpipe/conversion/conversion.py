@@ -24,7 +24,7 @@ from ptqpipe.conversion.job import CopyTensor, Rewrite, merged, named_source, wr
 from ptqpipe.conversion.kv_cache import write_scales
 from ptqpipe.conversion.measured import Changes, certificate, changes_of, counting
 from ptqpipe.conversion.planned_outputs import MeanErrors, OutputJob, Outputs, QuantizeUnit
-from ptqpipe.conversion.units import learned_codes, low_rank_bytes, quantize_unit
+from ptqpipe.conversion.units import learned_codes, quantize_unit
 from ptqpipe.errors import NumericsError
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Scratch, Source, SourceRows
@@ -102,7 +102,7 @@ class Conversion(Rewrite[OutputJob]):
                 size = max(_memory_bytes(self.source, member) for member in unit.members)
                 codes += gathered_bytes([m.shape for m in unit.members], unit.scheme.fmt, element_bytes=size)
         whole = self.source.whole_bytes(dict.fromkeys(member.source.tensor for member in unit.members))
-        return whole + max(codes, low_rank_bytes(unit, self.statistics))
+        return whole + codes
 
     def do(self, job: OutputJob, writer: CheckpointWriter, share: Share) -> Mapping[str, Any]:
         """As `Rewrite`. NumericsError for damaged weights, and for what a format would lose."""

@@ -246,7 +246,7 @@ def describe_statistics(statistics: Statistics) -> Mapping[str, Any]:
 def _check_unit(unit: Unit, statistics: Statistics, *, chosen: bool) -> None:
     """``chosen``: whether the unit's codes will be chosen with these statistics."""
     static, calibrated = unit.scheme.needs_input_global_scale, unit.rule.calibrated and chosen
-    if not calibrated and not static and unit.scheme.low_rank is None:
+    if not calibrated and not static:
         return
     rule, fmt = unit.rule, unit.scheme.fmt
     if rule.weighting == "block" and not has_block_scales(fmt):

@@ -289,7 +289,7 @@ def prove_joint(ckpt: Source, members: Sequence[tuple[str, SourceRows]]) -> Opti
     if any(not torch.equal(q.scales, first.scales) for q, _ in runs):
         return Optimality(1, 1, worse=1, first=(0, 0))
     shape = (sum(q.shape[0] for q, _ in runs), first.shape[1])
-    joint = replace(first, shape=shape, data=torch.cat([q.data for q, _ in runs]), low_rank=None)
+    joint = replace(first, shape=shape, data=torch.cat([q.data for q, _ in runs]))
     return prove(joint.multiplying(), torch.cat([w for _, w in runs]), [0], total=1)
 
 
@@ -327,5 +327,5 @@ def _lines(
     else:
         pieces = list(found)
         data, scales = (torch.cat([getattr(q, name) for _, q, _ in pieces]) for name in ("data", "scales"))
-        q = replace(pieces[0][1], shape=(len(pieces), shape[1]), data=data, scales=scales, low_rank=None)
+        q = replace(pieces[0][1], shape=(len(pieces), shape[1]), data=data, scales=scales)
         yield lines, q, torch.cat([w for _, _, w in pieces])

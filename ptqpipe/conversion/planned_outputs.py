@@ -198,11 +198,6 @@ def container_of(recipe: Recipe, name: str) -> Container:
     container = get_container(name)
     for scheme in recipe.schemes():
         reason = container.supports(scheme)
-        if scheme.low_rank is not None and not container.ABILITIES.low_rank:
-            reason = (
-                f"no reader of {container.QUANT_METHOD} adds a low-rank part to a weight; use --container ptqpipe, or "
-                "leave low_rank out"
-            )
         if reason is not None:
             raise UnfitFormat(reason)
     if recipe.rotations and not container.ABILITIES.rotation:

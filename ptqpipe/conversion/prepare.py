@@ -73,7 +73,7 @@ def with_searches(recipe: Recipe, *, data: bool) -> Recipe:
     for rule in recipe.rules:
         found = replace(rule, search="exact") if data and rule.search == AUTO else rule
         get_search("exact" if found.search == AUTO else found.search)
-        scheme = found.stored_scheme
+        scheme = found.scheme
         if found.search == "enlarged" and scheme is not None and (found.calibrated or data or scheme.fmt.one_scale):
             why = (
                 f"{scheme.fmt.name} has one scale for all" if scheme.fmt.one_scale else "the data say what errors cost"
@@ -88,11 +88,9 @@ def check_used(options: RecipeOptions, recipe: Recipe, *, statistics: bool) -> N
     read = {name for rule in recipe.rules if rule.scheme is not None for name in ALGORITHMS[rule.algorithm].options}
     own = {name: key for key, row in ALGORITHMS.items() for name in row.options}
     static = any(scheme.needs_input_global_scale for scheme in recipe.schemes())
-    low_rank = any(rule.low_rank for rule in recipe.rules)
     kinds = "a format with static activation scales, such as nvfp4_w4a4"
     for option, given, used, needs in (
         *((f"--{n}", options.given.get(n), n in read, f"algorithm {own[n]}; give --stats") for n in own),
-        ("--low-rank-dtype", options.low_rank_dtype, low_rank, "a low-rank part; give --low-rank"),
         ("--input-scale", options.input_scale, static and statistics, f"--stats and {kinds}"),
         ("--headroom", options.headroom, static and statistics, f"--stats and {kinds}"),
         ("--input-amax", options.input_amax, static and not statistics, f"{kinds}, without --stats"),
@@ -228,8 +226,6 @@ def _check_rounding(found: Rounding, source: Source, plan: Plan) -> None:
     """Learned codes against model and plan. UsageError where they are another model's, or lack a weight."""
     check_model(found, source)
     for unit in plan.units:
-        if unit.scheme.low_rank is not None:
-            raise UsageError(f"{found.path} has codes that were learned without a low-rank part; leave low_rank out")
         keys = [member.key for member in unit.members]
         missing = [key for key in keys if not found.has(key)]
         if missing and len(missing) < len(keys):

@@ -103,7 +103,7 @@ _OF_CONVERTED = frozenset(
 )
 _OF_WEIGHTS = _OF_CONVERTED.union(
     ("algorithm", "weighting", "damping", "reverted", "held_out", "weighted_error", "metric", "output_error"),
-    ("versus_rtn", "low_rank", "rotation", "input_scale", "enlarged", "rechecked", "changed", "dtype"),
+    ("versus_rtn", "rotation", "input_scale", "enlarged", "rechecked", "changed", "dtype"),
 )
 _OF_KEPT = frozenset({"reason", "sha256", "bytes", "not_finite"})
 

@@ -306,13 +306,12 @@ class SourceRows:
 
     def quantized(self, start: int, stop: int) -> QTensor | None:
         """Rows [start, stop) as the source stores them below 8 bits; None where their numbers are not those of its
-        codes one by one: of any other weight, of one that is rotated or has a low-rank part, and where rows share
-        blocks."""
+        codes one by one: of any other weight, of one that is rotated, and where rows share blocks."""
         where = self._where
         stored = self._source.stored.get(where.tensor)
         if stored is None or not self.below_8_bits or stored.scheme.fmt.block[0] != 1 or where.rotation:
             return None
-        if stored.scheme.rotation or stored.scheme.low_rank is not None:
+        if stored.scheme.rotation:
             return None
         q, _ = self._stored_rows(start, stop)
         if where.step == 1:

@@ -6,7 +6,6 @@ Everything that is reported about a quantized weight is measured on this decode.
 stores the global scale as a divisor decodes as ``value(code) * (value(scale) / divisor)``
 (``global_divides``); the two agree bit for bit when the divisor is canonical (see ``global_scale.py``).
 Where blocks have zero points, value(code) - value(zero) takes the place of value(code).
-A weight with a low-rank part has its product added, float32, at the end.
 
 Knows formats and packing; must not know searches, files or containers.
 """
@@ -21,48 +20,6 @@ import torch
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.numerics.formats import Codec, Format, pack, packed_columns, unpack
 
-_PRODUCT_ELEMENTS = 1 << 21  # in float64 at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Factors:
-    """A low-rank part of a weight: ``left [N, r] diag(scale) right [r, K]``.
-
-    left, right  bfloat16, or float8_e4m3fn with a scale
-    scale        float32 ``[r]``, None for ones
-    """
-
-    left: torch.Tensor
-    right: torch.Tensor
-    scale: torch.Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K) of the product."""
-        return self.left.shape[0], self.right.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes as they are stored."""
-        return self.left.nbytes + self.right.nbytes + (0 if self.scale is None else self.scale.nbytes)
-
-    def product(self) -> torch.Tensor:
-        """float32 ``[N, K]``: the float64 product, rounded once. So its bits hardly depend on the order of the sums."""
-        right = self.right.to(torch.float32).double()
-        if self.scale is not None:
-            right *= self.scale.double().unsqueeze(1)
-        out = torch.empty(self.shape, dtype=torch.float32, device=self.left.device)
-        step = max(1, _PRODUCT_ELEMENTS // max(1, self.shape[1]))
-        for start in range(0, self.shape[0], step):
-            out[start : start + step] = self.left[start : start + step].to(torch.float32).double() @ right
-        return out
-
-    def narrow(self, dim: int, start: int, length: int) -> "Factors":
-        """The part of rows (dim 0) or columns (dim 1) ``[start, start+length)`` of the product."""
-        if dim == 0:
-            return replace(self, left=self.left[start : start + length])
-        return replace(self, right=self.right[:, start : start + length])
-
 
 @dataclass(frozen=True, slots=True)
 class QTensor:
@@ -75,7 +32,6 @@ class QTensor:
                   enumerable (float32, bfloat16, float16)
     global_scale  float32 0-d, None when the format has none
     global_divides  whether ``global_scale`` divides the block scales instead of multiplying them
-    low_rank      what is added to the decode, None for nothing
     zeros         uint8 codes of ``fmt.element`` ``[N/bn, K/bk]``, None when the format has no zero points
 
     >>> q = ptqpipe.quantize(torch.ones(128, 256), "nvfp4")
@@ -89,7 +45,6 @@ class QTensor:
     scales: torch.Tensor
     global_scale: torch.Tensor | None = None
     global_divides: bool = False
-    low_rank: Factors | None = None
     zeros: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -111,10 +66,6 @@ class QTensor:
         if found != ((torch.uint8, want) if self.fmt.has_zeros else None):
             wanted = f"needs uint8 zero points {list(want)}" if self.fmt.has_zeros else "has no zero points"
             raise FormatError(f"{self.fmt.name} {wanted}, got {'none' if found is None else found}")
-        if self.low_rank is not None and self.low_rank.shape != self.shape:
-            raise FormatError(
-                f"the low-rank part of a {self.shape[0]}x{self.shape[1]} weight is {list(self.low_rank.shape)}"
-            )
 
     def __repr__(self) -> str:
         return f"<QTensor {self.fmt.name} {self.shape[0]}x{self.shape[1]}, {self.nbytes} bytes>"
@@ -134,8 +85,8 @@ class QTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales (and global scale, zero points and low-rank part)."""
-        more = sum(part.nbytes for part in (self.low_rank, self.zeros) if part is not None)
+        """Bytes of codes and scales (and global scale and zero points)."""
+        more = 0 if self.zeros is None else self.zeros.nbytes
         return self.data.nbytes + self.scales.nbytes + (4 if self.global_scale is not None else 0) + more
 
     def block_scales(self) -> torch.Tensor:
@@ -150,15 +101,13 @@ class QTensor:
         values = to_blocks(code_values(self.codes, self.fmt.element), self.fmt)
         if self.zeros is not None:
             values = values - code_values(self.zeros, self.fmt.element).reshape(-1, 1)
-        decoded = from_blocks(values * self.block_scales().reshape(-1, 1), fmt=self.fmt, shape=self.shape)
-        return decoded if self.low_rank is None else decoded + self.low_rank.product()
+        return from_blocks(values * self.block_scales().reshape(-1, 1), fmt=self.fmt, shape=self.shape)
 
     def multiplying(self) -> "QTensor":
-        """With the global scale as a factor and without the low-rank part, as searches and :func:`encode` take it."""
-        q = self if self.low_rank is None else replace(self, low_rank=None)
-        if q.global_scale is None or not q.global_divides:
-            return q
-        return replace(q, global_scale=1.0 / q.global_scale, global_divides=False)
+        """With the global scale as a factor, as searches and :func:`encode` take it."""
+        if self.global_scale is None or not self.global_divides:
+            return self
+        return replace(self, global_scale=1.0 / self.global_scale, global_divides=False)
 
     def narrow(self, dim: int, start: int, length: int) -> "QTensor":
         """Rows (dim 0) or columns (dim 1) ``[start, start+length)``; FormatError unless both ends lie on block edges.
@@ -180,7 +129,6 @@ class QTensor:
             shape=(length, self.shape[1]) if dim == 0 else (self.shape[0], length),
             data=self.data.narrow(dim, at, count),
             scales=self.scales.narrow(dim, first, last - first),
-            low_rank=None if self.low_rank is None else self.low_rank.narrow(dim, start, length),
             zeros=None if self.zeros is None else self.zeros.narrow(dim, first, last - first),
         )
 

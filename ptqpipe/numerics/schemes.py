@@ -39,31 +39,6 @@ class Activation(StrEnum):
         return get_format("fp8_tensor").element.max if self is Activation.FP8_TENSOR_STATIC else None
 
 
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """A product of two thin matrices, [N, rank] and [rank, K], that is added to the decoded weight.
-
-    dtype  of both: "bf16", or "fp8" (E4M3 codes, one float32 scale for each of the ``rank`` components)
-    """
-
-    rank: int
-    dtype: str = "bf16"
-
-    def of(self, shape: tuple[int, int]) -> int:
-        """The rank that a weight [N, K] gets: a matrix has no more components than rows or columns."""
-        return min(self.rank, *shape)
-
-    def bits_per_weight(self, shape: tuple[int, int]) -> float:
-        """Stored bits of both matrices, for each of the N x K weights."""
-        rank = self.of(shape)
-        bits = 16 * sum(shape) * rank if self.dtype == "bf16" else (8 * sum(shape) + 32) * rank
-        return bits / (shape[0] * shape[1])
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} in {self.dtype}"
-
-
-LOW_RANK_DTYPES = ("bf16", "fp8")
 ROTATION_BLOCKS = (16, 32, 64, 128)  # columns that a rotation may take together
 
 
@@ -82,20 +57,17 @@ class Scheme:
     suffix: str
     aliases: tuple[str, ...] = ()
     container: str = "compressed_tensors"  # the default one
-    low_rank: LowRank | None = None  # what is added to the decoded weight; no row has one
     native: str = ""
     rotation: int = 0
 
     @property
     def label(self) -> str:
-        """The name, with what is added to it."""
-        turned = f", inputs rotated by {self.rotation}" if self.rotation else ""
-        return (self.name if self.low_rank is None else f"{self.name} + {self.low_rank}") + turned
+        """The name, with the rotation of the inputs."""
+        return self.name + (f", inputs rotated by {self.rotation}" if self.rotation else "")
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Stored bits of a weight [N, K], scales and all, for each of its numbers."""
-        own = self.fmt.bits_per_weight(shape)
-        return own if self.low_rank is None else own + self.low_rank.bits_per_weight(shape)
+        return self.fmt.bits_per_weight(shape)
 
     @property
     def needs_input_global_scale(self) -> bool:
@@ -109,7 +81,6 @@ class Scheme:
         block = f"{rows}x{columns}" if rows > 1 else "tensor" if not rows else str(columns) if columns else "row"
         weights = f"weights {fmt.element.name.upper()}, one {fmt.scale.name.upper()} scale per {block}"
         weights += ", one float32 scale per fused group" if fmt.has_global else ""
-        weights += "" if self.low_rank is None else f", plus a correction of {self.low_rank}"
         return f"{self.suffix}: {weights}; activations {_ACTIVATION_WORDS[self.activation]}"
 
 
@@ -190,7 +161,6 @@ class Abilities:
     matrices      weights of linear layers, one tensor each
     stacks        3-D stacks of experts as one tensor; without it each is ``...experts.<e>.<projection>.weight``
     transposed    weights that the model has as [in, out] (Conv1D), marked as such
-    low_rank      a low-rank part that is added to a weight
     rotation      rotations of a layer's inputs while the model runs
     kv_cache      scales of a quantized kv cache; None where no config announces them
     float32_scales  float scales are stored as float32, whatever they are: a bfloat16 scale comes back from it as itself
@@ -207,7 +177,6 @@ class Abilities:
     matrices: bool = True
     stacks: bool = False
     transposed: bool = False
-    low_rank: bool = False
     rotation: bool = False
     kv_cache: KvCache | None = None
     float32_scales: bool = False

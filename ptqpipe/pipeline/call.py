@@ -17,7 +17,7 @@ from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.recipe.recipe import Recipe
 
 SELF = "self"
-_BY_QUALITY = ("algorithm", "weighting", "damping", "refine", "low_rank", "low_rank_dtype")
+_BY_QUALITY = ("algorithm", "weighting", "damping", "refine")
 
 
 def check_alone(**given: object) -> None:

@@ -100,7 +100,7 @@ def encode_rows(
 
 def measure(q: QTensor, w: torch.Tensor) -> tuple[float, float]:
     """(sum (decode - w)^2, sum w^2) in float64, in the order of ``kernels.reference``."""
-    kernel = None if q.low_rank is not None else kernel_for(w.device, "decode_error")
+    kernel = kernel_for(w.device, "decode_error")
     done = None if kernel is None else kernel(q.data, q.scales, q.fmt, w, q.global_scale)
     return done if done is not None else reference.decode_error(q, w)
 

@@ -187,6 +187,10 @@ def parse_recipe(raw: Any) -> Recipe:
 def _rule(item: Any, index: int) -> Rule:
     where = f"rules[{index}]"
     plain = {name: kind for name, kind in get_type_hints(Rule).items() if name not in ("match", "scheme")}
+    if isinstance(item, Mapping) and "low_rank" in item:  # of recipes that earlier versions had
+        raise RecipeError(
+            f"{where}.low_rank: this ptqpipe has no low-rank parts; leave low_rank and low_rank_dtype out"
+        )
     raw = _mapping(item, where, {"match", "format", *plain})
     if "match" not in raw or "format" not in raw:
         raise RecipeError(f"{where} needs both match and format")

@@ -146,21 +146,12 @@ class CodeOptions:
         bounds=(0, 1000),
         usual="passes",
     )
-    low_rank: int = option(
-        0,
-        "Rank of a low-rank correction that is stored with each weight, 0 for none; needs --container ptqpipe.",
-        metavar="R",
-        bounds=(0, 4096),
-        usual="the usual is 16 to 64",
-    )
-    low_rank_dtype: str = option("bf16", "Type in which the factors of --low-rank are stored.", choices=("bf16", "fp8"))
 
     def search_for(self, fmt: str) -> str:
         """The search of the block scales for a format by its name: the one that is given, or what `SEARCHES` says."""
         if self.search != AUTO:
             return self.search
-        alone = not self.moments and not self.low_rank
-        return SEARCHES.get(fmt, "exact") if alone else "exact"
+        return "exact" if self.moments else SEARCHES.get(fmt, "exact")
 
     @property
     def moments(self) -> tuple[str, ...]:

@@ -16,13 +16,17 @@ from typing import Any
 from ptqpipe.checkpoint.patterns import alike, expression
 from ptqpipe.errors import PtqError, RecipeError, UsageError, one_line
 from ptqpipe.models.families import DEFAULT_FUSE, DEFAULT_KEEP, Fact, Keep, facts_of, fuse_of
-from ptqpipe.numerics.schemes import MIXED, ROTATION_BLOCKS, Activation, LowRank, Scheme, get_scheme
+from ptqpipe.numerics.schemes import MIXED, ROTATION_BLOCKS, Activation, Scheme, get_scheme
 from ptqpipe.recipe.options import INPUT_AMAX, CheckpointOptions, CodeOptions, check_options
 
 # The reason of a pattern that the caller gave beside the recipe: it overrides the recipe's word, exact names included.
 IGNORED = "ignored on request"
 # The reason of a pattern in the recipe's own keep list.
 BY_RECIPE = "kept by the recipe"
+
+# What earlier versions wrote into a rule without a low-rank part. It stays in the digest, so that their runs resume and
+# their records are still those of their runs.
+_NO_LOW_RANK = {"low_rank": 0, "low_rank_dtype": "bf16"}
 
 Named = frozenset[tuple[str, str]]
 """Pairs of a rule's pattern and the pattern of a default keep rule that it wins over; see `Recipe.named`."""
@@ -38,13 +42,6 @@ class Rule(CodeOptions):
     def __post_init__(self) -> None:
         check_pattern(self.match)
         check_options(self)
-
-    @property
-    def stored_scheme(self) -> Scheme | None:
-        """The scheme with the low-rank part: what containers store."""
-        if self.scheme is None or not self.low_rank:
-            return self.scheme
-        return replace(self.scheme, low_rank=LowRank(self.low_rank, self.low_rank_dtype))
 
     @property
     def calibrated(self) -> bool:
@@ -88,8 +85,6 @@ class Recipe(CheckpointOptions):
         if len(leaves) != len(set(leaves)):
             twice = next(leaf for leaf in leaves if leaves.count(leaf) > 1)
             raise RecipeError(f"fuse names {twice!r} in two groups; a weight can share one global scale only")
-        if self.rotations and any(rule.low_rank for rule in self.rules):
-            raise RecipeError("rotate and low_rank are not offered together; leave one of them out")
         if self.input_amax is not None and not 0.0 < self.input_amax < 1e30:
             raise RecipeError(f"input_amax {self.input_amax} is out of range; use a number above 0 and below 1e30")
         check_options(self)
@@ -178,7 +173,7 @@ class Recipe(CheckpointOptions):
 
     def schemes(self) -> tuple[Scheme, ...]:
         """The distinct schemes of the rules, in their order."""
-        stored = [rule.stored_scheme for rule in (*self.rules, *self._mtp_rules(["mtp"]))]
+        stored = [rule.scheme for rule in (*self.rules, *self._mtp_rules(["mtp"]))]
         return tuple(dict.fromkeys(scheme for scheme in stored if scheme is not None))
 
     @property
@@ -215,6 +210,7 @@ class Recipe(CheckpointOptions):
         """The inverse of `to_json`. RecipeError unless the recipe describes itself the same again."""
         described = {"mtp": "keep", **described}  # which earlier versions did not say
         try:
+            described["rules"] = [_without_low_rank(rule) for rule in described["rules"]]
             said = {"rotate": None, **described}
             given = {field.name: said[field.name] for field in fields(Recipe)}
             given["rules"] = tuple(Rule.from_json(rule) for rule in given["rules"])
@@ -235,7 +231,9 @@ class Recipe(CheckpointOptions):
     @property
     def digest(self) -> str:
         """sha256 of the JSON with its keys in order: the identity of a recipe in a run."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+        described = self.to_json()
+        described["rules"] = [{**rule, **_NO_LOW_RANK} for rule in described["rules"]]
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def check_pattern(pattern: str) -> None:
@@ -292,6 +290,15 @@ def failing_facts(
             wrong = [name for name in kept if matches(keep.pattern, name)]
         if wrong:
             yield fact, wrong
+
+
+def _without_low_rank(rule: Mapping[str, Any]) -> dict[str, Any]:
+    """A rule as an earlier version wrote it, as this one does. RecipeError for one with a low-rank part."""
+    if rule.get("low_rank"):
+        raise RecipeError(
+            f"low_rank is {rule['low_rank']!r:.40}, and this ptqpipe has no low-rank parts; convert again"
+        )
+    return {key: value for key, value in rule.items() if (key, value) not in _NO_LOW_RANK.items()}
 
 
 def _bits(rule: Rule) -> float:

@@ -175,8 +175,6 @@ def _keep_order(module: torch.nn.Module) -> str | None:
     if isinstance(module, PackedLinear):
         if module.packed.operand is None:
             return f"has no kernel here for {module.packed.fmt.name}"
-        if module.low_rank is not None:
-            return "has a low-rank part"
         if module.quantizer is not None and module.quantizer.rotation:
             return "has rotated inputs"
         module.packed.operand.keep_order()

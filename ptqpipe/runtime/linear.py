@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from ptqpipe.errors import CheckpointError
 from ptqpipe.numerics.kernels import cpu_linear
-from ptqpipe.numerics.qtensor import Factors, QTensor
+from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.runtime.input_quantizers import InputQuantizer
 from ptqpipe.runtime.packed import PackedWeight, packed_linear, packed_linears
 
@@ -23,7 +23,7 @@ class PackedLinear(torch.nn.Module):
     """``y = quantize(x) @ W.T + bias`` with W packed; x ``[..., in_features]`` in any float dtype, y in the same.
 
     The weight is no parameter: it is not in the ``state_dict``, its codes do not follow ``to(dtype)``, and do follow
-    ``to(device)``. A low-rank part of it is multiplied on its own, two thin products in the dtype of x.
+    ``to(device)``.
 
     dtype   of the ``weight`` that a model which asks for it is given
     loaded  whether the model is complete; before that it asks in order to initialize
@@ -44,8 +44,7 @@ class PackedLinear(torch.nn.Module):
         self.dtype, self.loaded = dtype, False
         self.register_buffer("unpacked", None, persistent=False)
         self.out_features, self.in_features = q.shape
-        self.packed = PackedWeight.from_qtensor(replace(q, low_rank=None)).arranged()
-        self.low_rank = q.low_rank
+        self.packed = PackedWeight.from_qtensor(q).arranged()
         self.quantizer = None if quantizer is None or quantizer.idle else quantizer
         self.siblings: Siblings | None = None
         self.register_parameter("bias", bias)
@@ -57,15 +56,12 @@ class PackedLinear(torch.nn.Module):
             return linear(x, self.unpacked.to(x.dtype), self.bias)
         if self.siblings is not None:
             return self.siblings.output(self, x)
-        if self.low_rank is None:
-            return packed_linear(x, self.packed, self.bias, quantizer=self.quantizer)
-        x = x if self.quantizer is None else self.quantizer(x)
-        return packed_linear(x, self.packed, self.bias) + _thin(x, self.low_rank)
+        return packed_linear(x, self.packed, self.bias, quantizer=self.quantizer)
 
     @property
     def operand(self) -> cpu_linear.Operand | None:
         """What the compiled kernel multiplies with, of a layer that is this product with its bias and no more."""
-        more = self.quantizer is not None or self.low_rank is not None or self.unpacked is not None
+        more = self.quantizer is not None or self.unpacked is not None
         return None if more else self.packed.operand
 
     def joined(self, others: Sequence[Any]) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -76,7 +72,7 @@ class PackedLinear(torch.nn.Module):
         """
         layers = [self, *others]
         for layer in layers:
-            if not isinstance(layer, PackedLinear) or layer.quantizer is not None or layer.low_rank is not None:
+            if not isinstance(layer, PackedLinear) or layer.quantizer is not None:
                 return None
             if layer.unpacked is not None or layer.siblings is not None or "forward" in vars(layer):
                 return None
@@ -106,8 +102,7 @@ class PackedLinear(torch.nn.Module):
         """
         if self.unpacked is not None:
             return self.unpacked
-        w = self.packed.dequantize()
-        w = (w if self.low_rank is None else w + self.low_rank.product()).to(self.dtype)
+        w = self.packed.dequantize().to(self.dtype)
         w._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it alone, as a loaded one
         if self.loaded:
             if self.quantizer is not None and self.quantizer.rotation:
@@ -130,9 +125,6 @@ class PackedLinear(torch.nn.Module):
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.packed.device)).dtype
         device = fn(torch.empty(0, dtype=torch.uint8, device=self.packed.device)).device
         self.packed = self.packed.to(device)
-        if self.low_rank is not None:
-            left, right, scale = self.low_rank.left, self.low_rank.right, self.low_rank.scale
-            self.low_rank = Factors(left.to(device), right.to(device), None if scale is None else scale.to(device))
         return self
 
 
@@ -155,7 +147,7 @@ class Siblings:
     def can_be(first: PackedLinear, second: PackedLinear) -> bool:
         """Whether two layers may have the same ones."""
         pair = (first, second)
-        if any(layer.quantizer is not None or layer.low_rank is not None for layer in pair):
+        if any(layer.quantizer is not None for layer in pair):
             return False
         one, other = first.packed.operand, second.packed.operand
         return one is not None and other is not None and cpu_linear.alike(one, other)
@@ -172,22 +164,13 @@ class Siblings:
         return y
 
 
-def _thin(x: torch.Tensor, factors: Factors) -> torch.Tensor:
-    """``x [..., K]`` times a low-rank part, ``[..., N]``, in the dtype of x: every factor's numbers fit bfloat16."""
-    hidden = linear(x, factors.right.to(x.dtype))
-    hidden = hidden if factors.scale is None else (hidden * factors.scale).to(x.dtype)
-    return linear(hidden, factors.left.to(x.dtype))
-
-
 def side_by_side(parts: list[QTensor]) -> QTensor | None:
-    """Matrices with the same inputs as one of all their rows; None where they share no format or global scale, or have
-    low-rank parts."""
+    """Matrices with the same inputs as one of all their rows; None where they share no format or global scale."""
     first = parts[0]
     if len(parts) == 1:
         return first
     same = all(
         part.fmt == first.fmt
-        and part.low_rank is None
         and part.shape[1] == first.shape[1]
         and part.global_divides == first.global_divides
         and (part.global_scale is None or torch.equal(part.global_scale, _scalar(first)))

@@ -67,9 +67,7 @@ class PackedWeight:
 
     @classmethod
     def from_qtensor(cls, q: QTensor) -> "PackedWeight":
-        """The weight of a QTensor, whose bytes it shares. FormatError for one with a low-rank part."""
-        if q.low_rank is not None:
-            raise FormatError("a packed weight has no low-rank part; multiply that on its own")
+        """The weight of a QTensor, whose bytes it shares."""
         if q.fmt.block[1] == WHOLE and q.fmt.element.name == "e4m3":
             return cls(q.fmt, q.shape, q.data, None, q.block_scales().reshape(-1).contiguous())
         if q.global_scale is None:

@@ -11,7 +11,7 @@ from math import gcd, prod
 import torch
 
 from ptqpipe.checkpoint import CheckpointReader, bytes_of
-from ptqpipe.checkpoint.layouts import Part, Role, StoredWeight, decode_low_rank, part_bytes, scale_codes
+from ptqpipe.checkpoint.layouts import Part, Role, StoredWeight, part_bytes, scale_codes
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import Format
@@ -91,13 +91,6 @@ def read_part(
         scales.reshape(part_fmt.scale_shape(local)),
         None if scalar is None else _read_scalar(source, scalar, expert),
         global_divides=divisor is not None,
-        low_rank=decode_low_rank(
-            stored,
-            lambda name, start, stop: source.reader.read(name, start=start or 0, stop=stop),
-            expert=expert,
-            rows=rows,
-            columns=columns,
-        ),
     )
     return check_scales(
         part, scales=_need(stored, Role.SCALES).name, global_scale="" if scalar is None else scalar.name
@@ -225,7 +218,7 @@ def check_scales(q: QTensor, *, scales: str, global_scale: str) -> QTensor:
         return q
     if bool((q.scales > 0).all()) and bool(q.scales.isfinite().all()):
         return q
-    empty = replace(q, scales=(q.scales == 0).to(q.scales.dtype), global_scale=None, low_rank=None)
+    empty = replace(q, scales=(q.scales == 0).to(q.scales.dtype), global_scale=None)
     if bool((q.scales == 0).any()) and not bool(empty.dequantize().any()):
         check_positive(q.scales[q.scales != 0], scales)
         return q

@@ -195,8 +195,6 @@ BAD_USAGE: list[tuple[tuple[str, ...], str]] = [
     (("convert", "model", "--input-scale", "mse", "-o", "out"), "--input-scale mse would change nothing"),
     (("convert", "model", "--format", "nvfp4_w4a4", "--headroom", "2", "-o", "out"), "--headroom 2.0 would change"),
     (("convert", "model", "--input-amax", "9", "-o", "out"), "--input-amax 9.0 would change nothing"),
-    (("convert", "model", "--low-rank-dtype", "fp8", "-o", "out"), "--low-rank-dtype fp8 would change nothing"),
-    (("convert", "model", "--low-rank", "4", "-o", "out"), "use --container ptqpipe"),
     (("convert", "model", "--container", "deepseek_fp8", "-o", "out"), "stores fp8_block only"),
 ]
 

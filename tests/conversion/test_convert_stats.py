@@ -170,10 +170,6 @@ def test_a_weight_that_held_out_samples_do_not_gain_by_goes_back(
     assert all(entry["versus_rtn"] <= 1.0 for entry in record.values())
     report = verify(tmp_path / "out", source=model, statistics=folder)
     assert report.faults == ()
-    low = run(model, folder, tmp_path / "low", scheme="nvfp4", container="ptqpipe", low_rank=8, **algorithm)["weights"]
-    told = [entry["low_rank"] for entry in low.values()]
-    assert {entry["held_out"] for entry in told} == {True}
-    assert all(entry["versus_codes"] <= 1.0 for entry in told)
 
 
 def test_what_the_gate_did_is_printed_and_reported(model: Path, tmp_path: Path) -> None:
@@ -562,8 +558,8 @@ def test_verify_with_statistics_finds_codes_that_do_not_follow_from_them(
 @pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_python_and_the_command_line_do_the_same_with_statistics(model: Path, stats: Path, tmp_path: Path) -> None:
-    done = ptqpipe.convert(model, stats=stats, low_rank=2, container="ptqpipe", out=tmp_path / "python", workers=1)
-    command = [sys.executable, "-m", "ptqpipe", "convert", str(model), "--stats", str(stats), "--low-rank", "2"]
+    done = ptqpipe.convert(model, stats=stats, refine=2, container="ptqpipe", out=tmp_path / "python", workers=1)
+    command = [sys.executable, "-m", "ptqpipe", "convert", str(model), "--stats", str(stats), "--refine", "2"]
     subprocess.run([*command, "--container", "ptqpipe", "-o", str(tmp_path / "shell"), "-q"], check=True)
     assert {rule["algorithm"] for rule in done.record["recipe"]["rules"]} == {"gptq"}
     assert (tmp_path / "python/model.safetensors").read_bytes() == (tmp_path / "shell/model.safetensors").read_bytes()

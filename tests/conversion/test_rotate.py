@@ -263,8 +263,6 @@ def test_what_cannot_be_rotated_is_refused(model: Path, tmp_path: Path) -> None:
     )
     refuse(RecipeError, "static scale of each input", model, tmp_path, format="nvfp4_w4a4", rotate="down_proj:64")
     refuse(FormatError, "no reader of modelopt rotates", model, tmp_path, container="modelopt", rotate="down_proj:64")
-    low = {"container": "ptqpipe", "low_rank": 4}
-    refuse(RecipeError, "rotate and low_rank", model, tmp_path, rotate="down_proj:64", **low)
     odd = tiny.save(tmp_path / "odd", tiny.llama(inner=288))
     refuse(RecipeError, "288 columns, which blocks of 64 do not divide", odd, tmp_path, rotate="down_proj:64")
     stacks = families.make_model(tmp_path / "moe", "glm4_moe")

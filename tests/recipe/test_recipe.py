@@ -1,5 +1,6 @@
 """Claims about recipes: what they accept, what they refuse and with which words, and which rule wins."""
 
+import hashlib
 import inspect
 import json
 import re
@@ -330,12 +331,11 @@ def test_the_default_fuse_table_holds_what_runtimes_fuse() -> None:
 
 
 RECORDED = """{"rules": [{"match": "*", "scheme": "nvfp4", "search": "auto", "global_scale": "search", "algorithm":
-"gptq", "weighting": "diagonal", "damping": 0.01, "order": "static", "scales": "auto", "refine": 2, "low_rank": 0,
-"low_rank_dtype": "bf16"}, {"match": "re:x", "scheme": "keep", "search": "auto", "global_scale": "search",
-"algorithm": "rtn", "weighting": "none", "damping": 0.01, "order": "static", "scales": "auto", "refine": 3,
-"low_rank": 0, "low_rank_dtype": "bf16"}], "keep": [["lm_head", "why"]], "fuse": [["a", "b"]],
-"container": "compressed_tensors", "input_amax": 336.0, "input_scale": "absmax", "headroom": 1.0, "kv_cache": "none",
-"bias_correction": false, "mtp": "keep", "shard_bytes": 7, "description": "text"}""".replace("\n", " ")
+"gptq", "weighting": "diagonal", "damping": 0.01, "order": "static", "scales": "auto", "refine": 2}, {"match":
+"re:x", "scheme": "keep", "search": "auto", "global_scale": "search", "algorithm": "rtn", "weighting": "none",
+"damping": 0.01, "order": "static", "scales": "auto", "refine": 3}], "keep": [["lm_head", "why"]], "fuse": [["a",
+"b"]], "container": "compressed_tensors", "input_amax": 336.0, "input_scale": "absmax", "headroom": 1.0, "kv_cache":
+"none", "bias_correction": false, "mtp": "keep", "shard_bytes": 7, "description": "text"}""".replace("\n", " ")
 
 
 def test_a_record_says_every_field_in_this_spelling_and_order() -> None:
@@ -358,6 +358,21 @@ def test_a_record_says_every_field_in_this_spelling_and_order() -> None:
     turned = replace(recipe, rotate="down_proj:64")
     assert turned.to_json() == recipe.to_json() | {"rotate": "down_proj:64"}
     assert Recipe.from_json(turned.to_json()).rotations == {"down_proj": 64}
+
+
+def test_a_recipe_of_a_version_with_low_rank_parts_is_the_same_without_one_and_refused_with_one() -> None:
+    """Its digest, which names a run, is that of the JSON as that version wrote it."""
+    recipe, earlier = Recipe.from_json(json.loads(RECORDED)), json.loads(RECORDED)
+    for rule in earlier["rules"]:
+        rule |= {"low_rank": 0, "low_rank_dtype": "bf16"}
+    assert Recipe.from_json(earlier) == recipe
+    assert recipe.digest == hashlib.sha256(json.dumps(earlier, sort_keys=True).encode()).hexdigest()
+    earlier["rules"][1]["low_rank"] = 4
+    with pytest.raises(RecipeError, match=r"low_rank is 4, .* convert again") as error:
+        Recipe.from_json(earlier)
+    assert "\n" not in str(error.value)
+    with pytest.raises(RecipeError, match=r"rules\[0\]\.low_rank: .* leave low_rank and low_rank_dtype out$"):
+        parse_recipe({"version": 1, "rules": [{"match": "*", "format": "nvfp4", "low_rank": 16}]})
 
 
 @pytest.mark.parametrize("name", named_recipes())
@@ -396,7 +411,7 @@ def test_every_option_sets_the_field_of_its_name(plain: Path) -> None:
     values: dict[str, Any] = {
         "container": "ptqpipe", "search": "absmax", "global_scale": "absmax", "input_amax": 5.0, "shard_bytes": 9,
         "algorithm": "gptq", "weighting": "block", "damping": 0.5, "refine": 1, "input_scale": "mse", "headroom": 2.0,
-        "kv_cache": "fp8", "bias_correction": True, "low_rank": 4, "low_rank_dtype": "fp8", "mtp": "nvfp4",
+        "kv_cache": "fp8", "bias_correction": True, "mtp": "nvfp4",
         "rotate": "down_proj:64",
     }  # fmt: skip
     assert values.keys() == recipe_fields().keys()

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.quantizers import auto
 
+import ptqpipe
 from ptqpipe.checkpoint.layouts import get_container
 from ptqpipe.errors import CheckpointError, PtqError, UsageError
 from ptqpipe.models.source import Source
@@ -25,7 +26,6 @@ from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.hf import PackedConfig, PackedQuantizer, _ranks, register, takes, unregister
 from ptqpipe.runtime.loading import check_load
 from tests.checkpoint.layouts.builders import Checkpoint, read_checkpoint
-from tests.conversion.test_low_rank import run as convert
 from tests.runtime.models import SIZES, float_twin, logits, packed_bytes, quantized
 
 
@@ -112,7 +112,7 @@ def stored_of(path: Path) -> dict[str, Any]:
 def test_experts_with_a_matrix_each_find_stacks_that_transformers_knows_whole(kind: str, tmp_path: Path) -> None:
     """The oracle is the source itself: FP8 moves no weight by more than 2^-4 of it."""
     original, path = save_stacked(kind, tmp_path / "source"), tmp_path / "q"
-    convert(tmp_path / "source", path, scheme="fp8_dynamic", container=None, low_rank=0)
+    ptqpipe.convert(tmp_path / "source", out=path, format="fp8_dynamic")
     assert any(".experts.1.gate_proj." in name for name in read_checkpoint(path).tensors)
     config = PackedConfig(packed=False, activations="none")
     for model in (from_pretrained(path, quantization_config=config), load_model(path, activations="none")):
@@ -137,7 +137,7 @@ def test_layers_that_a_model_multiplies_itself_quantize_their_inputs(tmp_path: P
     )  # fmt: skip
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / "q", scheme="fp8_dynamic", container=None, low_rank=0)
+    ptqpipe.convert(tmp_path / "source", out=tmp_path / "q", format="fp8_dynamic")
     inputs: list[torch.Tensor] = []
     for model in (load(tmp_path / "q", dtype="float32"), load_model(tmp_path / "q")):
         layer = model.model.layers[0].mamba.dt_proj

@@ -13,12 +13,12 @@ import torch
 import transformers
 from transformers import initialization
 
+import ptqpipe
 from ptqpipe.runtime import load, load_model, loading
 from ptqpipe.runtime.linear import PackedLinear, Stacked
 from ptqpipe.runtime.parallel import TensorParallel
 from ptqpipe.runtime.replace import multiplies_only
 from tests.checkpoint.layouts.builders import Checkpoint
-from tests.conversion.test_low_rank import run as convert
 from tests.runtime.models import TOKENS, local_kv_heads, logits, packed_bytes, quantized
 
 CASES = [
@@ -150,17 +150,6 @@ def test_a_model_knows_its_key_value_heads(sources: Mapping[str, Path], tmp_path
     assert local_kv_heads(load(path)) == local_kv_heads(load_model(path)) == expected
 
 
-def test_a_low_rank_part_stays_packed_beside_its_weight(sources: Mapping[str, Path], tmp_path: Path) -> None:
-    path = tmp_path / "q"
-    convert(sources["llama"], path, scheme="nvfp4", low_rank=4)
-    model = load(path, dtype="float32")
-    found = layers(model)
-    assert found
-    assert all(layer.low_rank is not None for layer in found.values())
-    exact = exact_logits(path)
-    assert distance(logits(model), exact) < 2 * distance(logits(load_model(path)), exact)
-
-
 def test_scales_of_the_kv_cache_follow_their_heads(sources: Mapping[str, Path], tmp_path: Path) -> None:
     checkpoint = quantized(sources["llama"], "compressed_tensors", "nvfp4")
     config: dict[str, Any] = dict(checkpoint.config)
@@ -217,7 +206,7 @@ def test_layers_that_share_their_weights_load(tmp_path: Path) -> None:
         layers_block_type=["mamba", "hybrid", "mamba", "hybrid"], pad_token_id=0,
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / "q", scheme="nvfp4", low_rank=0)
+    ptqpipe.convert(tmp_path / "source", out=tmp_path / "q", format="nvfp4", container="ptqpipe")
     model = load(tmp_path / "q", dtype="float32")
     blocks = [model.model.layers[at].shared_transf.self_attn.q_proj for at in (1, 3)]
     assert blocks[0].weight is blocks[1].weight
@@ -228,7 +217,7 @@ def test_layers_that_share_their_weights_load(tmp_path: Path) -> None:
 def test_a_linear_layer_of_another_name_stays_packed(tmp_path: Path) -> None:
     config = transformers.FalconConfig(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / "q", scheme="nvfp4", low_rank=0)
+    ptqpipe.convert(tmp_path / "source", out=tmp_path / "q", format="nvfp4", container="ptqpipe")
     model = load(tmp_path / "q", dtype="float32")
     assert len(layers(model)) == 8
     assert distance(logits(model), logits(load_model(tmp_path / "q"))) < 1e-5
@@ -260,7 +249,7 @@ def test_a_model_that_asks_for_a_weight_itself_gets_its_decode(tmp_path: Path) -
         source, path = tmp_path / f"{number}", tmp_path / f"{number}q"
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(source)
-        convert(source, path, scheme="nvfp4", low_rank=4 * number)
+        ptqpipe.convert(source, out=path, format="nvfp4", container="ptqpipe")
         model, exact = load(path, dtype="float32"), load_model(path)
         assert all(layer.unpacked is None for layer in layers(model).values())
         for _ in range(2):

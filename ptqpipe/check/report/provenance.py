@@ -15,15 +15,11 @@ def rules(record: Record | None) -> tuple[tuple[str, str, str], ...]:
     recipe = conversion.get("recipe") if conversion is not None else None
     rules = recipe.get("rules") if isinstance(recipe, Mapping) else None
     learned = _learned(record.raw) if record is not None else None
-    hidden = {"match", "scheme"} | ({"algorithm"} if learned is not None else set())
+    hidden = {"match", "scheme", "low_rank", "low_rank_dtype"} | ({"algorithm"} if learned is not None else set())
     found = []
     for rule in rules if isinstance(rules, list) else []:
         if isinstance(rule, Mapping):
-            how = [
-                f"{key.replace('_', ' ')} {value}"
-                for key, value in rule.items()
-                if key not in hidden and not (key.startswith("low_rank") and not rule.get("low_rank"))
-            ]
+            how = [f"{key.replace('_', ' ')} {value}" for key, value in rule.items() if key not in hidden]
             how += ["codes of ptqpipe tune instead of its algorithm's"] if learned is not None else []
             found.append((str(rule.get("match")), str(rule.get("scheme")), ", ".join(how)))
     return tuple(found)

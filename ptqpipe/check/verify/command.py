@@ -369,7 +369,6 @@ def _unit_job(run: _Run, planned: Outputs, unit: Unit) -> tuple[Findings, Weight
             found,
             cache_bytes=CACHE_BYTES,
             statistics=run.statistics,
-            with_statistics=isinstance(record.raw.get("statistics"), Mapping),
         )
         if run.optimal and unit.scheme.fmt.one_scale:
             prove_unit(run.ckpt, source, unit, record.weights, found)

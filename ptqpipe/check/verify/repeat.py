@@ -19,7 +19,7 @@ from ptqpipe.check.verify.findings import Findings
 from ptqpipe.checkpoint import RECORD_FILE, run_id_of
 from ptqpipe.checkpoint.json_values import json_differences
 from ptqpipe.checkpoint.layouts import Role
-from ptqpipe.conversion import Outputs, QuantizedRows, correct_unit, outputs_of, quantize_unit
+from ptqpipe.conversion import Outputs, outputs_of, quantize_unit
 from ptqpipe.conversion.measured import prove_joint
 from ptqpipe.conversion.record import Claim, Record, object_of, text_of
 from ptqpipe.errors import CheckpointError
@@ -29,9 +29,6 @@ from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search.proof import Optimality
 from ptqpipe.quantization.learned_codes import trained_of
 from ptqpipe.recipe.plan import Unit
-
-# Relative: a low-rank part from another processor's eigenvectors, rounded otherwise here and there.
-LOW_RANK_TOLERANCE = 1e-4
 
 
 def repeat_unit(
@@ -43,14 +40,11 @@ def repeat_unit(
     *,
     cache_bytes: int,
     statistics: Statistics | None = None,
-    with_statistics: bool = False,
 ) -> None:
     """Quantizes a unit again and compares its rows with the stored ones, its numbers with the claimed ones.
 
     A unit that was made with statistics is repeated where they are at hand: matrix products give the same bits on the
-    same kind of processor only. For that reason a low-rank part is compared by what it leaves.
-
-    with_statistics  whether the checkpoint was made with any
+    same kind of processor only.
     """
     if any(member.weight not in ckpt.stored or member.key not in claims for member in unit.members):
         return  # missing weights are reported by name elsewhere
@@ -59,29 +53,21 @@ def repeat_unit(
     cache = sum(member.elements for member in unit.members) * 2 <= cache_bytes
     rows = [SourceRows(source, m.source, shape=m.shape, cache=cache) for m in unit.members]
     differing: dict[tuple[int, int], str] = {}
-    quantized: QuantizedRows = {}
 
     def compare(member: int, row: int, q: QTensor) -> None:  # a second pass over a row replaces what the first found
-        if unit.scheme.low_rank is not None:
-            quantized[(member, row)] = q
         differing.pop((member, row), None)
         others = _unlike(ckpt, unit.members[member], row, q)
         if others:
             differing[(member, row)] = others
 
-    result = quantize_unit(unit, rows, compare, statistics=statistics, codes_only=True)
+    result = quantize_unit(unit, rows, compare, statistics=statistics, recheck=False)
     _check_outcomes(unit, result.record_fields, claims, findings)
     for (index, row), others in sorted(differing.items()):
         message = f"from row {row}: re-quantizing with the recorded recipe gives {others}"
         findings.fault("repeat", unit.members[index].key, message)
-    if unit.scheme.low_rank is not None and (statistics is not None or not with_statistics):
-        again = correct_unit(unit, rows, quantized, result, statistics=statistics, sink=lambda *_: None)
-        _check_low_rank(unit, [error.squared_error for error in again.errors], claims, findings)
     for member, error in zip(unit.members, result.errors, strict=True):
-        claim, ratio = claims[member.key], 1.0
-        if unit.scheme.low_rank is not None and error.squared_error:
-            ratio = claim.numbers.get("squared_error", 0.0) / error.squared_error
-        actual = {"versus_absmax": error.versus_absmax * ratio, "versus_plain_global": result.versus_plain_global}
+        claim = claims[member.key]
+        actual = {"versus_absmax": error.versus_absmax, "versus_plain_global": result.versus_plain_global}
         check_numbers(member.key, claim, actual, findings)
         for what, recorded, expected in (
             ("format", claim.format, unit.scheme.fmt.name),
@@ -93,17 +79,6 @@ def repeat_unit(
             if recorded != expected:
                 message = f"says {what}={recorded} in {RECORD_FILE}; the recipe gives {expected}"
                 findings.fault("record", member.key, message)
-
-
-def _check_low_rank(unit: Unit, errors: Sequence[float], claims: Mapping[str, Claim], findings: Findings) -> None:
-    """The squared error that each low-rank part leaves, against that of the record."""
-    for member, error in zip(unit.members, errors, strict=True):
-        claimed = claims[member.key].numbers.get("squared_error", 0.0)
-        if not math.isclose(claimed, error, rel_tol=LOW_RANK_TOLERANCE):
-            message = (
-                f"the low-rank part leaves a squared error of {claimed:.6g}; re-quantizing with the recorded recipe"
-            )
-            findings.fault("repeat", member.key, f"{message} leaves {error:.6g}")
 
 
 def _check_outcomes(

@@ -121,10 +121,6 @@ def _check_claim(stored: StoredWeight, name: str, claim: Claim, found: Findings,
     if claim.entry.get("rotation", 0) != stored.scheme.rotation:
         claimed = f"has rotation {claim.entry.get('rotation', 0)} in {RECORD_FILE}"
         found.fault("record", name, f"{claimed}, config.json rotates its inputs by blocks of {stored.scheme.rotation}")
-    low, described = stored.scheme.low_rank, claim.entry.get("low_rank")
-    ours = None if described is None else (described.get("rank"), described.get("dtype"))
-    if ours != (None if low is None else (low.of(stored.shape), low.dtype)):
-        found.fault("record", name, f"has the low-rank part {ours} in {RECORD_FILE}, stored is {low}")
     gained = claim.numbers.get("versus_rtn", 1.0)
     if gained > 1.0 or (claim.reverted and gained != 1.0):
         found.fault(

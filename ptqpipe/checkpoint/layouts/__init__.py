@@ -16,7 +16,6 @@ from ptqpipe.checkpoint.layouts._codec import (
     WHOLE_ROLES,
     decode,
     decode_input_global,
-    decode_low_rank,
     encode_part,
     part_bytes,
     part_offset,

@@ -5,7 +5,6 @@ whole block rows is a run of bytes. Must not know names, configs or files.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +13,7 @@ from ptqpipe.checkpoint.dtypes import DTYPE_NAMES, DTYPES, FLOATS
 from ptqpipe.checkpoint.layouts._types import Load, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError
 from ptqpipe.numerics.formats import CODECS, Format
-from ptqpipe.numerics.qtensor import Factors, QTensor, scale_values
+from ptqpipe.numerics.qtensor import QTensor, scale_values
 
 TORCH_DTYPES = {
     name: DTYPES[name][0] for name in ("U8", "I8", "I32", "I64", "F8_E4M3", "F8_E8M0", "F16", "BF16", "F32")
@@ -23,12 +22,7 @@ FLOAT_SCALES: dict[str, str] = {stored: short for short, (stored, _) in FLOATS.i
 """The codec of a scale that is stored as a plain float, by safetensors dtype."""
 
 # Parts that belong to the whole weight, not to rows of it.
-WHOLE_ROLES = frozenset(
-    (
-        *(Role.GLOBAL, Role.GLOBAL_DIVISOR, Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR),
-        *(Role.LOW_RANK_RIGHT, Role.LOW_RANK_SCALE, Role.SHAPE),
-    )
-)
+WHOLE_ROLES = frozenset((Role.GLOBAL, Role.GLOBAL_DIVISOR, Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR, Role.SHAPE))
 
 
 def part_bytes(part: Part) -> int:
@@ -44,8 +38,8 @@ def part_offset(
     fmt, shape  the format and (N, K) of the weight, of one expert in a stack
     row_start   a multiple of the format's block rows
 
-    Global scales and the right factor belong to the whole weight: their offset is that of the expert, and writing one
-    with every run of rows writes the same bytes again. Raises FormatError for a row inside a block, ValueError for a
+    Global scales belong to the whole weight: their offset is that of the expert, and writing one with every run of
+    rows writes the same bytes again. Raises FormatError for a row inside a block, ValueError for a
     missing ``expert``.
     """
     if part.stacked != (expert is not None):
@@ -57,7 +51,7 @@ def part_offset(
     rows = fmt.step(0)
     if not 0 <= row_start < shape[0] or row_start % rows:
         raise FormatError(f"row {row_start} of {part.name} does not begin a block; use multiples of {rows}")
-    if part.role in (Role.DATA, Role.LOW_RANK_LEFT):
+    if part.role is Role.DATA:
         return base + row_start * (one // shape[0])
     return base + fmt.scale_run(0, row_start, row_start + 1)[0] * (one // fmt.scale_shape(shape)[0])
 
@@ -83,8 +77,6 @@ def encode_part(part: Part, q: QTensor, *, input_global_scale: torch.Tensor | No
         return _stored_global(part, q.global_scale, q.global_divides is (part.role is Role.GLOBAL)).reshape(inner)
     if part.role in (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR):
         return _stored_global(part, input_global_scale, part.role is Role.INPUT_GLOBAL_DIVISOR).reshape(inner)
-    if part.role in (Role.LOW_RANK_LEFT, Role.LOW_RANK_RIGHT, Role.LOW_RANK_SCALE):
-        return _cut(_stored_factor(part, q.low_rank), inner)
     raise FormatError(f"{part.name} is not computed from the weight; copy it")
 
 
@@ -121,7 +113,6 @@ def decode(
         scales.reshape(fmt.scale_shape((stop - start, k))),
         None if source is None else _read(source, load, expert=expert).float().reshape(()),
         global_divides=divisor is not None,
-        low_rank=decode_low_rank(stored, load, expert=expert, rows=None if rows is None else [rows]),
     )
 
 
@@ -135,29 +126,6 @@ def _check_shape(stored: StoredWeight, load: Load) -> None:
             f"{stored.shape[0]}x{stored.shape[1]}; one of them is another weight's: start from the model's float "
             "checkpoint"
         )
-
-
-def decode_low_rank(
-    stored: StoredWeight,
-    load: Load,
-    *,
-    expert: int | None = None,
-    rows: Sequence[tuple[int, int]] | None = None,
-    columns: tuple[int, int] | None = None,
-) -> Factors | None:
-    """The low-rank part of a stored weight, or of rows and columns [start, stop) of it; None where it has none."""
-    if stored.scheme.low_rank is None:
-        return None
-    n = stored.shape[0]
-    left, right = _need(stored, Role.LOW_RANK_LEFT), _need(stored, Role.LOW_RANK_RIGHT)
-    runs = [_read(left, load, expert=expert, rows=run, total=n) for run in ([(0, n)] if rows is None else rows)]
-    whole = _read(right, load, expert=expert)
-    scale = stored.part(Role.LOW_RANK_SCALE)
-    return Factors(
-        runs[0] if len(runs) == 1 else torch.cat([run.view(torch.uint8) for run in runs]).view(runs[0].dtype),
-        whole if columns is None else whole[:, columns[0] : columns[1]],
-        None if scale is None else _read(scale, load, expert=expert).float(),
-    )
 
 
 def decode_input_global(stored: StoredWeight, load: Load, *, expert: int | None = None) -> torch.Tensor | None:
@@ -224,17 +192,6 @@ def _stored_global(part: Part, scale: torch.Tensor | None, invert: bool) -> torc
     if not (torch.isfinite(value) and value > 0):
         raise NumericsError(f"{part.name} would be {value.item()}; a scale must be finite and positive")
     return value.to(TORCH_DTYPES[part.dtype])
-
-
-def _stored_factor(part: Part, factors: Factors | None) -> torch.Tensor:
-    tensor = None
-    if factors is not None:
-        named = {Role.LOW_RANK_LEFT: factors.left, Role.LOW_RANK_RIGHT: factors.right}
-        tensor = named.get(part.role, factors.scale)
-    if tensor is None or tensor.dtype is not TORCH_DTYPES[part.dtype]:
-        found = "nothing" if tensor is None else str(tensor.dtype)
-        raise FormatError(f"{part.name} is stored as {part.dtype}, and the weight at hand has {found} for it")
-    return tensor.contiguous()
 
 
 def _need(stored: StoredWeight, role: Role) -> Part:

@@ -33,9 +33,6 @@ class Role(StrEnum):
     GLOBAL_DIVISOR = "global_divisor"  # its reciprocal
     INPUT_GLOBAL = "input_global"  # static global scale of the input, multiplies
     INPUT_GLOBAL_DIVISOR = "input_global_divisor"
-    LOW_RANK_LEFT = "low_rank_left"  # [N, rank], whose product with the next is added to the decode
-    LOW_RANK_RIGHT = "low_rank_right"  # [rank, K]
-    LOW_RANK_SCALE = "low_rank_scale"  # float32 [rank], multiplies; of FP8 factors only
     ZEROS = "zeros"  # zero points of the blocks
     GROUPS = "groups"  # which block each column belongs to, where they are not in order
     SHAPE = "shape"  # (N, K) once more

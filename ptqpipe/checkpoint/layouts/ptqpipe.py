@@ -5,15 +5,16 @@ as F8_E4M3, other codes as U8, float scales as themselves) and, where the format
 [1], multiplies). A stack of experts has a leading axis E in all of them. A weight that the float model holds as
 [in, out] is stored as [out, in] like any other and marked ``transposed``.
 
-A weight with a low-rank part has two matrices more, ``X_low_rank_left`` [N, r] and ``X_low_rank_right`` [r, K] (BF16,
-or F8_E4M3 with ``X_low_rank_scale``, F32 [r]): it stands for its decode plus left diag(scale) right, both for one
-input, quantized or not. The config:
+The config:
 
     "quantization_config": {
-      "quant_method": "ptqpipe", "version": 1,                              2 with a low-rank part, 3 with a rotation
-      "default": {"format": "e2m1/8/ue5m3", "activation": "none"},          and "low_rank": 16, "low_rank_dtype": "fp8"
+      "quant_method": "ptqpipe", "version": 1,                              3 with a rotation, such as "rotation": 64
+      "default": {"format": "e2m1/8/ue5m3", "activation": "none"},
       "weights": {"h.0.attn.c_attn.weight": {"format": ..., "transposed": true}, ...}    only what differs
     }
+
+Version 2 had low-rank parts, matrices ``X_low_rank_left`` and ``X_low_rank_right`` whose product was added to the
+decode. It is refused: without them a weight is another one.
 """
 
 from collections import Counter
@@ -27,16 +28,15 @@ from ptqpipe.checkpoint.layouts._lists import Lists
 from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import Format, get_codec, get_format
-from ptqpipe.numerics.schemes import LOW_RANK_DTYPES, ROTATION_BLOCKS, Abilities, Activation, KvCache, LowRank, Scheme
+from ptqpipe.numerics.schemes import ROTATION_BLOCKS, Abilities, Activation, KvCache, Scheme
 
 QUANT_METHOD = "ptqpipe"
 ABILITIES = Abilities(
-    stacks=True, transposed=True, low_rank=True, rotation=True, kv_cache=KvCache(), own_reader=True,
-    transformers="never",
-)  # fmt: skip
+    stacks=True, transposed=True, rotation=True, kv_cache=KvCache(), own_reader=True, transformers="never"
+)
 VERSION = 1
-LOW_RANK_VERSION = 2  # readers that do not know low-rank parts must not read past them
-ROTATION_VERSION = 3  # nor past inputs that are rotated: ``"rotation": 64`` of a weight
+LOW_RANK_VERSION = 2  # of earlier builds
+ROTATION_VERSION = 3  # readers that do not know inputs that are rotated must not read past them
 
 
 def supports(scheme: Scheme) -> str | None:
@@ -66,12 +66,6 @@ def parts(
         found.append(Part(f"{weight}_global_scale", "F32", (*lead, 1), Role.GLOBAL, stacked))
     if scheme.needs_input_global_scale:
         found.append(Part(f"{weight}_input_global_scale", "F32", (*lead, 1), Role.INPUT_GLOBAL, stacked))
-    if scheme.low_rank is not None:
-        rank, dtype = scheme.low_rank.of(shape), "BF16" if scheme.low_rank.dtype == "bf16" else "F8_E4M3"
-        found.append(Part(f"{weight}_low_rank_left", dtype, (*lead, n, rank), Role.LOW_RANK_LEFT, stacked))
-        found.append(Part(f"{weight}_low_rank_right", dtype, (*lead, rank, k), Role.LOW_RANK_RIGHT, stacked))
-        if dtype == "F8_E4M3":
-            found.append(Part(f"{weight}_low_rank_scale", "F32", (*lead, rank), Role.LOW_RANK_SCALE, stacked))
     return tuple(found)
 
 
@@ -103,9 +97,7 @@ def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
 
 def _version(schemes: Sequence[Scheme]) -> int:
     """The oldest version of the layout that has all of these."""
-    if any(scheme.rotation for scheme in schemes):
-        return ROTATION_VERSION
-    return VERSION if all(scheme.low_rank is None for scheme in schemes) else LOW_RANK_VERSION
+    return ROTATION_VERSION if any(scheme.rotation for scheme in schemes) else VERSION
 
 
 def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
@@ -131,8 +123,10 @@ def lists(config: Mapping[str, Any]) -> Lists:
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described = quantization_config(config)
-    if described.get("version") not in (VERSION, LOW_RANK_VERSION, ROTATION_VERSION):
-        known = f"{VERSION} to {ROTATION_VERSION}"
+    if described.get("version") == LOW_RANK_VERSION:
+        raise _has_low_rank("the checkpoint")
+    if described.get("version") not in (VERSION, ROTATION_VERSION):
+        known = f"{VERSION} and {ROTATION_VERSION}"
         raise CheckpointError(f"ptqpipe layout version {described.get('version')!r}; this ptqpipe reads {known}")
     default, listed = described.get("default"), described.get("weights")
     if not isinstance(default, Mapping) or not isinstance(listed, Mapping):
@@ -164,22 +158,26 @@ def _stored(weight: str, entry: Mapping[str, Any], names: Names) -> StoredWeight
     except FormatError as error:
         raise CheckpointError(f"{weight}: {error}") from None
     check_parts(expected, names, weight=weight)
-    if scheme.low_rank is None and f"{weight}_low_rank_left" in names:
-        raise CheckpointError(f"'{weight}_low_rank_left' is stored, but config.json gives {weight!r} no low_rank")
+    if "low_rank" in entry or any(f"{weight}_low_rank_{side}" in names for side in ("left", "right")):
+        raise _has_low_rank(repr(weight))
     return StoredWeight(weight, shape, scheme, expected, experts, transposed=entry.get("transposed") is True)
+
+
+def _has_low_rank(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{what} has a low-rank part, which an earlier build wrote and this ptqpipe does not read; convert the float "
+        "model again"
+    )
 
 
 def _entry(scheme: Scheme) -> dict[str, Any]:
     entry = {**_describe(scheme.fmt), "activation": str(scheme.activation)}
-    if scheme.low_rank is not None:
-        entry |= {"low_rank": scheme.low_rank.rank, "low_rank_dtype": scheme.low_rank.dtype}
     return entry | ({"rotation": scheme.rotation} if scheme.rotation else {})
 
 
 def _read_entry(weight: str, entry: Mapping[str, Any]) -> Scheme:
     try:
         scheme = scheme_for(_read_format(entry), Activation(entry.get("activation", "none")))
-        scheme = replace(scheme, low_rank=_read_low_rank(entry)) if "low_rank" in entry else scheme
         return replace(scheme, rotation=_read_rotation(entry)) if "rotation" in entry else scheme
     except (FormatError, ValueError) as error:
         raise CheckpointError(f"config.json describes {weight!r} as {dict(entry)}: {error}") from None
@@ -208,13 +206,6 @@ def _read_format(entry: Mapping[str, Any]) -> Format:
             raise FormatError(f"block {block!r} is not [rows, columns]")
         fmt = replace(fmt, block=(block[0], block[1]))
     return fmt
-
-
-def _read_low_rank(entry: Mapping[str, Any]) -> LowRank:
-    rank, dtype = entry["low_rank"], entry.get("low_rank_dtype")
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1 or dtype not in LOW_RANK_DTYPES:
-        raise FormatError(f"low_rank {rank!r} in {dtype!r} is not a rank in {' or '.join(LOW_RANK_DTYPES)}")
-    return LowRank(rank, dtype)
 
 
 def _read_rotation(entry: Mapping[str, Any]) -> int:

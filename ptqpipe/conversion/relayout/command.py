@@ -188,12 +188,6 @@ def prepare(source: Source, out: Path, *, container: str) -> Relayout:
         raise UsageError(f"{source.reader.path} is not quantized; `ptqpipe convert --container {name}` quantizes it")
     if source.container_name == name:
         raise UsageError(f"{source.reader.path} has the {name} layout already; choose another --container")
-    thin = next((weight for weight in source.stored.values() if weight.scheme.low_rank is not None), None)
-    if thin is not None:
-        raise FormatError(
-            f"{thin.weight} has a low-rank part ({thin.scheme.low_rank}), for which {name} has no place; "
-            "`ptqpipe dequantize` adds it to the weights, or convert the source without low_rank"
-        )
     turned = next((weight for weight in source.stored.values() if weight.scheme.rotation), None)
     if turned is not None and not target.ABILITIES.rotation:
         raise FormatError(

@@ -67,7 +67,7 @@ def _job(q: QTensor, step: int) -> ctypes.Structure | None:
     """The common fields, None where there is no kernel."""
     source = FORMATS["mxfp4"]
     known = (q.fmt.element, q.fmt.block, q.fmt.scale) == (source.element, source.block, source.scale)
-    plain = not q.fmt.has_global and q.zeros is None and q.low_rank is None
+    plain = not q.fmt.has_global and q.zeros is None
     rows = all(
         part.device.type == "cpu"
         and part.numel()

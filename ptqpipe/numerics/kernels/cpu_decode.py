@@ -73,7 +73,7 @@ def code_difference(q: QTensor, other: QTensor, *, only_compare: bool = False) -
 
     ``only_compare``: of the first it is said whether it is 0, and of the second nothing. None for what has no kernel.
     """
-    if any(part.low_rank is not None or part.zeros is not None for part in (q, other)) or q.shape != other.shape:
+    if any(part.zeros is not None for part in (q, other)) or q.shape != other.shape:
         return None
     jobs = [
         _decode_job(part.data, part.scales, part.fmt, part.shape, part.global_scale, part.global_divides)
@@ -131,7 +131,7 @@ def _all_values(codec: Codec) -> torch.Tensor:
 
 def decoded(q: QTensor, *, memory: torch.Tensor | None = None) -> torch.Tensor:
     """float32 [N, K]: ``q.dequantize()``, bit for bit. ``memory``: float32 of N x K numbers, which it may take."""
-    if q.data.device.type != "cpu" or q.low_rank is not None or q.zeros is not None or not lib.available():
+    if q.data.device.type != "cpu" or q.zeros is not None or not lib.available():
         return q.dequantize()
     found = dequantize(q.data, q.scales, q.fmt, q.global_scale, global_divides=q.global_divides, memory=memory)
     return q.dequantize() if found is None else found

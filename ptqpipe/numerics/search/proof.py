@@ -72,7 +72,7 @@ def cost(fmt: Format, elements: int) -> int:
 def prove(q: QTensor, w: torch.Tensor, lines: list[int], *, total: int) -> Optimality:
     """Compares every block of ``q`` with the best scales for ``w`` ``[N, K]``; ``total`` is passed on.
 
-    q      with a global scale that multiplies, and without a low-rank part
+    q      with a global scale that multiplies
     lines  the rows of the whole weight's scale grid that its rows of blocks are
     """
     fmt, stored = q.fmt, q.scales.reshape(-1)

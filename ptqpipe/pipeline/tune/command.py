@@ -85,8 +85,6 @@ def tune(
     prepared = prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats, collected=collects)
     with prepared:
         source = prepared.source
-        if any(unit.scheme.low_rank is not None for unit in prepared.outputs.plan.units):
-            raise UsageError("tune learns no codes together with a low-rank part; leave low_rank out of the recipe")
         check_place(out)
         config = config_of(source)
         samples = _samples(prepared, data, options, config, collects=collects)

@@ -18,7 +18,7 @@ class Unit:
     @property
     def scheme(self) -> Scheme:
         """The scheme of every member."""
-        scheme = self.rule.stored_scheme
+        scheme = self.rule.scheme
         if scheme is None:  # units are built from quantizing rules only
             raise AssertionError(self.id)
         return scheme

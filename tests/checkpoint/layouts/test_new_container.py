@@ -15,7 +15,7 @@ from ptqpipe.check.inspect import inspect
 from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import layouts as containers
 from ptqpipe.conversion.relayout.command import relayout
-from ptqpipe.errors import FormatError, PtqError, UsageError
+from ptqpipe.errors import FormatError, UsageError
 from ptqpipe.run.machine import Machine
 from tests import tiny
 
@@ -159,8 +159,6 @@ def test_layouts_change_to_it_and_back(drawer: str, model: Path, tmp_path: Path,
 def test_what_it_cannot_store_is_refused_in_its_own_words(drawer: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="drawer stores nvfp4 only, not mxfp4"):
         ptqpipe.convert(model, out=tmp_path / "out", format="mxfp4", container=drawer)
-    with pytest.raises(PtqError, match="no reader of drawer adds a low-rank part"):
-        ptqpipe.convert(model, out=tmp_path / "out", format="nvfp4", container=drawer, low_rank=4)
     with pytest.raises(UsageError, match='drawer has one KV-cache scale per layer; use kv_cache="fp8", or compr'):
         ptqpipe.convert(model, out=tmp_path / "out", format="nvfp4", container=drawer, kv_cache="fp8_per_head")
     assert not (tmp_path / "out").exists()

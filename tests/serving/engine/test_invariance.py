@@ -125,9 +125,3 @@ def test_what_torch_multiplies_is_refused_by_name(tmp_path: Path) -> None:
     model = load(quantized(source, "compressed_tensors", "nvfp4").save(tmp_path / "packed"), dtype="bfloat16")
     with pytest.raises(UsageError, match=r"model\.layers\.0\.\S+ \(\w*Router\) multiplies its weight by torch"):
         make_batch_invariant(model)
-
-
-def test_a_low_rank_part_is_refused_by_name(tmp_path: Path) -> None:
-    path = ptqpipe.convert(DEMO, format="nvfp4", low_rank=4, container="ptqpipe", out=tmp_path / "thin").out
-    with pytest.raises(UsageError, match=r"\(PackedLinear\) has a low-rank part"):
-        make_batch_invariant(load(path, dtype="bfloat16"))
