@@ -43,8 +43,7 @@ DEVICE: Keywords = {"device": (str, "cpu")}
 RESTART: Keywords = {"resume": (bool, False), "overwrite": (bool, False)}
 # Functions that write floats, and call them bf16; the others compute, and call them as torch does.
 _SHORT = ("dequantize", "transform")
-# Spellings of former versions, and that of the command line.
-_FORMER = {"eval": "evaluation", "max_memory_bytes": "max_memory", "threads": "workers", "format": "kind"}
+_AS_TYPED = {"eval": "evaluation"}  # the command line's spelling, where Python has another
 
 
 def run_keywords(memory: str = "2GiB") -> Keywords:
@@ -87,9 +86,9 @@ def command(*groups: Keywords) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @wraps(function)
         def call(*given: P.args, **options: P.kwargs) -> R:
-            for former, name in _FORMER.items():
-                if former in options and former not in names and name in names:
-                    options[name] = options.pop(former)
+            for typed, name in _AS_TYPED.items():
+                if typed in options and typed not in names and name in names:
+                    options[name] = options.pop(typed)
             with errors_in_python(names):
                 check_names(options, names, what=function.__name__)
                 check_kinds([*own, *more], dict(zip((p.name for p in own), given, strict=False)) | options)

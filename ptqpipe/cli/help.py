@@ -11,7 +11,7 @@ import click
 
 from ptqpipe.cli.lines import click_errors_fitted
 from ptqpipe.cli.slow_imports import watch_imports
-from ptqpipe.cli.spelling import ALIASES, add_former, check_command, name_here
+from ptqpipe.cli.spelling import ALIASES, check_command, name_here
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class Commands(click.Group):
 
 
 class Command(click.Command):
-    """A command whose options stand in groups (`OPTIONS`) if there are many. It takes former spellings of them, too."""
+    """A command whose options stand in groups (`OPTIONS`) if there are many."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Click's; a number is N or X in the help, whatever declares it."""
@@ -145,12 +145,6 @@ class Command(click.Command):
                 what = error.param.help.partition("  [")[0].rstrip(".")
                 raise click.MissingParameter(what, error.ctx, error.param) from None
             raise
-
-    def make_parser(self, ctx: click.Context) -> Any:
-        """Click's parser, with the former spellings."""
-        parser = super().make_parser(ctx)
-        add_former(parser, self.get_params(ctx), ctx)
-        return parser
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The sections of the help that list options: all of them after --help-all."""

@@ -1,20 +1,10 @@
-"""What may be typed instead of the names that help shows: former spellings of options, and names from other tools."""
+"""What may be typed instead of the names that help shows: aliases of commands, and what other tools call options."""
 
 import shlex
 from collections.abc import Iterable
-from copy import copy
 from pathlib import Path
-from typing import Any
 
 import click
-
-# Former spellings of options and what they are now. A command that has the present one still takes the former.
-FORMER = {
-    "--baseline": "--source",
-    "--window": "--seqlen",
-    "--threads": "--workers",
-    "--format": "--kind",
-}
 
 ALIASES = {"quantize": "convert", "quantise": "convert", "evaluate": "eval"}  # of commands
 
@@ -42,16 +32,6 @@ def name_here(error: click.NoSuchOption, known: Iterable[click.Parameter]) -> cl
     if flag in ARGUMENT and first is not None and error.ctx is not None:
         return click.UsageError(f"{error.message} Name it without one: {error.ctx.command_path} {first}", error.ctx)
     return click.UsageError(f"{error.message} Did you mean {meant[0]!r}?", error.ctx) if meant else error
-
-
-def add_former(parser: Any, options: Iterable[click.Parameter], ctx: click.Context) -> None:
-    """Lets click's ``parser`` of a command take the former spellings that no option has taken; help shows none."""
-    known = {flag: option for option in options for flag in option.opts}
-    for former, present in FORMER.items():
-        if present in known and former not in known:
-            hidden = copy(known[present])
-            hidden.opts = [former]
-            hidden.add_to_parser(parser, ctx)
 
 
 def check_command(name: str, known: object, ctx: click.Context) -> None:

@@ -217,7 +217,7 @@ def test_several_checkpoints_are_compared(model: Path, tmp_path: Path) -> None:
     assert "nvfp4" in (tmp_path / "both.md").read_text()
     with pytest.raises(UsageError, match="are for a report on one checkpoint; leave them out"):
         ptqpipe.report(*both, source=model)
-    assert ptqpipe.report(both[0], out=tmp_path / "one", format="md").path == tmp_path / "one"  # a former spelling
+    assert ptqpipe.report(both[0], out=tmp_path / "one", kind="md").path == tmp_path / "one"
     with pytest.raises(PtqError, match=r"nowhere\.json"):
         ptqpipe.report(both[0], eval=tmp_path / "nowhere.json")  # as the command line spells it
     assert (tmp_path / "one").read_text().startswith("<!-- ptqpipe report -->")

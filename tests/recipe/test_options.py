@@ -209,31 +209,6 @@ def test_a_call_takes_every_option_of_the_table_by_its_flag() -> None:
     assert recipe_fields().keys() <= names
 
 
-@pytest.mark.parametrize(
-    ("command", "former", "present"),
-    [
-        (("eval", "Q"), ("--baseline", "M", "--window", "64"), ("--source", "M", "--seqlen", "64")),
-        (("plan", "M", "--budget", "5bits", "-o", "r.yaml"), ("--window=64",), ("--seqlen", "64")),
-        (("serve", "Q"), ("--threads", "3"), ("--workers", "3")),
-        (("report", "."), ("--format", "md"), ("--kind", "md")),
-    ],
-    ids=lambda value: " ".join(value),
-)
-def test_a_former_spelling_of_an_option_still_works_and_is_not_shown(
-    command: tuple[str, ...], former: tuple[str, ...], present: tuple[str, ...]
-) -> None:
-    found: click.Command = main
-    words = list(command)
-    while isinstance(found, click.Group):
-        found = found.commands[words.pop(0)]
-    with found.make_context("it", [*words, *former]) as old, found.make_context("it", [*words, *present]) as new:
-        assert old.params == new.params
-        shown = found.get_help(new)
-    listed = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", shown, re.MULTILINE))
-    assert listed >= {word for word in present if word.startswith("--")}
-    assert not listed & {word.partition("=")[0] for word in former}
-
-
 def test_one_thing_has_one_name_in_every_command() -> None:
     """An option that several commands have is explained by the same first words."""
     words: dict[str, set[str]] = {}
