@@ -7,7 +7,7 @@ from ptqpipe.numerics.kernels import triton_attention
 from ptqpipe.numerics.kernels.cpu_attention import PagedSpans
 from tests.numerics.kernels.test_triton_linear import CASES, run
 
-OPTIONS = ["-q", "-pno:cacheprovider", "-pno:xdist", "-ptests.kernels.quick_interpreter", "-Wignore"]
+OPTIONS = ["-q", "-pno:cacheprovider", "-pno:xdist", "-ptests.numerics.kernels.quick_interpreter", "-Wignore"]
 FILE = str(CASES.with_name("triton_attention_cases.py"))
 
 

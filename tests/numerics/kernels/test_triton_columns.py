@@ -10,7 +10,15 @@ import torch
 
 from tests.numerics.kernels.test_triton_linear import CASES, ROOT, run
 
-OPTIONS = ["-m", "pytest", "-q", "-pno:cacheprovider", "-pno:xdist", "-ptests.kernels.quick_interpreter", "-Wignore"]
+OPTIONS = [
+    "-m",
+    "pytest",
+    "-q",
+    "-pno:cacheprovider",
+    "-pno:xdist",
+    "-ptests.numerics.kernels.quick_interpreter",
+    "-Wignore",
+]
 COMMAND = [*OPTIONS, str(CASES.with_name("triton_columns_cases.py"))]
 
 

@@ -25,7 +25,7 @@ ROOT = CASES.parents[3]
 
 def run_cases(environment: dict[str, str], *, timeout: int) -> None:
     """``triton_cases.py`` in a process of its own: whether Triton interprets is decided when it is imported."""
-    options = ["-q", "-pno:cacheprovider", "-pno:xdist", "-ptests.kernels.quick_interpreter", "-Wignore"]
+    options = ["-q", "-pno:cacheprovider", "-pno:xdist", "-ptests.numerics.kernels.quick_interpreter", "-Wignore"]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(CASES)],
         cwd=ROOT,

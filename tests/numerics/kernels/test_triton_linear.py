@@ -38,7 +38,7 @@ def run(arguments: list[str], environment: dict[str, str], *, timeout: int) -> s
 
 def run_cases(environment: dict[str, str], *, timeout: int) -> None:
     """``triton_linear_cases.py``."""
-    options = ["-q", "-pno:cacheprovider", "-pno:xdist", "-ptests.kernels.quick_interpreter", "-Wignore"]
+    options = ["-q", "-pno:cacheprovider", "-pno:xdist", "-ptests.numerics.kernels.quick_interpreter", "-Wignore"]
     run(["-m", "pytest", *options, str(CASES)], environment, timeout=timeout)
 
 

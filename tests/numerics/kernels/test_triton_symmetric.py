@@ -10,7 +10,15 @@ import torch
 from tests.numerics.kernels.test_triton_linear import run
 
 CASES = Path(__file__).with_name("triton_symmetric_cases.py")
-OPTIONS = ["-m", "pytest", "-q", "-pno:cacheprovider", "-pno:xdist", "-ptests.kernels.quick_interpreter", "-Wignore"]
+OPTIONS = [
+    "-m",
+    "pytest",
+    "-q",
+    "-pno:cacheprovider",
+    "-pno:xdist",
+    "-ptests.numerics.kernels.quick_interpreter",
+    "-Wignore",
+]
 COMMAND = [*OPTIONS, str(CASES)]
 
 

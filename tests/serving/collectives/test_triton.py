@@ -13,7 +13,7 @@ CASES = Path(__file__).with_name("triton_cases.py")
 
 
 def run_cases(environment: dict[str, str]) -> None:
-    options = ["-q", "-pno:cacheprovider", "-pno:xdist", "-ptests.kernels.quick_interpreter", "-Wignore"]
+    options = ["-q", "-pno:cacheprovider", "-pno:xdist", "-ptests.numerics.kernels.quick_interpreter", "-Wignore"]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(CASES)],
         cwd=CASES.parents[3],
