@@ -300,11 +300,10 @@ def tune(
 
     ``record`` is the content of rounding.json.
 
-    >>> ptqpipe.tune("MODEL", "TEXT.txt", "CODES", samples=8, seqlen=64, method="learned", steps=5)
-    <tune CODES: method learned, weights 21, decoder layers improved ... of 3, time ... s>
+    >>> ptqpipe.tune("MODEL", "TEXT.txt", "CODES", samples=8, seqlen=64)
+    <tune CODES: method gptq, weights 21, decoder layers improved ... of 3, time ... s>
     """
-    method = options.get("method", "gptq")
-    settings = tune_options.settings_of(options.get("steps"), method=method, seed=options.get("seed", 0))
+    settings = tune_options.settings_of(options.get("steps"), seed=options.get("seed", 0))
     with data_names(data) as names:
         done = tune_stage.tune(
             model,

@@ -190,8 +190,7 @@ def test_codes_can_be_written_in_another_container_that_holds_the_same_weights(
 def test_static_input_scales_of_tuned_codes_are_those_of_their_statistics(
     model: Path, w4a4_stats: Path, text: Path, stats: Path, tmp_path: Path
 ) -> None:
-    learned = ("--method", "learned", "--steps", "1")
-    printed = ran("tune", model, "--data", text, "--format", "nvfp4_w4a4", *FEW, *learned, "--stats", stats,
+    printed = ran("tune", model, "--data", text, "--format", "nvfp4_w4a4", *FEW, "--stats", stats,
                   "-o", tmp_path / "codes")  # fmt: skip
     last = printed.splitlines()[-1]
     assert last == f"Next: ptqpipe convert '{model}' --rounding {tmp_path}/codes --stats '{stats}'"

@@ -1,8 +1,9 @@
 """tune: learned codes for the weights of a model, one decoder layer at a time, into a folder (`rounding.py`).
 
 The plan is convert's: tune changes the weights that a conversion with the same recipe quantizes. "layerwise" takes the
-scales and codes that it would write with statistics, "gptq" the nearest codes as a start. Moments are collected for the
-current layer and then discarded, so they are never on disk; a folder of statistics with full moments is read instead.
+scales and codes that it would write with statistics, the other methods the nearest codes as a start. Moments are
+collected for the current layer and then discarded, so they are never on disk; a folder of statistics with full moments
+is read instead.
 
 Two streams of hidden states go through the model: those of the float layers are the targets; those of the layers with
 learned codes, activations quantized as the scheme says, are the inputs that each layer will get. For "layerwise" the
@@ -31,7 +32,6 @@ from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.likeness import Likeness, likeness_of, lines_of
 from ptqpipe.calibration.paired import Known, kept_batches
 from ptqpipe.calibration.paired_experts import STREAMS
-from ptqpipe.calibration.rounding import Learned, Settings, learn, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Block, MtpBlock, Runner
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_place
@@ -41,7 +41,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.models.language_model import takes_images, with_note
 from ptqpipe.numerics.kernels.decoding import decoded
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.pipeline.tune import backwards, codes as codes_of, end_to_end
+from ptqpipe.pipeline.tune import backwards, codes as codes_of
 from ptqpipe.pipeline.tune.block import BlockWork, observe
 from ptqpipe.pipeline.tune.in_order import divided, follow
 from ptqpipe.pipeline.tune.options import TuneOptions, check
@@ -79,8 +79,8 @@ def tune(
     options, machine = options or TuneOptions(), machine or Machine(compute_threads())
     check(options)
     full = stats is not None and _has_full(stats)
-    collects = options.method != "learned" and not full
-    if options.method != "learned" and full:
+    collects, descent = not full, options.descent
+    if full:
         recipe = best_with(recipe or RecipeOptions(), stats=stats, recipe_path=recipe_path)
     prepared = prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats, collected=collects)
     with prepared:
@@ -90,12 +90,12 @@ def tune(
         samples = _samples(prepared, data, options, config, collects=collects)
         if samples.images or not _runs_backwards(prepared, options, collects=collects):
             options = replace(options, metric="output")  # the reverse pass takes rows of one length
-        if options.method == "kl":
-            options = end_to_end.with_rate(prepared, options)
-            end_to_end.check(prepared, samples, options, machine)
+        if descent is not None:
+            options = descent.with_rate(prepared, options)
+            descent.check(prepared, samples, options, machine)
         parts = _identity(prepared, samples, options, collects=collects)
         start: dict[str, Any] = {}
-        if options.method == "kl":
+        if descent is not None:
             start = {"beside": codes_of.START, "lost_with": lambda unit: [codes_of.ENDED]}
         folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode, **start)
         found: dict[str, Likeness] = {}
@@ -105,8 +105,8 @@ def tune(
             if codes_of.ENDED not in folder.done:
                 keep_freed_memory()  # of moments, hidden states: clearing fresh pages is a tenth of the time
                 found = _run(prepared, samples, folder, options, machine, collects=collects)
-            if options.method == "kl":
-                end_to_end.improve(prepared, samples, folder, options, machine)
+            if descent is not None:
+                descent.improve(prepared, samples, folder, options, machine)
             content = codes_of.content(prepared, samples, options, folder, collects=collects)
             folder.finish(content)
     return Finished(out, content, time.monotonic() - begun, peak_bytes(), tuple(lines_of(found, samples)))
@@ -195,7 +195,7 @@ def _run(
         contextlib.ExitStack() as opened,
         counting_bar(count, "layers", shown=machine.progress, done=done) as advance,
     ):
-        streams = None if options.method == "layerwise" else _Streams.like(runner, spill, opened)
+        streams = _Streams.like(runner, spill, opened) if options.follows else None
         last = runner.mtp_blocks() if count > len(runner.names) else ()
         for block in itertools.chain(runner.blocks(), _at_head(runner, look), last):
             on_part = partial(_advance, advance, f"layer {block.index + 1} of {count}")
@@ -237,7 +237,7 @@ def _open_runner(
     sums = max(sums_of_layers(skeleton, block=False, full=True, held_out=held_out, experts=together)) if collects else 0
     memory = machine.memory_bytes - BASE_BYTES - sums
     stacked = options.follows and any(is_stacked(m) for _, block in skeleton.blocks for m in block.modules())
-    streams = (1 if options.method == "layerwise" else 3) + (STREAMS if stacked else 0)
+    streams = (3 if options.follows else 1) + (STREAMS if stacked else 0)
     runner = Runner.open(
         skeleton,
         samples.windows,
@@ -358,7 +358,7 @@ def _tune_block(
         inputs = observe(block, runner, run, units=alone) if collects and alone else None
         if inputs is None:
             run(lambda batch: None)
-        start = work.start(inputs, followed=options.follows)
+        start = work.start(inputs, followed=True)
         del inputs  # the moments
         store = partial(_open_stream, runner, folder.paths.partial)
         codes, record = _find(work, options, start, streams, gradients, known, store, on_part=on_part)
@@ -387,34 +387,25 @@ def _find(
 
     on_part  called with parts of the layer that are done, which add up to 1
     """
-    share = 1 / (2 + options.method.count("+")) if work.usable else 1.0  # of the start, and of each method
-    on_part(share, "start")
-    wanted, given = streams.wanted, streams.given
+    part_of_start = 0.5 if work.usable else 1.0
+    on_part(part_of_start, "start")
     record: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0}
     record["held_out"] = work.block.batches > 1  # else the one batch both learns and judges
     codes: Mapping[str, QTensor] = start
-    if options.follows and work.usable:
+    if work.usable:
         codes, before, after = follow(
             work,
             start,
             share=options.share,
             held_out=options.settings.held_out,
-            inputs=partial(_at, block=work.block, stream=given),
-            targets=partial(_at, block=work.block, stream=wanted),
+            inputs=partial(_at, block=work.block, stream=streams.given),
+            targets=partial(_at, block=work.block, stream=streams.wanted),
             known=known,
             store=store,
             gradients=gradients,
-            on_unit=lambda part, name: on_part(share * part, name),
+            on_unit=lambda part, name: on_part((1 - part_of_start) * part, name),
         )
-        record |= {"start_loss": before, "learned_loss": after, "kept": after < before, "followed_loss": after}
-    if "learned" in options.method and work.usable:
-        step = share / options.settings.steps
-        codes, learned = _learn(work, codes, options.settings, streams, lambda n: on_part(step, f"step {n}"))
-        if "followed_loss" not in record:
-            record |= {"start_loss": learned.start_loss, "learned_loss": learned.learned_loss, "kept": learned.kept}
-        elif learned.kept:
-            record |= {"learned_loss": learned.learned_loss, "kept": True}
-        known.settle(())  # its codes are others
+        record |= {"start_loss": before, "learned_loss": after, "kept": after < before}
     total = sum(start[key].codes.numel() for key in work.usable)
     record["moved"] = sum(int((codes[k].codes != start[k].codes).sum()) for k in work.usable) / max(1, total)
     return dict(codes), record | {"not_learned": sorted(start.keys() - work.usable)}
@@ -423,28 +414,3 @@ def _find(
 def _at(batch: int, *, block: Block, stream: Activations) -> torch.Tensor:
     """The hidden states of a batch where the block is."""
     return stream.get(batch).to(block.device)
-
-
-def _learn(
-    work: BlockWork,
-    start: Mapping[str, QTensor],
-    settings: Settings,
-    streams: _Streams,
-    on_step: Callable[[int], None],
-) -> tuple[dict[str, QTensor], Learned]:
-    """Learned rounding at the scales of ``start``."""
-    wanted, given = streams.wanted, streams.given
-    fixed = {key: decoded(q) for key, q in start.items() if key not in work.usable}
-    learned = learn(
-        {key: work.weights[key] for key in work.usable},
-        {key: start[key] for key in sorted(work.usable)},
-        forward=lambda x, batch, chosen: work.outputs(x, batch, work.parameters({**fixed, **chosen})),
-        inputs=partial(_at, block=work.block, stream=given),
-        targets=partial(_at, block=work.block, stream=wanted),
-        batches=work.block.batches,
-        windows_per_batch=given.get(0).shape[0],
-        settings=settings,
-        on_step=on_step,
-    )
-    codes = {k: with_codes(q, learned.codes[k]) if k in learned.codes else q for k, q in start.items()}
-    return codes, learned
