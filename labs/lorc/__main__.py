@@ -30,7 +30,10 @@ def root_of(stats: Statistics | None, module: str, columns: int, *, damping: flo
     h = stats.of(module, full=True).full_moment
     assert h is not None  # asked for
     h = h.double()
-    return torch.linalg.cholesky(h + damping * h.diagonal().mean() * torch.eye(columns, dtype=torch.float64))
+    root: torch.Tensor = torch.linalg.cholesky(
+        h + damping * h.diagonal().mean() * torch.eye(columns, dtype=torch.float64)
+    )
+    return root
 
 
 def rounded(factor: torch.Tensor, dtype: str, dim: int) -> torch.Tensor:
@@ -80,8 +83,10 @@ def main(argv: Sequence[str]) -> int:
                 if isinstance(q, torch.Tensor):
                     continue
                 decoded, (n, k) = q.dequantize(), q.shape
+                w = floats[name]
+                assert isinstance(w, torch.Tensor)  # MODEL is not quantized
                 root = root_of(stats, name.removesuffix(".weight"), k, damping=args.damping)
-                part = correction(floats[name].double() - decoded.double(), root, rank, args.dtype)
+                part = correction(w.double() - decoded.double(), root, rank, args.dtype)
                 model.get_parameter(name).data.copy_(decoded.double() + part)
                 bits += 8 * q.nbytes + min(rank, n, k) * (16 * (n + k) if args.dtype == "bf16" else 8 * (n + k) + 32)
                 count += n * k
