@@ -35,7 +35,7 @@ class Conversation:
         """The answer to a message in pieces. One that is not read to its end is stopped and kept as far as it came."""
         self.messages.append({"role": "user", "content": text})
         room = self._context - len(text.encode()) - 8  # a text has no more tokens than bytes, its ends aside
-        body = {"max_tokens": room} if room > 0 and not self.chats else {}
+        body: dict[str, Any] = {"max_tokens": room} if room > 0 and not self.chats else {}
         body |= {"stream": True, **self._sampling, **({"messages": self.messages} if self.chats else {"prompt": text})}
         said = ""
         try:
