@@ -276,7 +276,7 @@ _TUNING = {"steps": (int | None, None), "field": (str | None, None)}
 @command(
     keywords_of(tune_options.TuneOptions, "settings", "data_field"),
     _TUNING,
-    recipe_keywords("container", "algorithm"),
+    recipe_keywords("container"),
     run_keywords(COMPUTING),
     RESTART,
     DEVICE,
@@ -296,7 +296,7 @@ def tune(
 
     data     as `calibrate` takes them
     options  as ``ptqpipe tune`` has them: ``samples``, ``seqlen``, ``seed``, ``field``, ``method``, ``metric``,
-             ``share``, ``train``, ``steps``, ``container``, ``algorithm``, and those of the machine
+             ``share``, ``train``, ``steps``, ``container``, and those of the machine
 
     ``record`` is the content of rounding.json.
 

@@ -23,7 +23,6 @@ from ptqpipe.cli.parameters import (
     window_options,
 )
 from ptqpipe.errors import UsageError
-from ptqpipe.recipe.options import ALGORITHMS
 
 
 @command(
@@ -159,12 +158,6 @@ ptqpipe tune MODEL --data text.jsonl --format nvfp4_w4a4 --method kl -o codes
 @RECIPE
 @STATS
 @recipe_options("container", "rotate")
-@click.option(
-    "--algorithm",
-    type=click.Choice(list(ALGORITHMS)),
-    help="Algorithm that chooses, with --stats that have full moments, the codes that tuning starts from.  "
-    "[default: gptq]",
-)
 @click.option(
     "--method",
     type=click.Choice(["gptq", "kl", "layerwise"]),

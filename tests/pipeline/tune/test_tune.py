@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+import ptqpipe
 from ptqpipe.api.matrices import load_tensors
 from ptqpipe.calibration import reverse, runner
 from ptqpipe.calibration.activations import OnDisk
@@ -548,20 +549,23 @@ def test_a_model_that_only_our_container_can_hold_is_tuned(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["gptq", "layerwise"])
-def test_moments_that_tune_collects_are_those_of_calibrate(method: str, tmp_path: Path) -> None:
+def test_layers_by_themselves_get_the_codes_that_convert_writes_with_statistics(tmp_path: Path) -> None:
     """No window is held out in either; a mixture of experts has moments by expert, and stand-ins for idle ones."""
     model, windows = make_model(tmp_path / "moe", "qwen3_moe"), make_windows(samples=4)
     tokens = write_windows(tmp_path / "tokens.jsonl", windows)
     seen = {"samples": 4, "seqlen": windows.shape[1]}
     calibrate(model, [str(tokens)], tmp_path / "stats", options=CalibrateOptions(**seen), machine=ONE)
-    options, recipe = TuneOptions(**seen, method=method), RecipeOptions("fp8")
-    for name, stats in (("own", None), ("given", tmp_path / "stats")):
-        tune.tune(model, [str(tokens)], tmp_path / name, recipe=recipe, stats=stats, options=options, machine=ONE)
-    for file in (tmp_path / "own").glob("*.safetensors"):
-        own, given = load_file(file), load_file(tmp_path / "given" / file.name)
-        assert own.keys() == given.keys()
-        assert all(torch.equal(t.view(torch.uint8), given[name].view(torch.uint8)) for name, t in own.items())
+    options, recipe = TuneOptions(**seen, method="layerwise"), RecipeOptions("fp8")
+    tune.tune(model, [str(tokens)], tmp_path / "codes", recipe=recipe, options=options, machine=ONE)
+    made = ptqpipe.convert(model, out=tmp_path / "out", format="fp8", stats=tmp_path / "stats", workers=1)
+    assert {rule["algorithm"] for rule in made.record["recipe"]["rules"]} == {"gptq"}
+    with Rounding.open(tmp_path / "codes") as stored, load_tensors(made.out) as written:
+        names = stored.content["weights"]
+        assert len(names) > 20
+        for name, entry in names.items():
+            q, own = written[name], stored.of(name, get_format(entry["format"]), shape=tuple(entry["shape"]))
+            assert torch.equal(q.data, own.data)
+            assert torch.equal(q.scales, own.scales)
 
 
 @pytest.mark.slow
