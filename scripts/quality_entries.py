@@ -129,7 +129,6 @@ ENTRIES = (
     _ours("convert --data self", calibrated=False, own_text=True, quality="best"),
     _ours("convert --data FILE --data self", own_text=True, quality="best"),
     _ours("convert --budget 4.75bits", "--budget", "4.75bits", "--for", "vllm", quality="best", formats=("nvfp4",)),
-    _ours("tune", tune=("--method", "learned")),
     _ours("gptq in order", tune=ONE_SIDED),
     _ours("two-sided gptq in order", tune=TWO_SIDED),
     _ours("awq + gptq in order", transform="awq", tune=ONE_SIDED, formats=("nvfp4", "mxfp4a16")),
@@ -179,7 +178,6 @@ ENTRIES = (
             ("two-sided gptq in order, head and embedding trained", TRAINED),
         )
     ),
-    _ours("tune after gptq in order", tune=("--method", "gptq+learned")),
     _ours("rotated, exact", "--search", "exact", calibrated=False, formats=("mxfp4",), rotate=DOWN_64),
     _ours("rotated, gptq", "--algorithm", "gptq", formats=("mxfp4",), rotate=DOWN_64),
     _ours("rotated, two-sided gptq in order", tune=TWO_SIDED, formats=("mxfp4",), rotate=DOWN_64),

@@ -157,7 +157,7 @@ def test_calibrate(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"format": "mxfp4", "method": "gptq+learned", "steps": 2, "samples": 2},
+        {"format": "mxfp4", "method": "gptq", "samples": 2},
         {"format": "nvfp4", "method": "kl", "steps": 1, "samples": 66, "train": ("norms", "global")},
     ],
 )

@@ -82,10 +82,11 @@ def main(argv: Sequence[str]) -> int:
             for name, q in stored.items():
                 if isinstance(q, torch.Tensor):
                     continue
-                weight, decoded, (n, k) = floats[name], q.dequantize(), q.shape
-                assert isinstance(weight, torch.Tensor)
+                decoded, (n, k) = q.dequantize(), q.shape
+                w = floats[name]
+                assert isinstance(w, torch.Tensor)  # MODEL is not quantized
                 root = root_of(stats, name.removesuffix(".weight"), k, damping=args.damping)
-                part = correction(weight.double() - decoded.double(), root, rank, args.dtype)
+                part = correction(w.double() - decoded.double(), root, rank, args.dtype)
                 model.get_parameter(name).data.copy_(decoded.double() + part)
                 bits += 8 * q.nbytes + min(rank, n, k) * (16 * (n + k) if args.dtype == "bf16" else 8 * (n + k) + 32)
                 count += n * k

@@ -276,7 +276,7 @@ _TUNING = {"steps": (int | None, None), "field": (str | None, None)}
 @command(
     keywords_of(tune_options.TuneOptions, "settings", "data_field"),
     _TUNING,
-    recipe_keywords("container", "algorithm"),
+    recipe_keywords("container"),
     run_keywords(COMPUTING),
     RESTART,
     DEVICE,
@@ -296,15 +296,14 @@ def tune(
 
     data     as `calibrate` takes them
     options  as ``ptqpipe tune`` has them: ``samples``, ``seqlen``, ``seed``, ``field``, ``method``, ``metric``,
-             ``share``, ``train``, ``steps``, ``container``, ``algorithm``, and those of the machine
+             ``share``, ``train``, ``steps``, ``container``, and those of the machine
 
     ``record`` is the content of rounding.json.
 
-    >>> ptqpipe.tune("MODEL", "TEXT.txt", "CODES", samples=8, seqlen=64, method="learned", steps=5)
-    <tune CODES: method learned, weights 21, decoder layers improved ... of 3, time ... s>
+    >>> ptqpipe.tune("MODEL", "TEXT.txt", "CODES", samples=8, seqlen=64)
+    <tune CODES: method gptq, weights 21, decoder layers improved ... of 3, time ... s>
     """
-    method = options.get("method", "gptq")
-    settings = tune_options.settings_of(options.get("steps"), method=method, seed=options.get("seed", 0))
+    settings = tune_options.settings_of(options.get("steps"), seed=options.get("seed", 0))
     with data_names(data) as names:
         done = tune_stage.tune(
             model,

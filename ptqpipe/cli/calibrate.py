@@ -23,7 +23,6 @@ from ptqpipe.cli.parameters import (
     window_options,
 )
 from ptqpipe.errors import UsageError
-from ptqpipe.recipe.options import ALGORITHMS
 
 
 @command(
@@ -151,7 +150,7 @@ def generate(given: Given) -> None:
 @command(
     example="""
 ptqpipe tune MODEL --data text.jsonl -o codes
-ptqpipe tune MODEL --data text.jsonl --method gptq+learned -o codes
+ptqpipe tune MODEL --data text.jsonl --format nvfp4_w4a4 --method kl -o codes
 """
 )
 @click.argument("model")
@@ -160,27 +159,19 @@ ptqpipe tune MODEL --data text.jsonl --method gptq+learned -o codes
 @STATS
 @recipe_options("container", "rotate")
 @click.option(
-    "--algorithm",
-    type=click.Choice(list(ALGORITHMS)),
-    help="Algorithm that chooses, with --stats that have full moments, the codes that tuning starts from.  "
-    "[default: gptq]",
-)
-@click.option(
     "--method",
-    type=click.Choice(["gptq", "kl", "layerwise", "gptq+learned", "learned"]),
+    type=click.Choice(["gptq", "kl", "layerwise"]),
     default="gptq",
     show_default=True,
     help="How codes, the quantized values, are found: by GPTQ in the order of the model, each layer compensating for "
     "the error of earlier layers (gptq), by that and then gradient descent on the KL divergence of the whole model, "
-    "held in memory (kl), by GPTQ on each layer independently, in half the time (layerwise), by gradient descent on "
-    "each layer's output (learned), or by gptq and then learned (gptq+learned).",
+    "held in memory (kl), or by GPTQ on each layer independently, in half the time (layerwise).",
 )
 @click.option(
     "--metric",
     type=click.Choice(["kl", "output"]),
-    help="Objective of --method gptq, layerwise and kl: the KL divergence of the model, estimated with gradients from "
-    "a backward pass (kl), or the squared error of each layer's output, in half of the time (output).  "
-    "[default: kl; of layerwise and gptq+learned, output]",
+    help="Objective of GPTQ: the KL divergence of the model, estimated with gradients from a backward pass (kl), or "
+    "the squared error of each layer's output, in half of the time (output).  [default: kl; of layerwise, output]",
 )
 @click.option(
     "--share",
@@ -193,8 +184,7 @@ ptqpipe tune MODEL --data text.jsonl --method gptq+learned -o codes
     "--steps",
     type=int,
     metavar="N",
-    help="Steps of gradient descent: in each decoder layer (--method learned), or of the whole model (--method kl).  "
-    "[default: 200; of kl 100]",
+    help="Steps of gradient descent, for --method kl.  [default: 100]",
 )
 @click.option(
     "--train",
@@ -216,19 +206,17 @@ def tune(given: Given) -> None:
     """
     from ptqpipe.pipeline.tune import command as stage, tune_options as of_tune, tune_summary as text
 
-    if given.share is not None and "gptq" not in given.method and given.method != "kl":
-        raise UsageError("--share belongs to --method gptq, kl and gptq+learned; add it, or leave --share out")
-    if given.metric is not None and given.method == "learned":
-        raise UsageError("--metric belongs to --method gptq, layerwise and kl; add it, or leave --metric out")
+    if given.share is not None and given.method == "layerwise":
+        raise UsageError("--share belongs to --method gptq and kl; add it, or leave --share out")
     if given.train and given.method != "kl":
         raise UsageError("--train belongs to --method kl; add it, or leave --train out")
-    if given.steps is not None and "learned" not in given.method and given.method != "kl":
-        raise UsageError("--steps belongs to --method kl, learned and gptq+learned; add it, or leave --steps out")
+    if given.steps is not None and given.method != "kl":
+        raise UsageError("--steps belongs to --method kl; add it, or leave --steps out")
     options = given.into(
         of_tune.TuneOptions,
         data_field=given.field,
         share=of_tune.SHARE if given.share is None else given.share,
-        settings=of_tune.settings_of(given.steps, method=given.method, seed=given.seed),
+        settings=of_tune.settings_of(given.steps, seed=given.seed),
     )
     machine = given.machine(given.device, waits=False)
     with says_how_to_resume(given.out, given.mode):

@@ -1,19 +1,13 @@
-"""Completion of the command line by the shell: the script, and the values of options. Nothing here imports torch."""
+"""Values of options that the shell offers; the script of a shell is click's own. Nothing here imports torch.
+
+_PTQPIPE_COMPLETE=bash_source ptqpipe > ~/.local/share/bash-completion/completions/ptqpipe
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem, get_completion_class
-
-from ptqpipe.cli.common import Given, command, main
-from ptqpipe.errors import UsageError
-
-_PLACES = {
-    "bash": "~/.local/share/bash-completion/completions/ptqpipe",
-    "zsh": "a folder of $fpath, under the name _ptqpipe",
-    "fish": "~/.config/fish/completions/ptqpipe.fish",
-}
+from click.shell_completion import CompletionItem
 
 
 def _formats() -> Iterable[str]:
@@ -89,29 +83,3 @@ def complete_values(commands: Iterable[click.Command]) -> None:
         for parameter in one.params:
             if parameter.name in _VALUES and not isinstance(parameter.type, click.Choice | Completed):
                 parameter.type = Completed(parameter.type, *_VALUES[parameter.name])
-
-
-@command(
-    example="""
-ptqpipe completion bash > ~/.local/share/bash-completion/completions/ptqpipe
-ptqpipe completion fish > ~/.config/fish/completions/ptqpipe.fish
-"""
-)
-@click.argument("shell", type=click.Choice(list(_PLACES)), required=False, metavar="{bash|zsh|fish}")
-def completion(given: Given) -> None:
-    """Print a script for completion by bash, zsh or fish.
-
-    The first line of the script says where it belongs. A new shell then completes commands, options, formats,
-    containers, recipes, searches and folders.
-    """
-    if given.shell is None:
-        raise UsageError("no shell is named, expected bash, zsh or fish; for example: ptqpipe completion bash")
-    shell = get_completion_class(given.shell)
-    assert shell is not None, "the shells of _PLACES are click's"
-    script = shell(main, {}, "ptqpipe", "_PTQPIPE_COMPLETE").source()
-    note = f"# Completion of ptqpipe by {given.shell}: save this script as {_PLACES[given.shell]}."
-    if given.shell == "zsh":  # the first line of a file of $fpath is its directive
-        first, _, rest = script.lstrip().partition("\n")
-        click.echo(f"{first}\n{note.replace('as a folder', 'in a folder')}\n{rest}")
-        return
-    click.echo(f"{note}\n{script.lstrip()}")

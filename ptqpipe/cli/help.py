@@ -19,7 +19,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "Start": ("demo", "convert", "serve", "chat"),
     "Better quality": ("generate", "calibrate", "tune", "plan", "transform"),
     "Check": ("verify", "inspect", "diff", "eval", "report"),
-    "Rewrite and more": ("relayout", "dequantize", "formats", "recipes", "doctor", "completion"),
+    "Rewrite and more": ("relayout", "dequantize", "formats", "recipes", "doctor"),
 }
 
 # By the names of the parameters. Only commands with more options than fit a screen show them in groups.

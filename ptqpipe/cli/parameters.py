@@ -130,8 +130,8 @@ _ELSEWHERE = {
     **{name: _BEFORE.format(name) for name in ("awq", "smoothquant", "aqas", "rotate", "smooth_swiglu")},
     **{name: _BEFORE.format("rotate") for name in ("quarot", "spinquant", "hadamard")},
     **dict.fromkeys(
-        ("learned", "autoround", "auto-round", "gptq+learned"),
-        "ptqpipe tune MODEL --data TEXT -o codes learns rounding, and convert --rounding codes writes it",
+        ("learned", "autoround", "auto-round"),
+        "ptqpipe tune MODEL --data TEXT -o codes finds codes by data, and convert --rounding codes writes them",
     ),
 }
 

@@ -23,6 +23,7 @@ ROUNDING_FILE = "rounding.json"
 ROUNDING_VERSION = 1
 TRAINED_FILE = "trained.safetensors"
 TRAINED_REASON = "trained with the codes"  # why such a tensor is not the source's
+_FORMER = ("learned", "gptq+learned")  # methods of earlier versions
 _GAIN = ("start_loss", "learned_loss", "kept", "held_out")  # of a block's entry: output errors, whose they are
 _TOLD = ("digest", "method", "start", "data", "end_to_end")
 
@@ -55,7 +56,13 @@ class Rounding(OpenFolder):
                 nearest_path(Path(path)) or "give the folder that this wrote: ptqpipe tune MODEL --data TEXT -o FOLDER"
             )
             raise UsageError(f"{path} holds no {ROUNDING_FILE}; {remedy}")
-        return cls(Path(path), read_versioned(file, _FIELDS, version=ROUNDING_VERSION, remedy="tune again"))
+        content = read_versioned(file, _FIELDS, version=ROUNDING_VERSION, remedy="tune again")
+        if content.get("method") in _FORMER:
+            raise UsageError(
+                f"{path} has codes of the method {content['method']}, which this ptqpipe does not have; tune again: "
+                "ptqpipe tune MODEL --data TEXT -o FOLDER"
+            )
+        return cls(Path(path), content)
 
     @classmethod
     def of_files(cls, path: Path, content: Mapping[str, Any]) -> "Rounding":

@@ -11,7 +11,6 @@ import torch
 import ptqpipe
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.data import load_samples
-from ptqpipe.calibration.rounding import Settings
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.check.verify.command import verify
 from ptqpipe.errors import CheckpointError, UsageError
@@ -83,16 +82,14 @@ def test_moments_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["gptq", "gptq+learned"])
-def test_codes_are_tuned_on_images(tmp_path: Path, method: str) -> None:
+def test_codes_are_tuned_on_images(tmp_path: Path) -> None:
     folder = processors.add(images.make(tmp_path / "model", "qwen3_vl"), "qwen3_vl")
     data, said = write(tmp_path), list[str]()
-    options = TuneOptions(samples=4, seqlen=SEQLEN, method=method, settings=Settings(steps=8))
+    options = TuneOptions(samples=4, seqlen=SEQLEN)
     done = tune(folder, [str(data)], tmp_path / "codes", options=options, log=said.append)
     assert "of the samples have images" in said[0]
-    if method == "gptq":
-        with pytest.raises(UsageError, match="--metric kl takes no rows with images; use --metric output"):
-            tune(folder, [str(data)], tmp_path / "other", options=replace(options, metric="kl"))
+    with pytest.raises(UsageError, match="--metric kl takes no rows with images; use --metric output"):
+        tune(folder, [str(data)], tmp_path / "other", options=replace(options, metric="kl"))
     blocks = done.content["blocks"].values()
     assert [record["start_loss"] > 0 for record in blocks] == [True, True]
     out = ptqpipe.convert(folder, out=tmp_path / "out", rounding=tmp_path / "codes", workers=1)

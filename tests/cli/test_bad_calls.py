@@ -184,7 +184,7 @@ BAD_USAGE: list[tuple[tuple[str, ...], str]] = [
     (("tune", "model", "--data", "file.jsonl", "--seqlen", "0", "-o", "out"), "--seqlen 0"),
     (("calibrate", "model", "--data", "file.jsonl", "--moments", ",", "-o", "out"), "--moments names nothing"),
     (
-        ("tune", "model", "--data", "file.jsonl", "--method", "learned", "--share", "0.3", "-o", "out"),
+        ("tune", "model", "--data", "file.jsonl", "--method", "layerwise", "--share", "0.3", "-o", "out"),
         "--share belongs to --method gptq",
     ),
     (("tune", "model", "--data", "file.jsonl", "--method", "gptq", "--steps", "9", "-o", "out"), "--steps belongs to"),

@@ -57,7 +57,7 @@ def w4a4(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.fixture(scope="module")
 def w4a4_stats(model: Path, text: Path, stats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("codes") / "codes"
-    tune(model, text, out, "--format", "nvfp4_w4a4", "--stats", stats, "--algorithm", "gptq")
+    tune(model, text, out, "--format", "nvfp4_w4a4", "--stats", stats)
     return out
 
 
@@ -190,8 +190,7 @@ def test_codes_can_be_written_in_another_container_that_holds_the_same_weights(
 def test_static_input_scales_of_tuned_codes_are_those_of_their_statistics(
     model: Path, w4a4_stats: Path, text: Path, stats: Path, tmp_path: Path
 ) -> None:
-    learned = ("--method", "learned", "--steps", "1")
-    printed = ran("tune", model, "--data", text, "--format", "nvfp4_w4a4", *FEW, *learned, "--stats", stats,
+    printed = ran("tune", model, "--data", text, "--format", "nvfp4_w4a4", *FEW, "--stats", stats,
                   "-o", tmp_path / "codes")  # fmt: skip
     last = printed.splitlines()[-1]
     assert last == f"Next: ptqpipe convert '{model}' --rounding {tmp_path}/codes --stats '{stats}'"
@@ -211,7 +210,7 @@ def test_static_input_scales_of_tuned_codes_are_those_of_their_statistics(
 def test_codes_that_started_from_statistics_do_not_need_them_where_inputs_have_no_static_scale(
     model: Path, text: Path, stats: Path, tmp_path: Path
 ) -> None:
-    tune(model, text, tmp_path / "codes", "--stats", stats, "--algorithm", "gptq")
+    tune(model, text, tmp_path / "codes", "--stats", stats)
     ran("convert", model, "--rounding", tmp_path / "codes", "-o", tmp_path / "out")
     ran("verify", tmp_path / "out", "--source", model)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ptqpipe.calibration.rounding import Settings
 from ptqpipe.cli import main
 from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import command as tune
@@ -55,7 +54,7 @@ def with_codes(root: Path) -> list[str]:
     """The arguments of a conversion with learned codes."""
     text = root / "text.txt"
     text.write_text("\n".join(f"{word} {len(word)}" for word in dir(__builtins__) * 6))
-    options = TuneOptions(samples=8, seqlen=32, settings=Settings(steps=4))
+    options = TuneOptions(samples=8, seqlen=32)
     recipe = RecipeOptions(scheme="nvfp4")
     tune.tune(DEMO, [str(text)], root / "codes", recipe=recipe, options=options, machine=Machine(workers=1))
     return [str(DEMO), "--rounding", str(root / "codes"), "--format", "nvfp4"]

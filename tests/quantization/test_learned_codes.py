@@ -1,6 +1,7 @@
 """Claims of reading a folder of learned codes: damage is one line that names the field, never a traceback."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,14 @@ def test_codes_are_read_as_they_were_written(tmp_path: Path) -> None:
         q = rounding.of("w", NVFP4, shape=(4, 32))
         assert q.shape == (4, 32)
         assert float(q.dequantize().abs().max()) == 0.0
+
+
+@pytest.mark.parametrize("method", ["learned", "gptq+learned"])
+def test_codes_of_a_method_that_is_gone_are_refused_with_what_to_run_again(method: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "r", lambda content: content.update(method=method))
+    with pytest.raises(UsageError, match=rf"method {re.escape(method)}, .* again: ptqpipe tune MODEL --data ") as error:
+        Rounding.open(folder)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,8 @@ def layers_of(folder: BlockFolder) -> dict[str, dict[str, Any]]:
     return {name: entry for name, entry in folder.done.items() if name not in (ENDED, backwards.PASS)}
 
 
-def content(
-    prepared: Conversion, samples: Samples, options: TuneOptions, folder: BlockFolder, *, collects: bool
-) -> dict[str, Any]:
-    """rounding.json. ``collects``: whether tune collected the moments."""
+def content(prepared: Conversion, samples: Samples, options: TuneOptions, folder: BlockFolder) -> dict[str, Any]:
+    """rounding.json."""
     blocks = layers_of(folder)
     ended = folder.done.get(ENDED)
     trained = (ended or {}).get("trained")
@@ -83,7 +81,11 @@ def content(
             **({"held_out": samples.held_out.shape[0]} if len(samples.held_out) else {}),
             **_backwards(samples, options),
         },
-        **_how(options, collects=collects),
+        "method": options.method,
+        "metric": "kl" if options.by_kl else "output",
+        "share": options.share,
+        **({} if options.follows else {"start": "gptq"}),
+        "settings": asdict(options.settings),
         **({} if ended is None else {"end_to_end": ended}),
         "blocks": {name: {k: v for k, v in entry.items() if k != "weights"} for name, entry in blocks.items()},
         "weights": {key: entry for block in blocks.values() for key, entry in block["weights"].items()},
@@ -95,11 +97,3 @@ def _backwards(samples: Samples, options: TuneOptions) -> dict[str, int]:
     if not options.by_kl:
         return {}
     return {"backwards": len(backwards.learned_from(samples, options).windows)}
-
-
-def _how(options: TuneOptions, *, collects: bool) -> dict[str, Any]:
-    """The method, and what was started from where the recipe does not say that."""
-    asked = options.follows or (collects and options.method == "layerwise")  # else the statistics say it
-    metric = {"metric": "kl" if options.by_kl else "output"} if asked else {}
-    start = {"start": "gptq"} if collects and not options.follows else {}
-    return {"method": options.method, **metric, "share": options.share, **start, "settings": asdict(options.settings)}

@@ -1,8 +1,9 @@
 """tune: learned codes for the weights of a model, one decoder layer at a time, into a folder (`rounding.py`).
 
 The plan is convert's: tune changes the weights that a conversion with the same recipe quantizes. "layerwise" takes the
-scales and codes that it would write with statistics, "gptq" the nearest codes as a start. Moments are collected for the
-current layer and then discarded, so they are never on disk; a folder of statistics with full moments is read instead.
+scales and codes that it would write with statistics, the other methods the nearest codes as a start. Moments are
+collected for the current layer and then discarded, so they are never on disk. A folder of statistics gives the static
+scales of inputs.
 
 Two streams of hidden states go through the model: those of the float layers are the targets; those of the layers with
 learned codes, activations quantized as the scheme says, are the inputs that each layer will get. For "layerwise" the
@@ -31,17 +32,15 @@ from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.likeness import Likeness, likeness_of, lines_of
 from ptqpipe.calibration.paired import Known, kept_batches
 from ptqpipe.calibration.paired_experts import STREAMS
-from ptqpipe.calibration.rounding import Learned, Settings, learn, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Block, MtpBlock, Runner
-from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_place
 from ptqpipe.conversion.conversion import Conversion
-from ptqpipe.conversion.prepare import best_with, prepare
+from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import UsageError
 from ptqpipe.models.language_model import takes_images, with_note
 from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.pipeline.tune import backwards, codes as codes_of, end_to_end
+from ptqpipe.pipeline.tune import backwards, codes as codes_of
 from ptqpipe.pipeline.tune.block import BlockWork, observe
 from ptqpipe.pipeline.tune.in_order import divided, follow
 from ptqpipe.pipeline.tune.tune_options import TuneOptions, check
@@ -78,24 +77,21 @@ def tune(
     begun = time.monotonic()
     options, machine = options or TuneOptions(), machine or Machine(compute_threads())
     check(options)
-    full = stats is not None and _has_full(stats)
-    collects = options.method != "learned" and not full
-    if options.method != "learned" and full:
-        recipe = best_with(recipe or RecipeOptions(), stats=stats, recipe_path=recipe_path)
-    prepared = prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats, collected=collects)
+    descent = options.descent
+    prepared = prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats, collected=True)
     with prepared:
         source = prepared.source
         check_place(out)
         config = config_of(source)
-        samples = _samples(prepared, data, options, config, collects=collects)
-        if samples.images or not _runs_backwards(prepared, options, collects=collects):
+        samples = _samples(prepared, data, options, config)
+        if samples.images or not _runs_backwards(prepared, options):
             options = replace(options, metric="output")  # the reverse pass takes rows of one length
-        if options.method == "kl":
-            options = end_to_end.with_rate(prepared, options)
-            end_to_end.check(prepared, samples, options, machine)
-        parts = _identity(prepared, samples, options, collects=collects)
+        if descent is not None:
+            options = descent.with_rate(prepared, options)
+            descent.check(prepared, samples, options, machine)
+        parts = _identity(prepared, samples, options)
         start: dict[str, Any] = {}
-        if options.method == "kl":
+        if descent is not None:
             start = {"beside": codes_of.START, "lost_with": lambda unit: [codes_of.ENDED]}
         folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode, **start)
         found: dict[str, Likeness] = {}
@@ -104,17 +100,15 @@ def tune(
                 log(with_note(described(prepared, samples, options), config, images=samples.shown))
             if codes_of.ENDED not in folder.done:
                 keep_freed_memory()  # of moments, hidden states: clearing fresh pages is a tenth of the time
-                found = _run(prepared, samples, folder, options, machine, collects=collects)
-            if options.method == "kl":
-                end_to_end.improve(prepared, samples, folder, options, machine)
-            content = codes_of.content(prepared, samples, options, folder, collects=collects)
+                found = _run(prepared, samples, folder, options, machine)
+            if descent is not None:
+                descent.improve(prepared, samples, folder, options, machine)
+            content = codes_of.content(prepared, samples, options, folder)
             folder.finish(content)
     return Finished(out, content, time.monotonic() - begun, peak_bytes(), tuple(lines_of(found, samples)))
 
 
-def _samples(
-    prepared: Conversion, data: Sequence[str], options: TuneOptions, config: Any, *, collects: bool
-) -> Samples:
+def _samples(prepared: Conversion, data: Sequence[str], options: TuneOptions, config: Any) -> Samples:
     """The rows of the data. UsageError for data that do not fit the model or the method."""
     path = prepared.source.reader.path
     samples = load_samples(
@@ -124,7 +118,7 @@ def _samples(
         seqlen=default_length(config) if options.seqlen is None else options.seqlen,
         seed=options.seed,
         field=options.data_field,
-        holdout=None if collects else 0,
+        holdout=None,
         images=takes_images(config, path),
     )
     if samples.images and options.metric == "kl":
@@ -132,7 +126,7 @@ def _samples(
     return samples.judged() if options.follows and samples.windows.numel() > BATCH_TOKENS else samples
 
 
-def _identity(prepared: Conversion, samples: Samples, options: TuneOptions, *, collects: bool) -> dict[str, str]:
+def _identity(prepared: Conversion, samples: Samples, options: TuneOptions) -> dict[str, str]:
     """What decides the codes, by its name in a message."""
     return {
         "stage": "tune",
@@ -140,7 +134,7 @@ def _identity(prepared: Conversion, samples: Samples, options: TuneOptions, *, c
         "the recipe": prepared.run_parts["recipe"],
         "the statistics": prepared.run_parts.get("statistics", ""),
         "the data": samples.sha256,
-        **({"the held-out data": tokens_digest(samples.held_out)} if collects else {}),
+        "the held-out data": tokens_digest(samples.held_out),
         "the settings": json.dumps(
             [options.method, options.by_kl, options.share, options.train, asdict(options.settings)]
         ),
@@ -148,11 +142,10 @@ def _identity(prepared: Conversion, samples: Samples, options: TuneOptions, *, c
     }
 
 
-def _runs_backwards(prepared: Conversion, options: TuneOptions, *, collects: bool) -> bool:
-    """Whether gradients are of use: of layers by themselves, where their moments are collected and rows do not share
-    scales."""
+def _runs_backwards(prepared: Conversion, options: TuneOptions) -> bool:
+    """Whether gradients are of use: of layers by themselves, where rows do not share scales."""
     fits = any(two_sided.possible(unit.scheme.fmt) for unit in prepared.outputs.plan.units)
-    return options.by_kl and (options.follows or (collects and fits))
+    return options.by_kl and (options.follows or fits)
 
 
 def _largest(prepared: Conversion) -> int:
@@ -160,19 +153,8 @@ def _largest(prepared: Conversion) -> int:
     return max((m.shape[0] * m.shape[1] for unit in prepared.outputs.plan.units for m in unit.members), default=0)
 
 
-def _has_full(stats: Path) -> bool:
-    with Statistics.open(stats) as statistics:
-        return statistics.has_any("full_moment")
-
-
 def _run(
-    prepared: Conversion,
-    samples: Samples,
-    folder: BlockFolder,
-    options: TuneOptions,
-    machine: Machine,
-    *,
-    collects: bool,
+    prepared: Conversion, samples: Samples, folder: BlockFolder, options: TuneOptions, machine: Machine
 ) -> dict[str, Likeness]:
     """Every layer. Gives how likely the model finds each source of the data."""
     likely: dict[str, Likeness] = {}
@@ -187,7 +169,7 @@ def _run(
         learned_from = backwards.learned_from(samples, options)
         noted: dict[str, Any] = {"done": folder.done, "commit": folder.commit}
         gradients = backwards.observe(prepared, learned_from, spill, machine, seed=options.seed, **noted)
-    runner, keeps = _open_runner(prepared, skeleton, samples, options, machine, spill=spill, collects=collects)
+    runner, keeps = _open_runner(prepared, skeleton, samples, options, machine, spill=spill)
     names = [*runner.names, *(name for name, _ in skeleton.mtp if _quantizes(prepared, skeleton, name))]
     count, done = len(names), sum(name in folder.done for name in names)
     with (
@@ -195,7 +177,7 @@ def _run(
         contextlib.ExitStack() as opened,
         counting_bar(count, "layers", shown=machine.progress, done=done) as advance,
     ):
-        streams = None if options.method == "layerwise" else _Streams.like(runner, spill, opened)
+        streams = _Streams.like(runner, spill, opened) if options.follows else None
         last = runner.mtp_blocks() if count > len(runner.names) else ()
         for block in itertools.chain(runner.blocks(), _at_head(runner, look), last):
             on_part = partial(_advance, advance, f"layer {block.index + 1} of {count}")
@@ -206,16 +188,14 @@ def _run(
             of_outputs = None if found or isinstance(block, MtpBlock) else gradients(block.name)
             if streams is None:
                 if not found:
-                    _layerwise(BlockWork.of(block, prepared, runner), runner, folder, of_outputs, collects=collects)
+                    _layerwise(BlockWork.of(block, prepared, runner), runner, folder, of_outputs)
                     on_part(1, "codes")
             else:
                 if isinstance(block, MtpBlock):
                     streams = _entering(block, streams, _Streams.like(runner, spill, opened))
                 work = BlockWork.of(block, prepared, runner)
                 known = Known(work.watched, keeps)
-                _tune_block(
-                    work, runner, folder, options, streams, of_outputs, known, collects=collects, on_part=on_part
-                )
+                _tune_block(work, runner, folder, options, streams, of_outputs, known, on_part=on_part)
             block.advance()
     return likely
 
@@ -228,16 +208,15 @@ def _open_runner(
     machine: Machine,
     *,
     spill: Path,
-    collects: bool,
 ) -> tuple[Runner, list[int]]:
     """Of the float model, with hidden states on disk in ``spill`` where memory is short of them; of which batches there
     is room for what `Known` keeps, too: of those that `follow` runs several times."""
     held_out = len(samples.held_out) > 0
     together = not options.follows or not _whole_stacks(prepared, skeleton)  # moments of all experts
-    sums = max(sums_of_layers(skeleton, block=False, full=True, held_out=held_out, experts=together)) if collects else 0
+    sums = max(sums_of_layers(skeleton, block=False, full=True, held_out=held_out, experts=together))
     memory = machine.memory_bytes - BASE_BYTES - sums
     stacked = options.follows and any(is_stacked(m) for _, block in skeleton.blocks for m in block.modules())
-    streams = (1 if options.method == "layerwise" else 3) + (STREAMS if stacked else 0)
+    streams = (3 if options.follows else 1) + (STREAMS if stacked else 0)
     runner = Runner.open(
         skeleton,
         samples.windows,
@@ -313,12 +292,10 @@ def _open_stream(runner: Runner, spill: Path) -> Activations:
     return OnDisk(spill) if isinstance(runner.activations, OnDisk) else InMemory()
 
 
-def _layerwise(
-    work: BlockWork, runner: Runner, folder: BlockFolder, gradients: Gradients | None, *, collects: bool
-) -> None:
+def _layerwise(work: BlockWork, runner: Runner, folder: BlockFolder, gradients: Gradients | None) -> None:
     """Chooses, writes and journals the codes of one block by the inputs of the float model, which is then behind it."""
     block = work.block
-    inputs = observe(block, runner, block.advance, units=work.units, gradients=gradients) if collects else None
+    inputs = observe(block, runner, block.advance, units=work.units, gradients=gradients)
     codes = work.start(inputs)
     entry: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0, "held_out": False}
     entry |= {"not_learned": []}
@@ -334,7 +311,6 @@ def _tune_block(
     gradients: Gradients | None,
     known: Known,
     *,
-    collects: bool,
     on_part: Callable[[float, str], None],
 ) -> None:
     """Learns, writes and applies the codes of one block; afterwards both streams are behind it."""
@@ -355,10 +331,10 @@ def _tune_block(
         codes = codes_of.read(folder, block, work.units)
     else:
         alone = [unit for unit in work.units if unit not in work.followed]
-        inputs = observe(block, runner, run, units=alone) if collects and alone else None
+        inputs = observe(block, runner, run, units=alone) if alone else None
         if inputs is None:
             run(lambda batch: None)
-        start = work.start(inputs, followed=options.follows)
+        start = work.start(inputs, followed=True)
         del inputs  # the moments
         store = partial(_open_stream, runner, folder.paths.partial)
         codes, record = _find(work, options, start, streams, gradients, known, store, on_part=on_part)
@@ -387,34 +363,25 @@ def _find(
 
     on_part  called with parts of the layer that are done, which add up to 1
     """
-    share = 1 / (2 + options.method.count("+")) if work.usable else 1.0  # of the start, and of each method
-    on_part(share, "start")
-    wanted, given = streams.wanted, streams.given
+    part_of_start = 0.5 if work.usable else 1.0
+    on_part(part_of_start, "start")
     record: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0}
     record["held_out"] = work.block.batches > 1  # else the one batch both learns and judges
     codes: Mapping[str, QTensor] = start
-    if options.follows and work.usable:
+    if work.usable:
         codes, before, after = follow(
             work,
             start,
             share=options.share,
             held_out=options.settings.held_out,
-            inputs=partial(_at, block=work.block, stream=given),
-            targets=partial(_at, block=work.block, stream=wanted),
+            inputs=partial(_at, block=work.block, stream=streams.given),
+            targets=partial(_at, block=work.block, stream=streams.wanted),
             known=known,
             store=store,
             gradients=gradients,
-            on_unit=lambda part, name: on_part(share * part, name),
+            on_unit=lambda part, name: on_part((1 - part_of_start) * part, name),
         )
-        record |= {"start_loss": before, "learned_loss": after, "kept": after < before, "followed_loss": after}
-    if "learned" in options.method and work.usable:
-        step = share / options.settings.steps
-        codes, learned = _learn(work, codes, options.settings, streams, lambda n: on_part(step, f"step {n}"))
-        if "followed_loss" not in record:
-            record |= {"start_loss": learned.start_loss, "learned_loss": learned.learned_loss, "kept": learned.kept}
-        elif learned.kept:
-            record |= {"learned_loss": learned.learned_loss, "kept": True}
-        known.settle(())  # its codes are others
+        record |= {"start_loss": before, "learned_loss": after, "kept": after < before}
     total = sum(start[key].codes.numel() for key in work.usable)
     record["moved"] = sum(int((codes[k].codes != start[k].codes).sum()) for k in work.usable) / max(1, total)
     return dict(codes), record | {"not_learned": sorted(start.keys() - work.usable)}
@@ -423,28 +390,3 @@ def _find(
 def _at(batch: int, *, block: Block, stream: Activations) -> torch.Tensor:
     """The hidden states of a batch where the block is."""
     return stream.get(batch).to(block.device)
-
-
-def _learn(
-    work: BlockWork,
-    start: Mapping[str, QTensor],
-    settings: Settings,
-    streams: _Streams,
-    on_step: Callable[[int], None],
-) -> tuple[dict[str, QTensor], Learned]:
-    """Learned rounding at the scales of ``start``."""
-    wanted, given = streams.wanted, streams.given
-    fixed = {key: decoded(q) for key, q in start.items() if key not in work.usable}
-    learned = learn(
-        {key: work.weights[key] for key in work.usable},
-        {key: start[key] for key in sorted(work.usable)},
-        forward=lambda x, batch, chosen: work.outputs(x, batch, work.parameters({**fixed, **chosen})),
-        inputs=partial(_at, block=work.block, stream=given),
-        targets=partial(_at, block=work.block, stream=wanted),
-        batches=work.block.batches,
-        windows_per_batch=given.get(0).shape[0],
-        settings=settings,
-        on_step=on_step,
-    )
-    codes = {k: with_codes(q, learned.codes[k]) if k in learned.codes else q for k, q in start.items()}
-    return codes, learned

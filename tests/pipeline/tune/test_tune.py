@@ -15,12 +15,12 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+import ptqpipe
 from ptqpipe.api.matrices import load_tensors
 from ptqpipe.calibration import reverse, runner
 from ptqpipe.calibration.activations import OnDisk
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.data import Samples, load_samples
-from ptqpipe.calibration.rounding import Settings
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.check.evaluate.tokenized_text import SAMPLE
 from ptqpipe.checkpoint import tensor_file
@@ -43,7 +43,7 @@ from ptqpipe.runtime.skeleton import Skeleton
 from tests.calibration.models import make_model, make_windows, write_windows
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"
-OPTIONS = TuneOptions(samples=16, seqlen=32, method="learned", settings=Settings(steps=8))
+OPTIONS = TuneOptions(samples=16, seqlen=32)
 ONE = Machine(workers=1)
 ReversePass = Callable[..., list[str]]
 
@@ -93,7 +93,7 @@ def codes_of_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 @pytest.fixture(params=["nvfp4", "mxfp4"])
 def tuned(request: pytest.FixtureRequest, codes_of_run: Callable[[str, str], Path]) -> tuple[str, Path]:
-    return request.param, codes_of_run(request.param, "learned")
+    return request.param, codes_of_run(request.param, "gptq")
 
 
 def content_of(codes: Path) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def test_the_codes_that_were_learned_are_the_codes_that_are_written(tuned: tuple
     tensors = load_tensors(out)
     with Rounding.open(codes) as stored:
         assert record["rounding"]["digest"] == stored.digest
-        assert record["rounding"]["method"] == "learned"
+        assert record["rounding"]["method"] == "gptq"
         assert record["rounding"]["data"] == stored.content["data"]
         for name, entry in record["weights"].items():
             q = stored.of(name, get_format(entry["format"]), shape=tuple(entry["shape"]))
@@ -123,7 +123,7 @@ def test_the_codes_that_were_learned_are_the_codes_that_are_written(tuned: tuple
         assert CliRunner().invoke(main, ["report", str(out), "-o", str(page)]).exit_code == 0
         (told,) = (line for line in page.read_text().splitlines() if line.startswith("- learned codes"))
         assert stored.digest in told
-        assert "learned, 16 samples" in told
+        assert "gptq, 16 samples" in told
         assert "algorithm rtn" not in page.read_text()
     assert CliRunner().invoke(main, ["verify", str(out), "--source", str(DEMO)]).exit_code == 0
 
@@ -147,7 +147,7 @@ def test_codes_may_differ_from_weights_by_what_would_be_a_loss_of_the_nearest_on
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["layerwise", "gptq", "learned"])
+@pytest.mark.parametrize("method", ["layerwise", "gptq"])
 def test_a_weight_that_its_siblings_scale_would_erase_is_refused_before_codes_are_chosen(
     method: str, text: Path, tmp_path: Path
 ) -> None:
@@ -167,28 +167,6 @@ def test_every_block_says_what_it_gained_and_none_got_worse(tuned: tuple[str, Pa
     for entry in content["blocks"].values():
         assert entry["not_learned"] == []
         assert entry["kept"] == (entry["learned_loss"] < entry["start_loss"])
-
-
-@pytest.mark.slow
-def test_a_stopped_run_goes_on_to_the_same_codes(
-    codes_of_run: Callable[[str, str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = content_of(codes_of_run("nvfp4", "learned"))
-    real, calls = tune.learn, []
-
-    def stops(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(tune, "learn", stops)
-    with pytest.raises(KeyboardInterrupt):
-        tune.tune(DEMO, [str(text)], tmp_path / "cut", options=OPTIONS, machine=ONE)
-    assert not (tmp_path / "cut").exists()
-    again = tune.tune(DEMO, [str(text)], tmp_path / "cut", options=OPTIONS, mode="resume", machine=ONE)
-    assert again.content["digest"] == whole["digest"]
-    assert len(calls) == 1 + len(whole["blocks"])
 
 
 def test_codes_of_another_model_or_format_are_refused(tuned: tuple[str, Path], tmp_path: Path) -> None:
@@ -241,7 +219,7 @@ def test_no_data_is_one_line_that_says_what_to_give(tmp_path: Path) -> None:
 def test_a_model_that_the_format_holds_exactly_is_tuned_to_the_end(text: Path, tmp_path: Path) -> None:
     """Layers of no error, which no ratio can be told of: such are the floats of a checkpoint that was dequantized."""
     packed, floats, codes = (str(tmp_path / name) for name in ("packed", "floats", "codes"))
-    windows = ["--samples", "8", "--seqlen", "16", "--method", "learned", "--steps", "1"]
+    windows = ["--samples", "8", "--seqlen", "16"]
     for words in (
         ["convert", str(DEMO), "--format", "mxfp4a16", "-o", packed],
         ["dequantize", packed, "-o", floats],
@@ -270,18 +248,6 @@ def test_layers_that_make_up_for_earlier_ones_lose_less_than_layers_by_themselve
 
 
 @pytest.mark.slow
-def test_learning_after_error_feedback_loses_no_more(rows: Path, tmp_path: Path) -> None:
-    recipe = RecipeOptions(scheme="nvfp4_w4a4")
-    options = of_method("gptq+learned")
-    done = tune.tune(DEMO, [str(rows)], tmp_path / "codes", recipe=recipe, options=options, machine=ONE)
-    kept = [entry for entry in done.content["blocks"].values() if entry["kept"]]
-    assert kept
-    for entry in kept:
-        assert entry["learned_loss"] <= min(entry["followed_loss"], entry["start_loss"])
-        assert 0.0 < entry["moved"] < 0.9
-
-
-@pytest.mark.slow
 def test_error_feedback_that_was_stopped_goes_on_to_the_same_codes(
     codes_of_run: Callable[[str, str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,7 +265,7 @@ def test_error_feedback_that_was_stopped_goes_on_to_the_same_codes(
     with pytest.raises(KeyboardInterrupt):
         tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, machine=ONE)
     with pytest.raises(OutputError, match="settings"):
-        tune.tune(DEMO, [str(text)], tmp_path / "cut", options=of_method("learned"), mode="resume", machine=ONE)
+        tune.tune(DEMO, [str(text)], tmp_path / "cut", options=of_method("layerwise"), mode="resume", machine=ONE)
     again = tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, mode="resume", machine=ONE)
     assert again.content["digest"] == whole["digest"]
     assert len(calls) == 1 + len(whole["blocks"])
@@ -510,7 +476,7 @@ def test_a_reverse_pass_in_bfloat16_finds_the_moments_of_one_in_float32(
         ({"method": "other"}, "'other' is unknown"),
         ({"share": 1.5}, "--share 1.5 is out of range"),
         ({"metric": "other"}, "--metric 'other' is unknown; use kl, output"),
-        ({"metric": "kl"}, "--metric kl belongs to --method gptq"),
+        ({"method": "learned"}, "'learned' is unknown; use gptq, kl, layerwise"),
     ],
 )
 def test_settings_that_do_not_exist_are_refused(
@@ -583,20 +549,23 @@ def test_a_model_that_only_our_container_can_hold_is_tuned(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["gptq", "layerwise"])
-def test_moments_that_tune_collects_are_those_of_calibrate(method: str, tmp_path: Path) -> None:
+def test_layers_by_themselves_get_the_codes_that_convert_writes_with_statistics(tmp_path: Path) -> None:
     """No window is held out in either; a mixture of experts has moments by expert, and stand-ins for idle ones."""
     model, windows = make_model(tmp_path / "moe", "qwen3_moe"), make_windows(samples=4)
     tokens = write_windows(tmp_path / "tokens.jsonl", windows)
     seen = {"samples": 4, "seqlen": windows.shape[1]}
     calibrate(model, [str(tokens)], tmp_path / "stats", options=CalibrateOptions(**seen), machine=ONE)
-    options, recipe = TuneOptions(**seen, method=method), RecipeOptions("fp8")
-    for name, stats in (("own", None), ("given", tmp_path / "stats")):
-        tune.tune(model, [str(tokens)], tmp_path / name, recipe=recipe, stats=stats, options=options, machine=ONE)
-    for file in (tmp_path / "own").glob("*.safetensors"):
-        own, given = load_file(file), load_file(tmp_path / "given" / file.name)
-        assert own.keys() == given.keys()
-        assert all(torch.equal(t.view(torch.uint8), given[name].view(torch.uint8)) for name, t in own.items())
+    options, recipe = TuneOptions(**seen, method="layerwise"), RecipeOptions("fp8")
+    tune.tune(model, [str(tokens)], tmp_path / "codes", recipe=recipe, options=options, machine=ONE)
+    made = ptqpipe.convert(model, out=tmp_path / "out", format="fp8", stats=tmp_path / "stats", workers=1)
+    assert {rule["algorithm"] for rule in made.record["recipe"]["rules"]} == {"gptq"}
+    with Rounding.open(tmp_path / "codes") as stored, load_tensors(made.out) as written:
+        names = stored.content["weights"]
+        assert len(names) > 20
+        for name, entry in names.items():
+            q, own = written[name], stored.of(name, get_format(entry["format"]), shape=tuple(entry["shape"]))
+            assert torch.equal(q.data, own.data)
+            assert torch.equal(q.scales, own.scales)
 
 
 @pytest.mark.slow

@@ -10,21 +10,21 @@ import torch
 from click.testing import CliRunner
 
 from ptqpipe.calibration.activations import InMemory
-from ptqpipe.calibration.end_to_end import Found, Variables
-from ptqpipe.calibration.rounding import Settings
 from ptqpipe.calibration.runner import Runner
-from ptqpipe.calibration.whole import Whole
-from ptqpipe.check.evaluate.tokenized_text import SAMPLE
+from ptqpipe.check.evaluate.text import SAMPLE
 from ptqpipe.checkpoint import CheckpointReader, Finished
 from ptqpipe.cli import main
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.pipeline import demo
-from ptqpipe.pipeline.tune import command as tune, end_to_end
-from ptqpipe.pipeline.tune.kept import Trained, find_kept
-from ptqpipe.pipeline.tune.tune_options import TuneOptions
-from ptqpipe.pipeline.tune.tune_summary import render
+from ptqpipe.pipeline.tune import command as tune
+from ptqpipe.pipeline.tune.kl import end_to_end
+from ptqpipe.pipeline.tune.kl.descent import Found, Variables
+from ptqpipe.pipeline.tune.kl.floats import Trained, find_kept
+from ptqpipe.pipeline.tune.kl.whole import Whole
+from ptqpipe.pipeline.tune.options import Settings, TuneOptions
+from ptqpipe.pipeline.tune.summary import render
 from ptqpipe.quantization.learned_codes import TRAINED_FILE, Rounding
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine

@@ -1,7 +1,10 @@
-"""Claims about `ptqpipe chat`: the service's answers, a talk's commands, Ctrl-C, and lines where something is wrong."""
+"""Claims about `ptqpipe chat`: the service's answers, what a talk sends, Ctrl-C, and lines where something is wrong."""
 
 import builtins
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ptqpipe.cli import main
-from ptqpipe.cli.talk import Conversation, Talk, visible
+from ptqpipe.cli.talk import Conversation, talk
 from ptqpipe.errors import PtqError
 from ptqpipe.serving.engine.service import Service
 from tests.serving.engine.models import DEMO, PROMPTS, greedy, tokenizer
@@ -36,14 +39,15 @@ def piped(question: str, *arguments: object) -> Result:
     return CliRunner().invoke(main, ["chat", *map(str, arguments)], input=question)
 
 
-def talk(server: Server, **sampling: Any) -> Conversation:
+def begun(server: Server, system: str = "", **sampling: Any) -> Conversation:
     """A talk of short greedy answers."""
-    return Conversation(server.url, api_key=None, sampling={"temperature": 0.0, "max_tokens": 12} | sampling, system="")
+    sampling = {"temperature": 0.0, "max_tokens": 12} | sampling
+    return Conversation(server.url, api_key=None, sampling=sampling, system=system)
 
 
 @contextmanager
 def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> Iterator[None]:
-    """What a person types, line by line; an error is what a key raises. Pasted lines come at once."""
+    """What a person types, message by message; an error is what a key raises."""
     left = list(lines)
 
     def read(prompt: str = "") -> str:
@@ -54,7 +58,6 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) ->
 
     with monkeypatch.context() as patched:
         patched.setattr(builtins, "input", read)
-        patched.setattr("ptqpipe.cli.talk.select.select", lambda *_: ([], [], []))
         yield
     assert left == []
 
@@ -63,14 +66,14 @@ def run(chat: Conversation, say: Callable[[str], None] | None = None) -> tuple[s
     """(what was answered, what was noted) in a talk."""
     answered: list[str] = []
     noted: list[str] = []
-    Talk(chat, say=say or answered.append, note=noted.append).run()
+    talk(chat, say=say or answered.append, note=noted.append)
     return "".join(answered), noted
 
 
 def test_a_question_through_a_pipe_is_answered_by_a_service(server: Server) -> None:
     result = piped("What is a list?\n", "--url", f"{server.url}/v1", "--temperature", 0, "--max-tokens", 16)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == visible(right([said("user", "What is a list?")], 16)) + "\n"
+    assert result.stdout == right([said("user", "What is a list?")], 16) + "\n"
 
 
 def test_a_checkpoint_is_loaded_and_continues_a_text_where_it_has_no_template() -> None:
@@ -100,20 +103,27 @@ class Other(BaseHTTPRequestHandler):
         """Says nothing."""
 
 
+@contextmanager
+def other(models: bytes) -> Iterator[str]:
+    """The URL of such a server."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), type("_", (Other,), {"models": models})) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 @pytest.mark.parametrize(
     ("models", "message"),
     [
-        (b"<html>a page</html>", "is no service of OpenAI's API; check --url"),
-        (b'{"data": []}', "has no model to talk with; load one there"),
-        (b"[1]", "is no service of OpenAI's API"),
+        (b"<html>a page</html>", "has no model of OpenAI's API; check --url"),
+        (b'{"data": []}', "has no model of OpenAI's API; check --url"),
+        (b"[1]", "has no model of OpenAI's API"),
         (b'{"data": [{"id": "m", "chat": false}]}', "the answer broke off: the service has closed the connection"),
     ],
 )
 def test_another_server_and_an_answer_without_its_end_are_a_line(models: bytes, message: str) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), type("_", (Other,), {"models": models})) as other:
-        threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
-        result = piped("a", "--url", f"http://127.0.0.1:{other.server_port}")
-        other.shutdown()
+    with other(models) as url:
+        result = piped("a", "--url", url)
     assert result.exit_code == 1
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -121,18 +131,18 @@ def test_another_server_and_an_answer_without_its_end_are_a_line(models: bytes, 
 
 @pytest.mark.parametrize("model", [b'{"data": ["m"]}', b'{"data": [{"name": "m"}]}'])
 def test_a_model_without_an_id_is_a_line(model: bytes) -> None:
-    test_another_server_and_an_answer_without_its_end_are_a_line(model, "is no service of OpenAI's API; check --url")
+    test_another_server_and_an_answer_without_its_end_are_a_line(model, "has no model of OpenAI's API; check --url")
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (b"data: {broken\n\n", "the answer has a line that is no JSON"),
-        (b'data: {"object": "chat.completion.chunk"}\n\n', "the answer is not of OpenAI's API: {"),
-        (b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n', "the answer is not of OpenAI's API: {"),
-        (b'data: {"choices": "text"}\n\n', "the answer is not of OpenAI's API: {"),
-        (b'data: {"choices": [], "usage": [1]}\n\n', "the answer is not of OpenAI's API: {"),
-        (b'data: {"error": "no room"}\n\n', "no room"),
+        (b"data: {broken\n\n", "is not of OpenAI's API: JSONDecodeError"),
+        (b'data: {"object": "chat.completion.chunk"}\n\n', "is not of OpenAI's API: KeyError('choices')"),
+        (b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n', "is not of OpenAI's API: KeyError('text')"),
+        (b'data: {"choices": "text"}\n\n', "is not of OpenAI's API: TypeError"),
+        (b'data: {"error": {"message": "no room"}}\n\n', "no room"),
+        (b'data: {"error": "no room"}\n\n', "is not of OpenAI's API: TypeError"),
     ],
 )
 def test_an_answer_in_another_form_is_a_line(answer: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,16 +151,14 @@ def test_an_answer_in_another_form_is_a_line(answer: bytes, message: str, monkey
 
 
 def test_a_talk_sends_what_was_said_and_the_system_prompt(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    chat, system = talk(server), said("system", "Be brief.")
-    with typed(monkeypatch, "Hi", "/system Be brief.", '"""', "two", "lines", '"""', "/reset", "Again", "/nothing"):
+    chat, system = begun(server, "Be brief."), said("system", "Be brief.")
+    with typed(monkeypatch, "Hi", "", "two\nlines"):  # which were pasted
         answers, noted = run(chat)
-    first = right([said("user", "Hi")], 12)
+    first = right([system, said("user", "Hi")], 12)
     second = right([system, said("user", "Hi"), said("assistant", first), said("user", "two\nlines")], 12)
-    third = right([system, said("user", "Again")], 12)
-    assert answers == visible(first + second + third) + "\n"
-    assert chat.messages == [said("user", "Again"), said("assistant", third)]
-    assert sum("12 tokens, " in line and "tokens/s" in line for line in noted) == 3
-    assert "/nothing is unknown; /help" in noted[-1]
+    assert answers == f"{first}\n\n{second}\n"
+    assert chat.messages[3:] == [said("user", "two\nlines"), said("assistant", second)]
+    assert len(noted) == 1
 
 
 def test_ctrl_c_stops_the_answer_and_another_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +167,7 @@ def test_ctrl_c_stops_the_answer_and_another_one_ends(monkeypatch: pytest.Monkey
             raise KeyboardInterrupt
 
     with serving(slow=0.05) as server:
-        chat = talk(server, max_tokens=200)
+        chat = begun(server, max_tokens=200)
         with typed(monkeypatch, "One", KeyboardInterrupt):
             _, noted = run(chat, interrupt)
         assert noted[-1] == "\nstopped; Ctrl-C once more ends the talk"
@@ -175,26 +183,27 @@ def test_ctrl_c_stops_the_answer_and_another_one_ends(monkeypatch: pytest.Monkey
 def test_what_the_service_refuses_is_a_line_and_the_talk_goes_on(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chat = talk(server)
+    chat = begun(server)
     with typed(monkeypatch, "word " * 400, "Hi"):
         answers, noted = run(chat)
     assert any("context is 256 tokens" in line for line in noted)
-    assert answers == visible(right([said("user", "Hi")], 12)) + "\n"
+    assert answers == right([said("user", "Hi")], 12) + "\n"
 
 
-def test_an_answer_cannot_command_the_terminal() -> None:
-    assert visible("a\x1b]0;title\x07b\x9b31m\tc\n\u202ed é") == "a]0;titleb31m\tc\nd é"
-
-
-def test_several_lines_that_arrive_at_once_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ptqpipe.cli.talk import _with_pasted
-
-    leader, follower = os.openpty()
-    os.write(leader, b"one\ntwo\nthree\n")
-    with os.fdopen(follower) as terminal, monkeypatch.context() as patched:
-        patched.setattr("sys.stdin", terminal)
-        assert _with_pasted(input("")) == "one\ntwo\nthree"
-    os.close(leader)
+def test_an_answer_cannot_command_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a pipe it goes as it is."""
+    event = {"choices": [{"text": "a\x1b]0;title\x07b\x9b31m\tc\n\u202ed é"}]}
+    monkeypatch.setattr(Other, "answer", f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode())
+    with other(b'{"data": [{"id": "m", "chat": false}]}') as url:
+        command = [sys.executable, "-m", "ptqpipe", "chat", "--url", url]
+        piped = subprocess.run(command, input=b"Hi", stdout=subprocess.PIPE, check=True, timeout=120).stdout
+        leader, follower = os.openpty()
+        subprocess.run(command, input=b"Hi", stdout=follower, check=True, timeout=120)
+        os.close(follower)
+        with os.fdopen(leader, "rb", buffering=0) as screen:
+            shown = screen.read(1000)
+    assert piped.decode() == f"{event['choices'][0]['text']}\n"
+    assert shown.decode() == "a\\x1b]0;title\\x07b\\x9b31m\tc\r\n\\u202ed é\r\n"
 
 
 @pytest.mark.parametrize(
@@ -221,7 +230,7 @@ def test_a_wrong_call_is_one_line(
 
 def test_a_service_that_fails_in_the_middle_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(slow=0.02) as server:
-        pieces = talk(server, max_tokens=200).ask("One")
+        pieces = begun(server, max_tokens=200).ask("One")
         next(pieces)
         service: Service = server.service
         service.fail("a rank died")

@@ -13,18 +13,18 @@ from click.testing import CliRunner
 
 from ptqpipe.api.matrices import load_tensors
 from ptqpipe.calibration.data import DataFile, Samples
-from ptqpipe.calibration.end_to_end import Found, Variables
-from ptqpipe.calibration.rounding import Settings
-from ptqpipe.check.evaluate.tokenized_text import SAMPLE
+from ptqpipe.check.evaluate.text import SAMPLE
 from ptqpipe.checkpoint import Finished
 from ptqpipe.cli import main
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.pipeline import demo
-from ptqpipe.pipeline.tune import codes as codes_of, command as tune, end_to_end
-from ptqpipe.pipeline.tune.tune_options import TuneOptions, settings_of
-from ptqpipe.pipeline.tune.tune_summary import render
+from ptqpipe.pipeline.tune import codes as codes_of, command as tune
+from ptqpipe.pipeline.tune.kl import end_to_end
+from ptqpipe.pipeline.tune.kl.descent import Found, Variables
+from ptqpipe.pipeline.tune.options import Settings, TuneOptions, settings_of
+from ptqpipe.pipeline.tune.summary import render
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine
@@ -52,7 +52,7 @@ def run(text: Path, out: Path, **changes: Any) -> dict[str, Any]:
     [("nvfp4_w4a4", 0.01), ("mxfp4", 0.01), ("nvfp4", 0.0015), ("mxfp4a16", 0.0015), ("fp8", 0.0015)],
 )
 def test_codes_take_larger_steps_where_inputs_have_four_bits(scheme: str, rate: float, tmp_path: Path) -> None:
-    options = TuneOptions(method="kl", settings=settings_of(None, method="kl", seed=3))
+    options = TuneOptions(method="kl", settings=settings_of(None, seed=3))
     with prepare(DEMO, options=RecipeOptions(scheme=scheme), out=tmp_path / "o", collected=True) as prepared:
         settings = end_to_end.with_rate(prepared, options).settings
     assert settings == Settings(steps=100, rate=rate, seed=3)

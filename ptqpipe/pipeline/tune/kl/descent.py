@@ -1,7 +1,7 @@
 """Codes, and by choice tensors that stay floats, by gradient descent on the KL divergence of the whole model.
 
 The start is codes that another method chose; the scales stay. Each weight may move to the neighbour of its code on the
-other side of the float weight, where the learned v makes it (`rounding.Choice`): few do. v follows Adam on the
+other side of the float weight, where the learned v makes it (`choice.Choice`): few do. v follows Adam on the
 straight-through gradient of the divergence, with a step that grows over the first steps and then falls to zero. So do
 the floats (`Float`: norms, a head, ...), each with a step in proportion to its size. Several times on the way all of it
 is judged on text that is not learned from, of more than one kind, with floats as they will be stored. What is returned
@@ -24,7 +24,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.calibration.rounding import Choice, Settings
+from ptqpipe.pipeline.tune.kl.choice import Choice
+from ptqpipe.pipeline.tune.options import Settings
 
 WARM_UP = 10  # steps
 JUDGED = 8  # times

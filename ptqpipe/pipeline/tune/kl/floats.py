@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from ptqpipe.calibration.end_to_end import Float
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.conversion import BIAS_REASON
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.global_scale import canonical
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.pipeline.tune.tune_options import GLOBAL
+from ptqpipe.pipeline.tune.kl.descent import Float
+from ptqpipe.pipeline.tune.options import GLOBAL
 from ptqpipe.recipe.plan import FLOAT_DTYPES, Unit
 from ptqpipe.runtime.skeleton import MTP, Skeleton
 

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from ptqpipe.calibration.activations import InMemory
-from ptqpipe.calibration.end_to_end import CALM, PATIENCE, Float, Found, Variables, descend
-from ptqpipe.calibration.rounding import Choice, Settings, with_codes
 from ptqpipe.calibration.runner import Runner
-from ptqpipe.calibration.whole import Whole
 from ptqpipe.errors import NumericsError
 from ptqpipe.models.source import Source
+from ptqpipe.pipeline.tune.kl.choice import Choice, with_codes
+from ptqpipe.pipeline.tune.kl.descent import CALM, PATIENCE, Float, Found, Variables, descend
+from ptqpipe.pipeline.tune.kl.whole import Whole
+from ptqpipe.pipeline.tune.options import Settings
 from ptqpipe.runtime.skeleton import Skeleton
 from tests.calibration.models import make_model, make_windows
-from tests.calibration.test_rounding import correlated, quantized
+from tests.pipeline.tune.test_choice import correlated, quantized
 
 SETTINGS = Settings(steps=64, rate=0.02)
 SMALL, LARGE = replace(SETTINGS, rate=CALM), replace(SETTINGS, rate=2 * CALM)  # the half of this one is left at step 32

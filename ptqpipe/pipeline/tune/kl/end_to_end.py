@@ -1,5 +1,5 @@
-"""--method kl: after GPTQ in the order of the model, codes by the KL divergence of the whole model, all layers at once
-(`calibration/end_to_end.py`), and then, with these codes, what --train names (`kept.py`).
+"""After GPTQ in the order of the model, codes by the KL divergence of the whole model, all layers at once
+(`descent.py`), and then, with these codes, what --train names (`floats.py`).
 
 The codes that GPTQ found lie beside the output until those that are learned from them are written. Each time that codes
 are judged, on held-out samples of each --data and on the sample text of the package, the state of descent goes to disk,
@@ -18,19 +18,19 @@ import torch
 
 from ptqpipe.calibration.activations import InMemory, OnDisk
 from ptqpipe.calibration.data import HELD_SHARE, Samples
-from ptqpipe.calibration.end_to_end import Found, Variables, descend
-from ptqpipe.calibration.rounding import Choice, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Runner
-from ptqpipe.calibration.whole import LayerForward, Whole
-from ptqpipe.check.evaluate.tokenized_text import SAMPLE, read_text
+from ptqpipe.check.evaluate.text import SAMPLE, read_text
 from ptqpipe.checkpoint import BlockFolder, CheckpointReader, is_sealed, output_errors, write_tensors
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.errors import UsageError
 from ptqpipe.pipeline.tune import codes as codes_of
 from ptqpipe.pipeline.tune.block import BlockWork
 from ptqpipe.pipeline.tune.in_order import divided
-from ptqpipe.pipeline.tune.kept import Trained, TrainedTensor, find_kept, unit_name, with_gain
-from ptqpipe.pipeline.tune.tune_options import FOUR_BIT_RATE, GLOBAL, TuneOptions
+from ptqpipe.pipeline.tune.kl.choice import Choice, with_codes
+from ptqpipe.pipeline.tune.kl.descent import Found, Variables, descend
+from ptqpipe.pipeline.tune.kl.floats import Trained, TrainedTensor, find_kept, unit_name, with_gain
+from ptqpipe.pipeline.tune.kl.whole import LayerForward, Whole
+from ptqpipe.pipeline.tune.options import GLOBAL, TuneOptions
 from ptqpipe.quantization.learned_codes import Rounding, relative_change, sha256_of
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import BASE_BYTES, Machine, counting_bar
@@ -38,6 +38,7 @@ from ptqpipe.run.quantities import option_size, option_size_above
 from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.runtime.skeleton import Skeleton
 
+FOUR_BIT_RATE = 0.01  # where inputs have 4 bits: at the usual one, too few codes move to make up for these
 DATA, OTHER = "held-out samples", "sample text"
 _STATE, _FOUND, _FILE = "state", "found", "model.safetensors"  # folders beside the output, and what each has
 _BYTES = 36  # for each weight: base, step and place of its choice, v, its gradient, two moments, codes, what is saved
