@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from ptqpipe.api.matrices import load_tensors
 from ptqpipe.calibration.data import DataFile, Samples
-from ptqpipe.check.evaluate.text import SAMPLE
+from ptqpipe.check.evaluate.tokenized_text import SAMPLE
 from ptqpipe.checkpoint import Finished
 from ptqpipe.cli import main
 from ptqpipe.conversion.prepare import prepare
@@ -23,8 +23,8 @@ from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import codes as codes_of, command as tune
 from ptqpipe.pipeline.tune.kl import end_to_end
 from ptqpipe.pipeline.tune.kl.descent import Found, Variables
-from ptqpipe.pipeline.tune.options import Settings, TuneOptions, settings_of
-from ptqpipe.pipeline.tune.summary import render
+from ptqpipe.pipeline.tune.tune_options import Settings, TuneOptions, settings_of
+from ptqpipe.pipeline.tune.tune_summary import render
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from ptqpipe.calibration.activations import InMemory
 from ptqpipe.calibration.runner import Runner
-from ptqpipe.check.evaluate.text import SAMPLE
+from ptqpipe.check.evaluate.tokenized_text import SAMPLE
 from ptqpipe.checkpoint import CheckpointReader, Finished
 from ptqpipe.cli import main
 from ptqpipe.conversion.prepare import prepare
@@ -23,8 +23,8 @@ from ptqpipe.pipeline.tune.kl import end_to_end
 from ptqpipe.pipeline.tune.kl.descent import Found, Variables
 from ptqpipe.pipeline.tune.kl.floats import Trained, find_kept
 from ptqpipe.pipeline.tune.kl.whole import Whole
-from ptqpipe.pipeline.tune.options import Settings, TuneOptions
-from ptqpipe.pipeline.tune.summary import render
+from ptqpipe.pipeline.tune.tune_options import Settings, TuneOptions
+from ptqpipe.pipeline.tune.tune_summary import render
 from ptqpipe.quantization.learned_codes import TRAINED_FILE, Rounding
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine

@@ -19,7 +19,7 @@ import torch
 from ptqpipe.calibration.activations import InMemory, OnDisk
 from ptqpipe.calibration.data import HELD_SHARE, Samples
 from ptqpipe.calibration.runner import BATCH_TOKENS, Runner
-from ptqpipe.check.evaluate.text import SAMPLE, read_text
+from ptqpipe.check.evaluate.tokenized_text import SAMPLE, read_text
 from ptqpipe.checkpoint import BlockFolder, CheckpointReader, is_sealed, output_errors, write_tensors
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.errors import UsageError
@@ -30,7 +30,7 @@ from ptqpipe.pipeline.tune.kl.choice import Choice, with_codes
 from ptqpipe.pipeline.tune.kl.descent import Found, Variables, descend
 from ptqpipe.pipeline.tune.kl.floats import Trained, TrainedTensor, find_kept, unit_name, with_gain
 from ptqpipe.pipeline.tune.kl.whole import LayerForward, Whole
-from ptqpipe.pipeline.tune.options import GLOBAL, TuneOptions
+from ptqpipe.pipeline.tune.tune_options import GLOBAL, TuneOptions
 from ptqpipe.quantization.learned_codes import Rounding, relative_change, sha256_of
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import BASE_BYTES, Machine, counting_bar
