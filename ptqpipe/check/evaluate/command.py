@@ -28,7 +28,7 @@ from ptqpipe.check.evaluate.token_divergence import (
     worst_tokens,
 )
 from ptqpipe.check.evaluate.tokenized_text import SAMPLE, SAMPLE_NAME, Text, read_text
-from ptqpipe.check.report.run_facts import run_facts
+from ptqpipe.check.report.provenance import run_facts
 from ptqpipe.checkpoint import CheckpointReader, completed_run, name_of, resolve_source
 from ptqpipe.errors import CheckpointError, UsageError, one_line
 from ptqpipe.models.language_model import with_note

@@ -17,8 +17,7 @@ from ptqpipe.check.evaluate.verdict import thresholds, verdict
 from ptqpipe.check.inspect import inspect
 from ptqpipe.check.report import KeptTensor, Report, check_kind, default_path, is_report, pooled_mse, render
 from ptqpipe.check.report.find import claims_own, find_evaluation, find_source
-from ptqpipe.check.report.provenance import provenance, rules
-from ptqpipe.check.report.run_facts import run_facts
+from ptqpipe.check.report.provenance import provenance, rules, run_facts
 from ptqpipe.check.report.weight_rows import (
     Item,
     describe_weight,

@@ -1,12 +1,18 @@
-"""Where a checkpoint came from, as its record and its files tell: the recipe as it resolved, data, versions, hashes."""
+"""Where a checkpoint came from, as its record and its files tell: the recipe as it resolved, data, versions, hashes;
+and when, where and by which command a result was made."""
 
+import os
+import platform
+import shlex
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ptqpipe.checkpoint import RECORD_FILE, file_sha256, name_of
 from ptqpipe.conversion.record import Record, text_data
 from ptqpipe.models.source import Source
+from ptqpipe.numerics.kernels.cpu_library import processor
 
 
 def rules(record: Record | None) -> tuple[tuple[str, str, str], ...]:
@@ -85,3 +91,19 @@ def _learned(raw: Mapping[str, Any]) -> str | None:
     parts = [str(found.get("digest") or ""), str(found.get("method") or "")]
     parts += [f"{data.get('samples')} samples of {data.get('seqlen')} tokens"] if data else []
     return ", ".join(part for part in parts if part) or None
+
+
+def run_facts(command: str = "") -> dict[str, str]:
+    """When (UTC) and on which machine a result is made, and by which command, its folders left out: it is published."""
+    words = [_without_folders(word) for word in shlex.split(command)]
+    cores = f"{os.cpu_count()} processors, {platform.system()}"
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return {"date": now, "machine": f"{processor()[0]}, {cores}", "command": shlex.join(words)}
+
+
+def _without_folders(word: str) -> str:
+    """An argument with its path's last part alone; names on the hub stay whole."""
+    option, equals, value = word.rpartition("=")
+    path = Path(value)
+    hidden = path.is_absolute() or value.startswith((".", "~")) or os.path.exists(path.parent)
+    return f"{option}{equals}{path.name}" if hidden and path.name else word

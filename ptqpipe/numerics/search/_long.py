@@ -18,8 +18,7 @@ import torch
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.qtensor import check_finite
 from ptqpipe.numerics.search._grid import ElementGrid, Ladder, deviations
-from ptqpipe.numerics.search._long_floor import Floor, Scales, floor_of
-from ptqpipe.numerics.search._long_strip import Strip, strips
+from ptqpipe.numerics.search._long_floor import Floor, Scales, Strip, floor_of, strips
 from ptqpipe.numerics.search.objective import LANES, fold
 
 STRIP = 1 << 20  # elements whose blocks are searched together, unless one block alone is longer

@@ -10,9 +10,9 @@ from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.formats import CODECS, Format, get_format
 from ptqpipe.numerics.kernels.cpu_tensors import column_weights
 from ptqpipe.numerics.qtensor import encode, squared_error
-from ptqpipe.numerics.search import _long, _long_floor, _long_strip, baselines, brute_force, exact
+from ptqpipe.numerics.search import _long, _long_floor, baselines, brute_force, exact
 from ptqpipe.numerics.search._grid import element_grid, ladder
-from ptqpipe.numerics.search._long_strip import strips
+from ptqpipe.numerics.search._long_floor import strips
 from ptqpipe.numerics.search.objective import magnitude_blocks, scores
 from tests.numerics.search import cases
 
@@ -95,7 +95,7 @@ def test_runs_and_strips_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.undo()
         whole = exact.search(w, fmt), exact.search(w, fmt, importance=h)
         monkeypatch.setattr(_long, "STRIP", 7000)
-        monkeypatch.setattr(_long_strip, "SEGMENT", 5000)
+        monkeypatch.setattr(_long_floor, "SEGMENT", 5000)
         assert torch.equal(exact.search(w, fmt), whole[0]), fmt.name
         assert torch.equal(exact.search(w, fmt, importance=h), whole[1]), fmt.name
 
