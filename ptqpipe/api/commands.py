@@ -355,7 +355,7 @@ def plan(
     chosen = formats_for(asked)
     plan_stage.check_recipe_target(target)
     tokens, seqlen = options.get("max_tokens"), options.get("seqlen")
-    found = plan_stage.plan_mixed(
+    outcome = plan_stage.plan_mixed(
         model,
         plan_stage.Budget.parse(budget),
         formats=chosen,
@@ -363,12 +363,12 @@ def plan(
         machine=machine_of(options),
         container=None if reader is None else container_of_all(reader, chosen),
     )
-    plan_stage.write_recipe(found, target)
-    counts = found.counts(found.solution)
+    plan_stage.write_recipe(outcome, target)
+    counts = outcome.counts(outcome.solution)
     facts = {
-        "bits per weight": number(found.bits(found.solution), 3),
+        "bits per weight": number(outcome.bits(outcome.solution), 3),
         "formats": " ".join(f"{count}x{name}" for name, count in counts.items()),
-        "size": disk_size(found.file_bytes),
+        "size": disk_size(outcome.file_bytes),
     }
-    record = plan_text.to_json(found)
-    return Result("plan", found, path=target, record=record, facts=facts, text=lambda: plan_text.render(found))
+    record = plan_text.to_json(outcome)
+    return Result("plan", outcome, path=target, record=record, facts=facts, text=lambda: plan_text.render(outcome))

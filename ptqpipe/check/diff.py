@@ -127,13 +127,13 @@ def _expanded(left: Source, right: Source) -> tuple[list[_Pair], list[str], list
     only_b = [name for name in right.tensors if name not in left.tensors]
     pairs: list[_Pair] = []
     for names, stacked, swap in ((only_b, left, False), (only_a, right, True)):
-        found = _members_of(names, stacked, other=left if swap else right)
-        for member in found:
+        members = _members_of(names, stacked, other=left if swap else right)
+        for member in members:
             own = Slice(member.weight)
             first, second = (own, member.source) if swap else (member.source, own)
             pairs.append((member.weight, first, second, member.shape))
-        whole = {member.source.tensor for member in found}
-        used = {member.weight for member in found}
+        whole = {member.source.tensor for member in members}
+        used = {member.weight for member in members}
         only_a = [name for name in only_a if name not in (used if swap else whole)]
         only_b = [name for name in only_b if name not in (whole if swap else used)]
     return pairs, only_a, only_b
@@ -170,8 +170,8 @@ def _compare(left: Source, right: Source, name: str) -> TensorDiff:
         where = Slice(name, expert=expert, transposed=stored.transposed)
         error, energy = _distance(left, right, _within(left, where), _within(right, where), stored.shape)
         numbers = [numbers[0] + error, numbers[1] + energy]
-    found = _judged(name, kinds, *numbers)
-    return found if inputs or found.same is Same.NO else replace(found, same=Same.INPUT)
+    result = _judged(name, kinds, *numbers)
+    return result if inputs or result.same is Same.NO else replace(result, same=Same.INPUT)
 
 
 def _same_inputs(left: Source, right: Source, name: str) -> bool:

@@ -56,10 +56,13 @@ def _cpu() -> Iterator[Check]:
     """The processor, and which kernels run on it."""
     model, flags = cpu_library.processor()
     cores = len(os.sched_getaffinity(0))
-    found = [flag for flag in FLAGS if flag in flags]
-    facts = {"model": model, "processors": cores, "flags": found}
+    known_flags = [flag for flag in FLAGS if flag in flags]
+    facts = {"model": model, "processors": cores, "flags": known_flags}
     yield Check(
-        "CPU", "ok", f"{model}, {counted(cores, 'processor')}; {', '.join(found) or 'no vector units'}", facts=facts
+        "CPU",
+        "ok",
+        f"{model}, {counted(cores, 'processor')}; {', '.join(known_flags) or 'no vector units'}",
+        facts=facts,
     )
     reason, isa = cpu_library.why_missing(), cpu_library.current_isa()
     known = list(cpu_library.known_isas())
@@ -117,11 +120,11 @@ def required() -> dict[str, list[str]]:
         lines = metadata.requires("ptqpipe") or []
     except metadata.PackageNotFoundError:
         return {}
-    found: dict[str, list[str]] = {}
+    packages: dict[str, list[str]] = {}
     for name, _, extra in (match.groups() for line in lines if (match := _REQUIRED.match(line))):
         if name != "ptqpipe":  # an extra that another one includes is reported by itself
-            found.setdefault(extra, []).append(name)
-    return found
+            packages.setdefault(extra, []).append(name)
+    return packages
 
 
 def _installed(name: str) -> bool:

@@ -88,10 +88,10 @@ class BlockFolder:
                 self.files.mkdir(exist_ok=True)
                 self._withdraw_damaged(lost_with)
             wait()
-        found = read_journals(self.paths.partial)
-        self._order = {unit: i for i, unit in enumerate(found.units)}
+        journals = read_journals(self.paths.partial)
+        self._order = {unit: i for i, unit in enumerate(journals.units)}
         self.done: dict[str, dict[str, Any]] = {
-            unit: record for unit, record in found.units.items() if unit not in found.withdrawn
+            unit: record for unit, record in journals.units.items() if unit not in journals.withdrawn
         }
 
     def _withdraw_damaged(self, lost_with: Callable[[str], Sequence[str]]) -> None:

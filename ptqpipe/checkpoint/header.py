@@ -287,8 +287,8 @@ def _bad_tensor(path: Path, name: str, what: str, remedy: str = _AGAIN) -> NoRet
 def _fields(path: Path, name: str, value: object) -> tuple[str, tuple[int, ...], int, int]:
     """One tensor's dtype, shape, begin and end, each of the right type; the caller places them."""
     if not isinstance(value, dict) or value.keys() != _FIELDS:
-        found = sorted(value) if isinstance(value, dict) else type(value).__name__
-        _bad_tensor(path, name, f" with fields {shown(found)}, expected {sorted(_FIELDS)}")
+        got = sorted(value) if isinstance(value, dict) else type(value).__name__
+        _bad_tensor(path, name, f" with fields {shown(got)}, expected {sorted(_FIELDS)}")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or (dtype not in DTYPES and dtype not in SUB_BYTE_BITS):
         what = f" of dtype {shown(dtype)}, expected one of {', '.join([*DTYPES, *SUB_BYTE_BITS])}"

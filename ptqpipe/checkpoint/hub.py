@@ -59,8 +59,8 @@ def cached_file(model: str, name: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return None
-    found = try_to_load_from_cache(model, name)
-    return Path(found) if isinstance(found, str) else None
+    cached = try_to_load_from_cache(model, name)
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def is_hub_name(model: str) -> bool:
@@ -121,9 +121,9 @@ def check_folder(path: Path) -> Path:
         )
     if any(name.lower().endswith(".gguf") for name in names):
         raise CheckpointError(f"{shown(str(path))} holds {_GGUF}")
-    found = f"{len(names)} other files" if names else "nothing"
+    content = f"{len(names)} other files" if names else "nothing"
     raise CheckpointError(
-        f"{shown(str(path))} has {found}, expected .safetensors files; name the model's own folder, or "
+        f"{shown(str(path))} has {content}, expected .safetensors files; name the model's own folder, or "
         "save_pretrained() the model with transformers if it is published in another format"
     )
 

@@ -207,7 +207,7 @@ def prepare(
         lock = lock_folder(paths.partial)
     try:
         with output_errors(paths.partial):
-            found = _settle(paths, identity, lock, mode=mode, index_file=index_file)
+            journals = _settle(paths, identity, lock, mode=mode, index_file=index_file)
             paths.growing.mkdir(exist_ok=True)
             fsync_folder(paths.partial)
             fsync_folder(paths.out.parent)
@@ -217,7 +217,7 @@ def prepare(
                 discard(paths, paths.partial)
         lock.release()
         raise
-    return lock, found.identity
+    return lock, journals.identity
 
 
 def _settle(
@@ -225,17 +225,17 @@ def _settle(
 ) -> JournalContent:
     """While the lock is held: put a former output back, then continue or discard the contents of the partial folder."""
     _put_back(paths)
-    found = JournalContent() if mode == "overwrite" else read_journals(paths.partial)
-    if found.identity is None or not paths.growing.exists():  # nothing was begun, or all of it has its name
+    journals = JournalContent() if mode == "overwrite" else read_journals(paths.partial)
+    if journals.identity is None or not paths.growing.exists():  # nothing was begun, or all of it has its name
         empty(paths.partial, keep=lock.name)
         _refuse_out(paths, identity, mode=mode, index_file=index_file)
         return JournalContent()
     if mode == "new":
         _refuse_unfinished(paths)
-    check_same_run(found.identity, identity, partial=paths.partial)
-    if not found.identity.replaces:
+    check_same_run(journals.identity, identity, partial=paths.partial)
+    if not journals.identity.replaces:
         _refuse_existing(paths)
-    return found
+    return journals
 
 
 def _put_back(paths: Paths) -> None:
@@ -367,9 +367,9 @@ def _refuse_replacing(paths: Paths, index_file: str | None) -> None:
     with output_errors(out):
         names = os.listdir(out)
     shown_out = shown(str(out))
-    found, wanted = _kind(names), "a model" if index_file is None else KINDS[index_file]
-    if names and found != wanted:
-        what = f"is {found}" if found else f"has {shown(min(names))}"
+    kind, wanted = _kind(names), "a model" if index_file is None else KINDS[index_file]
+    if names and kind != wanted:
+        what = f"is {kind}" if kind else f"has {shown(min(names))}"
         raise OutputExists(
             f"{shown_out} {what}, so it is no {wanted.removeprefix('a ')} that --overwrite may replace; "
             "choose another -o, or move that folder away yourself"

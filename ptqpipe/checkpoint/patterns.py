@@ -47,14 +47,14 @@ class Expression:
         Raises ValueError, in one line, if that takes more than a second, or a tenth of a millisecond a name over many.
         """
         try:
-            found, seconds = self._timed(name)
+            matched, seconds = self._timed(name)
         except (RecursionError, MemoryError):
             raise ValueError(f"it needs too much memory on a name of {len(name)} letters; write it simpler") from None
         self._seconds_left = min(_SECONDS, self._seconds_left + _SECONDS_A_NAME - seconds)
         if self._seconds_left < 0:
             self._seconds_left = _SECONDS  # the next model starts anew
             raise ValueError(f"it takes too long on a name of {len(name)} letters; write it simpler")
-        return found
+        return matched
 
     def _timed(self, name: str) -> tuple[bool, float]:
         """Whether it matches, and the seconds of this thread that it took: other threads, and a machine that does other
@@ -62,8 +62,8 @@ class Expression:
         started, seconds = time.thread_time(), 0.0
         while seconds <= _SECONDS:
             try:
-                found = self._pattern.match(name, timeout=_SECONDS) is not None
-                return found, time.thread_time() - started
+                matched = self._pattern.match(name, timeout=_SECONDS) is not None
+                return matched, time.thread_time() - started
             except TimeoutError:
                 seconds = time.thread_time() - started
         return False, math.inf

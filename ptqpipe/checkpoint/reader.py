@@ -147,12 +147,12 @@ class CheckpointReader:
             return buffer
         try:
             with self._opened.use(entry.file) as file:
-                found = file.read(memory(nbytes + direct.margin()), offset, nbytes)
+                raw = file.read(memory(nbytes + direct.margin()), offset, nbytes)
         except OSError as error:
             _raise_unreadable(entry.file, error)
-        if found is None:
+        if raw is None:
             _raise_changed(entry.file)
-        return found
+        return raw
 
     def read_into(self, name: str, buffer: memoryview | bytearray | torch.Tensor, *, start: int, stop: int) -> None:
         """Bytes ``[start, stop)`` of a tensor into the caller's contiguous buffer of exactly that size."""

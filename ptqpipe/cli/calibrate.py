@@ -308,7 +308,7 @@ def plan(given: Given) -> None:
     costs = sensitivity(given.stats, given.measure, given.out, tokens=given.max_tokens, seqlen=given.seqlen)
     stage.check_recipe_target(given.out)
     formats = call.formats_for(given.pipeline)
-    found = stage.plan_mixed(
+    allocation = stage.plan_mixed(
         given.model,
         stage.Budget.parse(given.budget),
         formats=formats,
@@ -317,9 +317,9 @@ def plan(given: Given) -> None:
         container=None if given.reader is None else call.container_of_all(given.reader, formats),
         log=given.log,
     )
-    stage.write_recipe(found, given.out)
+    stage.write_recipe(allocation, given.out)
     if given.as_json:
-        click.echo(json.dumps(text.to_json(found)))
+        click.echo(json.dumps(text.to_json(allocation)))
         return
-    given.show(f"{text.render(found)}\n{given.out} is the recipe")
+    given.show(f"{text.render(allocation)}\n{given.out} is the recipe")
     next_steps.say_next(given, next_steps.plan)

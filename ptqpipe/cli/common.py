@@ -305,9 +305,9 @@ def _environment(name: str, default: int | None, *, least: int) -> int:
     if text is None and default is not None:
         return default
     if text is None or not re.fullmatch(r"\d{1,9}", text.strip()) or int(text) < least:
-        found = "not set" if text is None else repr(text)
+        got = "not set" if text is None else repr(text)
         raise UsageError(
-            f"{name} in the environment is {found}, expected a number of {least} or more; start with torchrun, or "
+            f"{name} in the environment is {got}, expected a number of {least} or more; start with torchrun, or "
             "unset it"
         )
     return int(text)

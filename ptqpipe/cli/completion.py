@@ -76,8 +76,8 @@ class Completed(click.ParamType[Any]):
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """The values that go on from what is typed, and files or folders."""
         before, comma, last = incomplete.rpartition(",")
-        found = [CompletionItem(before + comma + name) for name in self._values() if name.startswith(last)]
-        return [*found, *([CompletionItem(incomplete, type=self._also)] if self._also else [])]
+        items = [CompletionItem(before + comma + name) for name in self._values() if name.startswith(last)]
+        return [*items, *([CompletionItem(incomplete, type=self._also)] if self._also else [])]
 
 
 def complete_values(commands: Iterable[click.Command]) -> None:

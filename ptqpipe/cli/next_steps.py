@@ -170,8 +170,8 @@ def _original(ckpt: str | Path) -> Call:
     """The model that a checkpoint was made from, where it is found, as an option."""
     from ptqpipe.check.report.find import find_source
 
-    found = find_source(Path(ckpt))
-    return () if found is None else ("--source", found)
+    source = find_source(Path(ckpt))
+    return () if source is None else ("--source", source)
 
 
 def diff(given: Given, equal: bool, backwards: bool = False) -> Iterator[Call]:

@@ -85,8 +85,8 @@ class Existing(click.ParamType[Path]):
             remedy = f"; {meant}" if meant else ""
             self.fail(one_line(f"{str(path)!r} does not exist, expected a {self.name}{remedy}"), param, ctx)
         if folder != (self.name == "folder"):
-            found = "folder" if folder else "file"
-            self.fail(one_line(f"{str(path)!r} is a {found}, expected a {self.name}"), param, ctx)
+            actual = "folder" if folder else "file"
+            self.fail(one_line(f"{str(path)!r} is a {actual}, expected a {self.name}"), param, ctx)
         return path
 
 

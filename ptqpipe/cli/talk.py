@@ -47,11 +47,11 @@ class Conversation:
                 models = json.load(response)["data"]
                 if models == []:
                     raise PtqError(f"the service at {self._url} has no model to talk with; load one there")
-                found = models[0]
-                self.model, self.chats = str(found["id"]), bool(found.get("chat", True))
+                model = models[0]
+                self.model, self.chats = str(model["id"]), bool(model.get("chat", True))
             except (ValueError, LookupError, TypeError, AttributeError, HTTPException):
                 raise PtqError(f"what answers at {self._url} is no service of OpenAI's API; check --url") from None
-        self._context = found.get("max_model_len")
+        self._context = model.get("max_model_len")
         self._sampling = {name: value for name, value in sampling.items() if value is not None}
         self.messages: list[dict[str, str]] = []
         self.tokens, self.seconds = 0, 0.0  # of the last answer, after its first token

@@ -63,10 +63,10 @@ def decoded(text: object, count: int, what: str) -> torch.Tensor:
         raw = bytearray()
     if len(raw) != 8 * count:
         raise CheckpointError(f"the {what} are damaged, expected {count} numbers in base64; {_AGAIN}")
-    found = torch.frombuffer(raw, dtype=torch.float64)
-    if not bool(torch.isfinite(found).all()):
+    numbers = torch.frombuffer(raw, dtype=torch.float64)
+    if not bool(torch.isfinite(numbers).all()):
         raise CheckpointError(f"the {what} are not all finite numbers: they are damaged; {_AGAIN}")
-    return found
+    return numbers
 
 
 def open_folded(folder: Path) -> CheckpointReader:
@@ -104,11 +104,11 @@ def folded(base: CheckpointReader, foldings: object) -> CheckpointReader:
         if not isinstance(folding, Mapping):
             raise _of_another(base)
         rotates = folding.get("transform") in ROTATIONS
-        found, sets = (_rotation if rotates else _scaling)(base, structure, folding, ops)
+        pairs, sets = (_rotation if rotates else _scaling)(base, structure, folding, ops)
         used += sets
         for name in (name for names in sets for name in names):
             ops.setdefault(name, [])
-        for name, op in found:
+        for name, op in pairs:
             ops[name].append(op)
     origins = {name: structure.embeddings[0] for name in heads if structure.tied and name in ops}
     tensors |= {name: tensors[origin] for name, origin in origins.items()}
@@ -161,10 +161,10 @@ def _rotation(
     def read(tensor: str) -> torch.Tensor:
         return apply(base.read(tensor), former.get(tensor, ()))
 
-    found = get_rotation(name).fold(
+    changes = get_rotation(name).fold(
         structure, edges, writers=writers, embeddings=embeddings, block=block, read=read, matrices={key: matrices}
     )
-    return found, rotated_tensors(edges, writers, embeddings)
+    return changes, rotated_tensors(edges, writers, embeddings)
 
 
 def _of_another(base: CheckpointReader) -> CheckpointError:

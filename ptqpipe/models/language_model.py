@@ -118,8 +118,8 @@ def _takes_text_alone(model_class: Any, config: Any) -> bool:
 
 def image_model_of(config: Any, path: Path) -> tuple[Any, Any]:
     """`causal_model_of`, with the parts for images where transformers has a class with them."""
-    found = causal_model_of(config, path)
-    return (_with_images(config), config) if takes_images(config, path) else found
+    text_model = causal_model_of(config, path)
+    return (_with_images(config), config) if takes_images(config, path) else text_model
 
 
 def takes_images(config: Any, path: Path) -> bool:
@@ -166,12 +166,12 @@ def left_out_of(model: Any) -> tuple[str, ...]:
 
 def _outside(module: Any, kept: set[Any], prefix: str) -> list[str]:
     """Names of the modules with weights below ``module`` that neither are kept nor hold one that is."""
-    found = []
+    names = []
     for leaf, child in module.named_children():
         if child in kept or next(child.parameters(), None) is None:
             continue
         if kept.isdisjoint(child.modules()):
-            found.append(f"{prefix}{leaf}")
+            names.append(f"{prefix}{leaf}")
         else:
-            found += _outside(child, kept, f"{prefix}{leaf}.")
-    return found
+            names += _outside(child, kept, f"{prefix}{leaf}.")
+    return names

@@ -166,13 +166,13 @@ def container_for(reader: str, schemes: Sequence[Scheme], *, container: str | No
     for scheme in schemes:
         if scheme.name not in known:
             raise UsageError(f"{reader} does not run {scheme.name}; it runs {', '.join(known)}")
-        found = READERS[reader][scheme.name]
-        if container is not None and container not in found:
+        containers = READERS[reader][scheme.name]
+        if container is not None and container not in containers:
             raise UsageError(
                 f"--container {container} contradicts --for {reader}, which runs {scheme.name} from "
-                f"{' or '.join(found)}; leave --container out"
+                f"{' or '.join(containers)}; leave --container out"
             )
-        common = found if common is None else tuple(name for name in common if name in found)
+        common = containers if common is None else tuple(name for name in common if name in containers)
     if container is not None or not common:
         if container is None:
             names = ", ".join(scheme.name for scheme in schemes)

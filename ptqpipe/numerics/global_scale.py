@@ -130,8 +130,8 @@ def pick(
         best, least = exact, totals([exact])[0]
         if least == 0:
             return best
-    found = candidates(plain, fmt, points=points)
-    for candidate, error in zip(found, totals(found), strict=True):
+    globals_tried = candidates(plain, fmt, points=points)
+    for candidate, error in zip(globals_tried, totals(globals_tried), strict=True):
         if error < least:
             best, least = candidate, error
     return best

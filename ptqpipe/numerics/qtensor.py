@@ -107,10 +107,10 @@ class QTensor:
             )
         if self.fmt.has_global != (self.global_scale is not None):
             raise FormatError(f"{self.fmt.name} {'needs a' if self.fmt.has_global else 'has no'} global scale")
-        found = None if self.zeros is None else (self.zeros.dtype, tuple(self.zeros.shape))
-        if found != ((torch.uint8, want) if self.fmt.has_zeros else None):
+        stored_zeros = None if self.zeros is None else (self.zeros.dtype, tuple(self.zeros.shape))
+        if stored_zeros != ((torch.uint8, want) if self.fmt.has_zeros else None):
             wanted = f"needs uint8 zero points {list(want)}" if self.fmt.has_zeros else "has no zero points"
-            raise FormatError(f"{self.fmt.name} {wanted}, got {'none' if found is None else found}")
+            raise FormatError(f"{self.fmt.name} {wanted}, got {'none' if stored_zeros is None else stored_zeros}")
         if self.low_rank is not None and self.low_rank.shape != self.shape:
             raise FormatError(
                 f"the low-rank part of a {self.shape[0]}x{self.shape[1]} weight is {list(self.low_rank.shape)}"

@@ -78,10 +78,12 @@ def named_recipes(package: Path = _PACKAGE) -> dict[str, Path]:
     places = [package / "recipes"]
     if (package.parent / "pyproject.toml").is_file():  # a checkout; beside an installed package lie other packages
         places.append(package.parent / "recipes")
-    found = {path.stem: path for place in places for group in GROUPS for path in sorted(place.glob(f"{group}/*.yaml"))}
-    if not found:
+    recipes = {
+        path.stem: path for place in places for group in GROUPS for path in sorted(place.glob(f"{group}/*.yaml"))
+    }
+    if not recipes:
         raise RecipeError(f"{places[-1]} has no recipes; install ptqpipe again, or name a YAML file")
-    return found
+    return recipes
 
 
 def named_recipe(name: str) -> Path:

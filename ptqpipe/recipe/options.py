@@ -82,21 +82,21 @@ def option(default: Any, help: str = "", **more: Any) -> Any:
 
 def described(one: Field[Any]) -> Option | None:
     """The row of the table for a field; None for a field that is no option."""
-    found: Option | None = one.metadata.get("option")
-    return found
+    option: Option | None = one.metadata.get("option")
+    return option
 
 
 def check_options(given: Any) -> None:
     """RecipeError for a field of the dataclass ``given`` that is none of its choices or out of its bounds."""
     for one in fields(given):
-        found, value = described(one), getattr(given, one.name)
-        if found is None:
+        option, value = described(one), getattr(given, one.name)
+        if option is None:
             continue
-        if found.choices and value is not None and value not in found.choices:
-            raise RecipeError(f"{one.name} {value!r} is unknown; use {', '.join(found.choices)}")
-        if found.bounds is not None and value is not None and not found.bounds[0] <= value <= found.bounds[1]:
-            least, most = found.bounds
-            hint = f" ({found.usual})" if found.usual else ""
+        if option.choices and value is not None and value not in option.choices:
+            raise RecipeError(f"{one.name} {value!r} is unknown; use {', '.join(option.choices)}")
+        if option.bounds is not None and value is not None and not option.bounds[0] <= value <= option.bounds[1]:
+            least, most = option.bounds
+            hint = f" ({option.usual})" if option.usual else ""
             raise RecipeError(f"{one.name} {value} is out of range; use {least:g} to {most:g}{hint}")
 
 
@@ -311,8 +311,8 @@ def pipeline_fields() -> dict[str, Field[Any]]:
 
 def recipe_fields() -> dict[str, Field[Any]]:
     """The options that a call may give, by name: those of the table with a help text."""
-    found = (one for kind in (CodeOptions, CheckpointOptions) for one in fields(kind))
-    return {one.name: one for one in found if (about := described(one)) is not None and about.help}
+    options = (one for kind in (CodeOptions, CheckpointOptions) for one in fields(kind))
+    return {one.name: one for one in options if (about := described(one)) is not None and about.help}
 
 
 def type_of(one: Field[Any]) -> type:

@@ -48,10 +48,10 @@ class Origins:
 
     def find(self, stored: StoredWeight) -> tuple[Slice, ...] | None:
         """The origin of each expert of a stored weight (one entry where it is no stack), None if there is none."""
-        found = self._origins(stored)
-        if not found or any(shape != stored.shape for _, shape in found):
+        slices = self._origins(stored)
+        if not slices or any(shape != stored.shape for _, shape in slices):
             return None
-        return tuple(replace(part, rotation=stored.scheme.rotation) for part, _ in found)
+        return tuple(replace(part, rotation=stored.scheme.rotation) for part, _ in slices)
 
     def rows(self, part: Slice, shape: tuple[int, int], *, cache: bool = False) -> SourceRows:
         """The rows of one origin."""

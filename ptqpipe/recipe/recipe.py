@@ -97,16 +97,16 @@ class Recipe(CheckpointOptions):
     @property
     def rotations(self) -> dict[str, int]:
         """Role -> columns that are rotated together, as `rotate` says. RecipeError where it is no such list."""
-        found: dict[str, int] = {}
+        blocks: dict[str, int] = {}
         for item in (self.rotate or "").split(",") if self.rotate is not None else ():
             role, colon, block = item.strip().rpartition(":")
-            if not colon or not role or "." in role or role in found or block not in map(str, ROTATION_BLOCKS):
+            if not colon or not role or "." in role or role in blocks or block not in map(str, ROTATION_BLOCKS):
                 raise RecipeError(
                     f"rotate {_shown(self.rotate or '')} is no list of ROLE:BLOCK, each role once; write down_proj:64, "
                     f"with a block of {', '.join(map(str, ROTATION_BLOCKS))}"
                 )
-            found[role] = int(block)
-        return found
+            blocks[role] = int(block)
+        return blocks
 
     def largest_input(self, activation: Activation) -> float:
         """The activation that must not clip where no statistics say what one layer has; ``activation`` is static."""
@@ -145,14 +145,14 @@ class Recipe(CheckpointOptions):
         known = list(modules)
         if all(rule.match == "*" for rule in self.rules):
             return frozenset()
-        found = set()
+        pairs = set()
         for rule in self.rules:
             meant = [] if rule.scheme is None else [module for module in known if matches(rule.match, module)]
             for keep in self.keep if 0 < len(meant) < len(known) else ():
                 default = keep.reason not in (IGNORED, BY_RECIPE)
                 if default and all(matches(keep.pattern, module) for module in meant):
-                    found.add((rule.match, keep.pattern))
-        return frozenset(found)
+                    pairs.add((rule.match, keep.pattern))
+        return frozenset(pairs)
 
     def rule_for(self, module: str, named: Named = frozenset()) -> tuple[Rule | None, str]:
         """(the rule that quantizes ``module``, "") or (None, why it is kept). ``named``: as `named` says of a model."""

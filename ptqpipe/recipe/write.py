@@ -20,11 +20,11 @@ def exact_patterns(modules: Sequence[str]) -> list[str]:
     leaves: dict[tuple[_Template, tuple[str, ...]], list[str]] = defaultdict(list)
     for (*head, leaf), numbers in layers.items():
         leaves[(tuple(head), tuple(numbers))].append(str(leaf))
-    found = []
+    patterns = []
     for (parents, of_layers), of_parent in leaves.items():
         pieces = [_alternatives(of_layers) if piece is None else piece for piece in parents]
-        found.append("re:" + r"\.".join([*pieces, _alternatives(of_parent)]) + "$")
-    return found
+        patterns.append("re:" + r"\.".join([*pieces, _alternatives(of_parent)]) + "$")
+    return patterns
 
 
 def _template(module: str) -> tuple[_Template, str]:

@@ -288,16 +288,16 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm has no type arguments at run
     @property
     def format_dict(self) -> dict[str, Any]:
         """tqdm's, with amount, speed, and a format whose bar gives way to what is longer than usual."""
-        found = dict(super().format_dict)
-        passed, rate = self.n - self.initial, found["rate"]
-        if rate is None and passed and found["elapsed"]:
-            rate = passed / found["elapsed"]
+        fields = dict(super().format_dict)
+        passed, rate = self.n - self.initial, fields["rate"]
+        if rate is None and passed and fields["elapsed"]:
+            rate = passed / fields["elapsed"]
         speed = "?" if rate is None else (disk_size if self.unit == "B" else _rate)(rate)
         left = "?" if not rate else tqdm.format_interval(((self.total or 0) - self.n) / rate)
         width = self.width - max(0, len(left) - _ETA) - max(0, len(speed) - _speed_columns(self.unit))
         bar = f"{{bar:{width}}} " if width > 1 else ""
         line = f"{{desc}}{{percentage:3.0f}}% {bar}{{amount}} {{speed}}/s ETA {{remaining}}{{postfix}}"
-        return found | {"amount": _amount(self.n, self.total or 0, self.unit), "speed": speed, "bar_format": line}
+        return fields | {"amount": _amount(self.n, self.total or 0, self.unit), "speed": speed, "bar_format": line}
 
 
 def _amount(done: float, total: float, unit: str) -> str:

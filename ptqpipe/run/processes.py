@@ -190,13 +190,13 @@ class ProcessTree:
         """The living processes that stem from the child: it, its descendants, and orphans that this process reaps."""
         import psutil
 
-        found: set[psutil.Process] = set()
+        processes: set[psutil.Process] = set()
         for process in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 if process in self.processes or os.getsid(process.pid) == self.child.pid:
-                    found |= {process, *process.children(recursive=True)}
-        self.processes |= found
-        return sorted((process for process in found if _is_alive(process)), key=lambda process: process.pid)
+                    processes |= {process, *process.children(recursive=True)}
+        self.processes |= processes
+        return sorted((process for process in processes if _is_alive(process)), key=lambda process: process.pid)
 
     def listens(self, port: int) -> bool:
         """Whether one of its processes has a TCP socket that listens on the port."""

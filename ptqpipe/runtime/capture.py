@@ -117,10 +117,10 @@ class Surroundings:
     def entering(self, ids: torch.Tensor) -> torch.Tensor:
         """The hidden states [samples, tokens, hidden] that enter the first block. Records gradients unless under
         ``torch.no_grad``; the weights of the embedding must be loaded."""
-        found: list[torch.Tensor] = []
+        inputs: list[torch.Tensor] = []
 
         def stop(*args: Any, **kwargs: Any) -> None:
-            found.append(args[0] if args else kwargs["hidden_states"])
+            inputs.append(args[0] if args else kwargs["hidden_states"])
             raise StopForward
 
         self._blocks[0].forward = stop
@@ -128,14 +128,14 @@ class Surroundings:
             self._call(ids)
         finally:
             del self._blocks[0].forward
-        return found[0]
+        return inputs[0]
 
     def head_input(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """What the language-model head sees where the last block returned ``x``; both [samples, tokens, hidden]."""
-        found: list[torch.Tensor] = []
+        inputs: list[torch.Tensor] = []
 
         def stop(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            found.append(args[0])
+            inputs.append(args[0])
             raise StopForward
 
         hook = self._model.get_output_embeddings().register_forward_pre_hook(stop)
@@ -144,14 +144,14 @@ class Surroundings:
                 self._call(ids)
         finally:
             hook.remove()
-        return found[0]
+        return inputs[0]
 
     def logits(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Logits [samples, tokens, vocabulary] where the last block returned ``x``. Records gradients unless under
         ``torch.no_grad``; the head's weights must be loaded."""
         with self._returning(x):
-            found: torch.Tensor = self._call(ids).logits
-        return found
+            logits: torch.Tensor = self._call(ids).logits
+        return logits
 
     @contextlib.contextmanager
     def _returning(self, x: torch.Tensor) -> Iterator[None]:

@@ -178,9 +178,9 @@ def no_place(path: Path, name: str) -> CheckpointError:
 
 def other_shape(path: Path, name: str, stored: Sequence[int], expected: Sequence[int]) -> CheckpointError:
     """The error of a tensor whose shape is not the one that config.json says."""
-    found, wanted = ("x".join(map(str, shape)) or "a number" for shape in (stored, expected))
+    got, wanted = ("x".join(map(str, shape)) or "a number" for shape in (stored, expected))
     return CheckpointError(
-        f"{path}: {name!r} is {found}, its config.json makes it {wanted}; one of the two is of another model or damaged"
+        f"{path}: {name!r} is {got}, its config.json makes it {wanted}; one of the two is of another model or damaged"
     )
 
 

@@ -27,10 +27,10 @@ def _near(model: Any, module: str) -> Iterator[tuple[str, torch.Tensor]]:
     parts = module.split(".")
     for end in range(len(parts), 0, -1):
         try:
-            found = model.get_submodule(".".join(parts[:end]))
+            parent = model.get_submodule(".".join(parts[:end]))
         except AttributeError:
             continue
-        yield from found.named_parameters()
+        yield from parent.named_parameters()
         return
 
 

@@ -51,7 +51,7 @@ def available_bytes(root: Path = _ROOT) -> int:
 
     root  where ``proc`` and ``sys`` are
     """
-    known = [found for found in (_mem_available(root), cgroup_bytes(root)) if found is not None]
+    known = [limit for limit in (_mem_available(root), cgroup_bytes(root)) if limit is not None]
     return min(known, default=UNKNOWN_BYTES)
 
 
@@ -77,7 +77,7 @@ def cgroup_bytes(root: Path = _ROOT) -> int | None:
         else:
             continue
         own = mount / path.lstrip("/")
-        left += [room(*found) for folder in (own, *own.parents) if (found := _counts(folder, mount, names))]
+        left += [room(*counts) for folder in (own, *own.parents) if (counts := _counts(folder, mount, names))]
     return min(left, default=None)
 
 

@@ -110,7 +110,7 @@ def require_mtp(source: Source) -> None:
     )
 
 
-def add_mtp(model: Any, found: tuple[Mtp, int]) -> list[Any]:
+def add_mtp(model: Any, layer: tuple[Mtp, int]) -> list[Any]:
     """Hangs the layer into an empty model; transformers' renamings of the checkpoint's names, which go before others.
     Called where modules are made empty, as the model was.
 
@@ -118,7 +118,7 @@ def add_mtp(model: Any, found: tuple[Mtp, int]) -> list[Any]:
     """
     from transformers.core_model_loading import WeightRenaming
 
-    names, layers = found
+    names, layers = layer
     try:
         model.mtp = MtpLayer(model, model.config.get_text_config(), layers).eval()
     except (AttributeError, TypeError, IndexError, KeyError) as error:

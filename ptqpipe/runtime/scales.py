@@ -46,5 +46,5 @@ def check_positive(values: torch.Tensor, name: str) -> None:
         raise _damaged(name, f"{float(values[~good].flatten()[0]):g}")
 
 
-def _damaged(name: str, found: str) -> CheckpointError:
-    return CheckpointError(f"{name!r} has {found}, expected scales that are finite and above zero; the file is damaged")
+def _damaged(name: str, what: str) -> CheckpointError:
+    return CheckpointError(f"{name!r} has {what}, expected scales that are finite and above zero; the file is damaged")

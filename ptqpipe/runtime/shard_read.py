@@ -110,7 +110,7 @@ def _cut(q: QTensor, rows: Sequence[Range], columns: Range) -> QTensor:
     if list(rows) != [(0, q.shape[0])]:
         parts = [q.narrow(0, start, stop - start) for start, stop in rows]
         zeros = None if q.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None])
-        data, scales = (torch.cat(found) for found in zip(*[(part.data, part.scales) for part in parts], strict=True))
+        data, scales = (torch.cat(pieces) for pieces in zip(*[(part.data, part.scales) for part in parts], strict=True))
         q = replace(q, shape=(len(data), q.shape[1]), data=data, scales=scales, zeros=zeros)
     return q if columns == (0, q.shape[1]) else q.narrow(1, columns[0], columns[1] - columns[0])
 

@@ -76,9 +76,9 @@ class LazyTensor:
 
     def read(self) -> torch.Tensor:
         """The whole part: float32 of a stored weight, otherwise the stored dtype."""
-        found = self._read()
+        tensor = self._read()
         self.read_one(self.name)
-        return found
+        return tensor
 
     def _read(self) -> torch.Tensor:
         stored = self.source.stored.get(self.name)

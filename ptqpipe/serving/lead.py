@@ -262,13 +262,13 @@ def _engine(options: ServeOptions, runner: ModelRunner, computes: Any, tokenizer
 
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:
     """What ends a sequence: the generation config's tokens, else the config's, and the tokenizer's."""
-    found: set[int] = set()
+    tokens: set[int] = set()
     text = model.config.get_text_config()
     for value in (model.generation_config.eos_token_id, getattr(text, "eos_token_id", None)):
         if value is not None:
-            found |= set(value) if isinstance(value, (list, tuple)) else {int(value)}
+            tokens |= set(value) if isinstance(value, (list, tuple)) else {int(value)}
             break
-    return found | ({int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set())
+    return tokens | ({int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set())
 
 
 def _summary(runner: ModelRunner, ranks: int, threads: int, context: int) -> str:

@@ -78,22 +78,22 @@ def _seen(model: Any, prompt: Sequence[int], images: Images, device: torch.devic
     count = len(prompt)
     ids = torch.tensor([list(prompt)], device=device)
     inputs = {name: _on(value, device, model.dtype) for name, value in images.inputs.items()}
-    found = _decoder_arguments(model, {"input_ids": ids, "use_cache": False, **inputs})
-    other = sorted(name for name, value in found.items() if name not in _TAKEN and not isinstance(value, _PLAIN))
+    arguments = _decoder_arguments(model, {"input_ids": ids, "use_cache": False, **inputs})
+    other = sorted(name for name, value in arguments.items() if name not in _TAKEN and not isinstance(value, _PLAIN))
     if other:
         raise UsageError(
             f"{type(model).__name__} gives its decoder {', '.join(other)} with images, which the engine "
             "does not; send text"
         )
-    embeds = found["inputs_embeds"][0]
+    embeds = arguments["inputs_embeds"][0]
     places = (embeds != _TEXT).any(dim=-1).nonzero()[:, 0].cpu()
-    mask, deep = (found.get(name) for name in DEEP)
+    mask, deep = (arguments.get(name) for name in DEEP)
     if mask is not None and not torch.equal(mask[0].cpu().nonzero()[:, 0], places):
         raise UsageError(f"{type(model).__name__} adds features to other tokens than those of images; send text")
     rows = embeds[places.to(device)].cpu()
     features = torch.stack([x.to(rows.dtype).cpu() for x in deep]) if deep else rows.new_empty(0, *rows.shape)
-    groups, layers = _groups(model, found.get("attention_mask"), places, count)
-    return Seen(places, rows, features, _positions(found.get("position_ids"), count), groups, layers)
+    groups, layers = _groups(model, arguments.get("attention_mask"), places, count)
+    return Seen(places, rows, features, _positions(arguments.get("position_ids"), count), groups, layers)
 
 
 def _on(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -107,19 +107,19 @@ def _positions(given: Any, count: int) -> torch.Tensor | None:
     """int64 [3, count], None where they are counted from 0."""
     if given is None:
         return None
-    found = given[-3:, 0] if given.dim() == 3 else given[-1:].expand(3, -1)
-    found = found.cpu()
-    return None if bool((found == torch.arange(count)).all()) else found.clone()
+    positions = given[-3:, 0] if given.dim() == 3 else given[-1:].expand(3, -1)
+    positions = positions.cpu()
+    return None if bool((positions == torch.arange(count)).all()) else positions.clone()
 
 
 def _decoder_arguments(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """What a model's decoder is given in a forward. Text's embeddings are all `_TEXT`; masks have their `_RULE`."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def note(*_args: Any, **kwargs: Any) -> Any:
-        found.update(kwargs)
+        arguments.update(kwargs)
         raise StopForward
 
     def mask(*_args: Any, mask_function: Any, **_ignored: Any) -> torch.Tensor:
@@ -137,7 +137,7 @@ def _decoder_arguments(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     try:
         model(**inputs)
     except StopForward:
-        return found
+        return arguments
     finally:
         del embedding.forward, decoder.forward
         config._attn_implementation = before

@@ -50,8 +50,8 @@ class CachedLogits:
 
     def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
         """As ``scores.Logits`` says."""
-        found = self._read(batch)
-        return found if found is not None else self._compute(batch, tokens)
+        stored = self._read(batch)
+        return stored if stored is not None else self._compute(batch, tokens)
 
     def fill(
         self, windows: Sequence[Window], tokens: torch.Tensor, *, on_batch: Callable[[int], None] | None = None
@@ -78,9 +78,9 @@ class CachedLogits:
         data = raw.numpy().data
         with suppress(OSError):
             write_atomically(self._file(batch), data, zlib.crc32(data).to_bytes(4, "little"))
-        found = decode(raw, *logits.shape)
-        assert found is not None
-        return found
+        decoded = decode(raw, *logits.shape)
+        assert decoded is not None
+        return decoded
 
     def _file(self, batch: Sequence[Window]) -> Path:
         return self.folder / f"{batch[0].start}-{batch[-1].stop}"
@@ -109,16 +109,16 @@ class KeptLogits:
             raise UsageError(
                 f"log-probabilities of {len(tokens)} tokens take {memory_size(needed)}; use --max-tokens {most} or less"
             )
-        found = windows_of(len(tokens), window, begin=begin)
+        windows = windows_of(len(tokens), window, begin=begin)
         self._kept = {
             batch[0].start: encode(model_logits(model, batch, tokens))
-            for batch in batches(found, vocabulary=self.vocabulary)
+            for batch in batches(windows, vocabulary=self.vocabulary)
         }
 
     def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
-        found = decode(self._kept[batch[0].start], sum(window.scored for window in batch), self.vocabulary)
-        assert found is not None
-        return found
+        logits = decode(self._kept[batch[0].start], sum(window.scored for window in batch), self.vocabulary)
+        assert logits is not None
+        return logits
 
 
 def open_cache(

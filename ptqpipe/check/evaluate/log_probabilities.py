@@ -38,9 +38,9 @@ def decode(raw: torch.Tensor, rows: int, vocabulary: int) -> torch.Tensor | None
     if len(raw) < 4 * rows + count:
         return None
     top, high, low = raw[: 4 * rows], raw[4 * rows : 4 * rows + count], raw[4 * rows + count :]
-    found, read = torch.empty(rows, vocabulary), 0
+    values, read = torch.empty(rows, vocabulary), 0
     for block, part in zip(
-        torch.split(found, step := max(1, _ROWS // vocabulary)), torch.split(high, step * vocabulary), strict=True
+        torch.split(values, step := max(1, _ROWS // vocabulary)), torch.split(high, step * vocabulary), strict=True
     ):
         fine = part < _FINE
         end = read + int(fine.sum())
@@ -53,4 +53,4 @@ def decode(raw: torch.Tensor, rows: int, vocabulary: int) -> torch.Tensor | None
     if read != len(low):
         return None
     first = top.clone().view(torch.int32).to(torch.int64)[:, None]
-    return found.scatter_(1, first, found.amax(-1, keepdim=True) + _FIRST)
+    return values.scatter_(1, first, values.amax(-1, keepdim=True) + _FIRST)

@@ -85,9 +85,9 @@ def worst_tokens(scores: Scores, tokens: torch.Tensor, decode: Decode) -> list[d
 
 def _places(scores: Scores, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 [T] each: where a scored token lies in the text, and how many tokens of context it was scored from."""
-    found = windows(count, scores.window, stride=scores.stride)
-    index = torch.cat([torch.arange(w.first, w.stop) for w in found])
-    start = torch.cat([torch.full((w.scored,), w.start) for w in found])
+    spans = windows(count, scores.window, stride=scores.stride)
+    index = torch.cat([torch.arange(w.first, w.stop) for w in spans])
+    start = torch.cat([torch.full((w.scored,), w.start) for w in spans])
     return index, index - start
 
 

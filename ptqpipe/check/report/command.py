@@ -71,8 +71,8 @@ def gather(
             raise UsageError(f"{ckpt} is not quantized; a report is about a checkpoint that ptqpipe convert wrote")
         record, notes = _record(opened)
         run_id = record.raw.get("run_id") if record is not None else None
-        found = read_result(evaluation, run_id=run_id) if evaluation is not None else None
-        word = verdict(found) if found is not None else None
+        result = read_result(evaluation, run_id=run_id) if evaluation is not None else None
+        word = verdict(result) if result is not None else None
         machine = machine or Machine()
         if log is not None:
             log(f"report on {ckpt}, {'without its source' if source is None else f'against {source}'}")
@@ -84,9 +84,9 @@ def gather(
                 original = as_quantized(original, {} if record is None else record.raw)
                 report = _gather(ckpt, opened, original, record, machine=machine, all_rows=all_rows)
         words = None if word is None else (word.level, word.words, f"{word.like}. {thresholds()}")
-        made = tuple((f"evaluation: {what}", value) for what, value in found["made"]) if found is not None else ()
+        made = tuple((f"evaluation: {what}", value) for what, value in result["made"]) if result is not None else ()
         facts = (*report.provenance, *made)
-        return replace(report, evaluation=found, verdict=words, provenance=facts, notes=(*notes, *report.notes))
+        return replace(report, evaluation=result, verdict=words, provenance=facts, notes=(*notes, *report.notes))
 
 
 def _record(opened: Source) -> tuple[Record | None, list[str]]:
@@ -154,20 +154,20 @@ def _gather(
 def _illegal(items: Sequence[Item], scans: Sequence[Scan]) -> list[str]:
     """A note on weights that no reader decodes, if there are any."""
     names = [item.name for item, scan in zip(items, scans, strict=True) if scan.illegal]
-    found = f"{len(names)} weights have numbers that no quantizer may write, the first {names[0]}" if names else ""
-    return [f"{found}; ptqpipe verify lists them"] if names else []
+    count = f"{len(names)} weights have numbers that no quantizer may write, the first {names[0]}" if names else ""
+    return [f"{count}; ptqpipe verify lists them"] if names else []
 
 
 def _kept(opened: Source, record: Record | None) -> tuple[KeptTensor, ...]:
     raw = record.raw.get("kept") if record is not None else None
-    found = []
+    tensors = []
     for name in opened.plain:
         entry = opened.reader.entries[name]
         claim = raw.get(name) if isinstance(raw, Mapping) else None
         reason = str(claim.get("reason", "")) if isinstance(claim, Mapping) else ""
         reason = "scale of the kv cache" if not reason and is_kv_scale(name) else reason
-        found.append(KeptTensor(name, role_of(name), layer_of(name), entry.dtype, entry.shape, entry.nbytes, reason))
-    return tuple(found)
+        tensors.append(KeptTensor(name, role_of(name), layer_of(name), entry.dtype, entry.shape, entry.nbytes, reason))
+    return tuple(tensors)
 
 
 def _headline(opened: Source) -> tuple[str, ...]:
@@ -235,8 +235,8 @@ def _told(target: Path, report: Report, source: Path | None, evaluation: Path | 
     lines = [_summary(report)]
     if report.verdict is not None:
         lines.append(f"{report.verdict[1]}: {report.verdict[0]}")
-    for what, found, remedy in (("source", source, "--source MODEL"), ("eval file", evaluation, "--eval FILE")):
-        lines.append(f"{what}: {found}" if found is not None else f"{what}: not found; give it with {remedy}")
+    for what, path, remedy in (("source", source, "--source MODEL"), ("eval file", evaluation, "--eval FILE")):
+        lines.append(f"{what}: {path}" if path is not None else f"{what}: not found; give it with {remedy}")
     lines += [f"note: {one_line(note, limit=300)}" for note in report.notes]
     lines += [f"{report.faults} faults: ptqpipe verify {report.name} lists them"] if report.faults else []
     return [*lines, f"written to {target}"]

@@ -132,7 +132,7 @@ def _by_number(row: Row, of: Callable[[Row, Sequence[ReportedWeight]], float | N
     for weight in row.report.weights:
         if weight.layer is not None:
             layers[weight.layer].append(weight)
-    return [(layer, value) for layer, found in sorted(layers.items()) if (value := of(row, found)) is not None]
+    return [(layer, value) for layer, members in sorted(layers.items()) if (value := of(row, members)) is not None]
 
 
 def _tuned_layers(row: Row) -> list[tuple[int, float]]:
@@ -166,15 +166,15 @@ def _by_role(rows: Sequence[Row], measure: Measure | None) -> list[tuple[str, li
     """(role, (formats, error) of each checkpoint) in the order of a decoder layer; the error is "" where it is not
     compared."""
     names = sorted({shown(weight.role) for row in rows for weight in row.report.weights}, key=place)
-    found = []
+    table = []
     for name in names:
         cells = []
         for row in rows:
             weights = [weight for weight in row.report.weights if shown(weight.role) == name]
             formats = ", ".join(sorted({weight.scheme for weight in weights})) or "not quantized"
             cells.append((formats, measure.shown(measure.of_weights(row, weights)) if measure is not None else ""))
-        found.append((name, cells))
-    return found
+        table.append((name, cells))
+    return table
 
 
 def _markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:

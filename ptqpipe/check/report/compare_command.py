@@ -55,11 +55,11 @@ def _check_one_model(ckpts: Sequence[Path]) -> None:
 def _notes(reports: Sequence[Report]) -> list[str]:
     """What keeps the divergences from being compared."""
     missing = [report.name for report in reports if report.verdict is None]
-    found = [f"not measured: {', '.join(missing)}; run ptqpipe eval {missing[0]} --source MODEL"] if missing else []
+    lines = [f"not measured: {', '.join(missing)}; run ptqpipe eval {missing[0]} --source MODEL"] if missing else []
     texts = {_text_of(report.evaluation) for report in reports if report.evaluation is not None and report.verdict}
     if len(texts) > 1:
-        found.append("the divergences are of different texts or windows: compare them with care, or measure again")
-    return found
+        lines.append("the divergences are of different texts or windows: compare them with care, or measure again")
+    return lines
 
 
 def _text_of(evaluation: Mapping[str, Any]) -> tuple[tuple[str, str | None, int | None], ...]:

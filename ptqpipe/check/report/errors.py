@@ -30,8 +30,8 @@ def error_lines(rows: Sequence[RoleRow]) -> Drawn | None:
     """
     formats = list(dict.fromkeys(row.format for row in rows))
     roles = list(dict.fromkeys(row.role for row in rows))
-    found = [_error_line([row for row in rows if row.role == role], formats[0]) for role in roles]
-    series = [line for line in found if line is not None]
+    lines = [_error_line([row for row in rows if row.role == role], formats[0]) for role in roles]
+    series = [line for line in lines if line is not None]
     if len({x for s in series for x, _, _ in s.points}) < 2:
         return None
     label = "signal to quantization noise ratio of the weights by layer, one line a role"

@@ -45,9 +45,9 @@ def kl_histogram(row: Mapping[str, Any], *, wide: bool) -> Markup:
 
     row  of an eval file, with its ``histogram``
     """
-    found = row["histogram"]
-    counts, total = found["counts"], sum(found["counts"]) or 1
-    least, per_decade = float(found["first"]), int(found["per_decade"])
+    histogram = row["histogram"]
+    counts, total = histogram["counts"], sum(histogram["counts"]) or 1
+    least, per_decade = float(histogram["first"]), int(histogram["per_decade"])
     used = [place for place, count in enumerate(counts) if count] or [0, 1]
     first, last = max(0, used[0] - 1), min(len(counts) - 1, used[-1] + 1)
     width, height = _size(wide)

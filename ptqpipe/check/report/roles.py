@@ -104,11 +104,11 @@ def by_role(report: Report) -> list[RoleRow]:
 
 def mean_choices(report: Report, weights: Sequence[ReportedWeight]) -> tuple[ScaleChoice, ...]:
     """Each choice's mean over the weights that have it."""
-    found: dict[str, list[float]] = defaultdict(list)
+    ratios: dict[str, list[float]] = defaultdict(list)
     for weight in weights:
         for choice in weight.choices:
-            found[choice.name].append(choice.versus_absmax)
-    return tuple(ScaleChoice(n, sum(found[n]) / len(found[n])) for n in report.choice_names if n in found)
+            ratios[choice.name].append(choice.versus_absmax)
+    return tuple(ScaleChoice(n, sum(ratios[n]) / len(ratios[n])) for n in report.choice_names if n in ratios)
 
 
 def row_label(row: RoleRow, rows: Sequence[RoleRow]) -> str:

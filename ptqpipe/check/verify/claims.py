@@ -50,13 +50,13 @@ def check_coverage(ckpt: Source, record: Record, findings: Findings) -> None:
     if record.plain:  # decoded weights, and those that a transform changed, are tensors like others
         claims = set(object_of(record.raw, "weights"))
         stored, plain = plain & claims, plain - claims
-    for found, claimed, what in (
+    for there, claimed, what in (
         (stored, claims, "a weight" if record.plain else "a quantized weight"),
         (plain, set(record.kept), "a kept tensor"),
     ):
-        for name in sorted(found - claimed):
+        for name in sorted(there - claimed):
             findings.fault("record", name, f"is stored as {what}, but {RECORD_FILE} does not list it as such")
-        for name in sorted(claimed - found):
+        for name in sorted(claimed - there):
             findings.fault("record", name, f"is {what} in {RECORD_FILE}, but not in the checkpoint")
     if record.container != ckpt.container_name:
         findings.fault(
@@ -243,9 +243,9 @@ def _check_taken_over(ckpt: Source, record: Record, findings: Findings) -> None:
 def _check_unit(unit: Unit, claims: Mapping[str, Claim], findings: Findings, *, learned: bool) -> None:
     reverted = any(claim.reverted for claim in claims.values())
     for name, claim in claims.items():
-        for what, found, wanted in _expected(unit, claim, learned=learned, reverted=reverted):
-            if found != wanted:
-                findings.fault("record", name, f"claims {what} {found!r:.40}, its rule gives {wanted!r:.40}")
+        for what, claimed, wanted in _expected(unit, claim, learned=learned, reverted=reverted):
+            if claimed != wanted:
+                findings.fault("record", name, f"claims {what} {claimed!r:.40}, its rule gives {wanted!r:.40}")
 
 
 def _expected(unit: Unit, claim: Claim, *, learned: bool, reverted: bool) -> Iterator[tuple[str, object, object]]:
@@ -284,9 +284,11 @@ def check_float(ckpt: Source, record: Record, findings: Findings) -> None:
     if dtype is not None:
         torch_dtype = str(FLOATS[dtype][1] if dtype in FLOATS else dtype).removeprefix("torch.")
         for key in ("dtype", "torch_dtype"):
-            found = ckpt.reader.config.get(key, torch_dtype)
-            if found != torch_dtype:
-                findings.fault("record", "dtype", f"is {dtype} in {RECORD_FILE}, but config.json says {key} {found!r}")
+            dtype_there = ckpt.reader.config.get(key, torch_dtype)
+            if dtype_there != torch_dtype:
+                findings.fault(
+                    "record", "dtype", f"is {dtype} in {RECORD_FILE}, but config.json says {key} {dtype_there!r}"
+                )
     for name in sorted({str(name) for name in raw.get("untied", ())} - ckpt.reader.entries.keys()):
         findings.fault("record", name, f"is a tensor of its own in {RECORD_FILE}, but not stored")
     if "transformed_from" in raw:

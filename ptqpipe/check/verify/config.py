@@ -61,8 +61,8 @@ def check_config(ckpt: Source, findings: Findings) -> None:
     _check_sparsity(described, findings)
     _check_groups(described, findings)
     lists = {file: ckpt.container.lists(config) for file, config in _descriptions(ckpt, files)}
-    for file, found in lists.items():
-        _check_lists(ckpt, found, file, findings)
+    for file, excluded in lists.items():
+        _check_lists(ckpt, excluded, file, findings)
     _check_agreement(ckpt, lists, findings)
     _check_hf_quant_config(ckpt, files[HF_QUANT_CONFIG], (expected or {}).get(HF_QUANT_CONFIG), findings)
 
@@ -77,15 +77,15 @@ def check_model(ckpt: Source, findings: Findings) -> None:
 
 
 def _check_hf_quant_config(
-    ckpt: Source, found: Mapping[str, Any] | None, expected: Mapping[str, Any] | None, findings: Findings
+    ckpt: Source, actual: Mapping[str, Any] | None, expected: Mapping[str, Any] | None, findings: Findings
 ) -> None:
     """hf_quant_config.json is there where the container writes one, and says the same."""
-    name, nested = HF_QUANT_CONFIG, (found or {}).get("quantization")
-    if found is None and expected is not None:
+    name, nested = HF_QUANT_CONFIG, (actual or {}).get("quantization")
+    if actual is None and expected is not None:
         findings.deviation("config", name, "is missing; TensorRT-LLM reads the quantization from it alone")
-    elif found is not None and not isinstance(nested, Mapping):
+    elif actual is not None and not isinstance(nested, Mapping):
         findings.fault("config", name, "has no object 'quantization'")
-    elif found is not None and not (ckpt.container is not None and ckpt.container.ABILITIES.hf_quant_config):
+    elif actual is not None and not (ckpt.container is not None and ckpt.container.ABILITIES.hf_quant_config):
         findings.fault("config", name, f"describes ModelOpt's layout, but the checkpoint has {ckpt.container_name}")
     elif isinstance(nested, Mapping) and expected is not None:
         _check_scalars(nested, expected["quantization"], name, findings)
@@ -109,15 +109,15 @@ def _expected(ckpt: Source, findings: Findings) -> dict[str, dict[str, Any]] | N
         return None
 
 
-def _check_scalars(found: Mapping[str, Any], expected: Mapping[str, Any], where: str, findings: Findings) -> None:
+def _check_scalars(stored: Mapping[str, Any], expected: Mapping[str, Any], where: str, findings: Findings) -> None:
     """Keys with one plain value mean the same in both."""
-    layerwise = () if findings.own or "quantized_layers" not in found else ("quant_algo", "group_size")
+    layerwise = () if findings.own or "quantized_layers" not in stored else ("quant_algo", "group_size")
     for key, value in expected.items():
         if isinstance(value, Mapping) or key in _LISTS or (isinstance(value, list) and not _numbers(value)):
             continue
         if key in layerwise or (key == "kv_cache_quant_algo" and value is None and not findings.own):
             continue  # every layer says its own, and was read by it; of caches we know FP8 alone
-        actual = found.get(key, _NO_KEY)
+        actual = stored.get(key, _NO_KEY)
         if actual is _NO_KEY:
             findings.deviation("config", where, f"has no {key}, expected {value!r}; readers may refuse it")
         elif not same_value(actual, value):
@@ -174,7 +174,7 @@ def _check_agreement(ckpt: Source, lists: Mapping[str, Lists], findings: Finding
     """Two descriptions exclude the same modules."""
     modules = [*(weight.removesuffix(".weight") for weight in ckpt.stored), *_linear_layers(ckpt)]
     for module in modules if len(lists) > 1 else ():
-        said = {file: found.excluding(module) for file, found in lists.items()}
+        said = {file: excluded.excluding(module) for file, excluded in lists.items()}
         if None in said.values() and any(said.values()):
             file = next(file for file, text in said.items() if text is None)
             message = f"does not exclude {module} under exclude_modules or ignore, and the other config file does"
@@ -185,14 +185,14 @@ def _check_agreement(ckpt: Source, lists: Mapping[str, Lists], findings: Finding
 def _linear_layers(ckpt: Source) -> list[str]:
     """Kept modules that readers may build quantized: linear layers and stacks of experts."""
     entries = {name: (entry.dtype, entry.shape) for name, entry in ckpt.reader.entries.items()}
-    conv1d, found = conv1d_leaves(entries), []
+    conv1d, modules = conv1d_leaves(entries), []
     for module in kept_modules(ckpt):
         entry = entries.get(f"{module}.weight")
         linear = entry is not None and len(entry[1]) == 2 and module.rpartition(".")[2] not in conv1d
         stacked = is_stack(module) and len((entry or entries.get(module, ("", ())))[1]) == 3
         if (linear and not _EMBEDDING.search(module)) or stacked:
-            found.append(module)
-    return found
+            modules.append(module)
+    return modules
 
 
 def _built_plain(ckpt: Source) -> Callable[[str], bool]:

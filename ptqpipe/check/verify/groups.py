@@ -203,9 +203,9 @@ def check_kv_scales(ckpt: Source, findings: Findings) -> None:
             findings.fault("scales", name, f"is {values.flatten().tolist()[:4]}, expected finite positive numbers")
         if place is not None:
             layers[place[0]].add(place[1])
-    for layer, found in layers.items():
-        if not {"k", "v"} <= found:
-            findings.fault("scales", layer, f"has a kv-cache scale for {sorted(found)} only, expected k and v")
+    for layer, kinds in layers.items():
+        if not {"k", "v"} <= kinds:
+            findings.fault("scales", layer, f"has a kv-cache scale for {sorted(kinds)} only, expected k and v")
     reader = ckpt.reader
     announced = announces_kv_cache({"config.json": reader.config, HF_QUANT_CONFIG: reader.read_json(HF_QUANT_CONFIG)})
     if names and not announced:

@@ -220,19 +220,19 @@ def to_json(report: VerifyReport) -> dict[str, Any]:
 
 
 def _weight_json(weight: WeightReport) -> Mapping[str, Any]:
-    found: dict[str, Any] = {"format": weight.format, "shape": list(weight.shape)}
+    fields: dict[str, Any] = {"format": weight.format, "shape": list(weight.shape)}
     if weight.versus_rtn is not None:
-        found["versus_rtn"] = finite(weight.versus_rtn)
+        fields["versus_rtn"] = finite(weight.versus_rtn)
     if weight.relative_mse is not None:
         error = finite(weight.relative_mse)
-        found |= {"relative_mse": error, "versus_absmax": None if error is None else finite(weight.versus_absmax)}
+        fields |= {"relative_mse": error, "versus_absmax": None if error is None else finite(weight.versus_absmax)}
     proof = weight.optimality
     if proof is not None:
-        found["optimality"] = {
+        fields["optimality"] = {
             "blocks": proof.blocks,
             "of": proof.total,
             "worse": proof.worse,
             "tied": proof.tied,
             "saved": proof.saved,
         }
-    return found
+    return fields

@@ -57,7 +57,7 @@ def container_names() -> list[str]:
 @cache
 def _names_in(folders: tuple[str, ...]) -> list[str]:
     """Listed once: a checkpoint asks for them a dozen times, which took a quarter of deciding its conversion."""
-    return sorted(found.name for found in pkgutil.iter_modules(folders) if not found.name.startswith("_"))
+    return sorted(module.name for module in pkgutil.iter_modules(folders) if not module.name.startswith("_"))
 
 
 def get_container(name: str) -> Container:

@@ -232,8 +232,8 @@ def _stored_factor(part: Part, factors: Factors | None) -> torch.Tensor:
         named = {Role.LOW_RANK_LEFT: factors.left, Role.LOW_RANK_RIGHT: factors.right}
         tensor = named.get(part.role, factors.scale)
     if tensor is None or tensor.dtype is not TORCH_DTYPES[part.dtype]:
-        found = "nothing" if tensor is None else str(tensor.dtype)
-        raise FormatError(f"{part.name} is stored as {part.dtype}, and the weight at hand has {found} for it")
+        got = "nothing" if tensor is None else str(tensor.dtype)
+        raise FormatError(f"{part.name} is stored as {part.dtype}, and the weight at hand has {got} for it")
     return tensor.contiguous()
 
 

@@ -31,12 +31,12 @@ def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(holder, Mapping):
             continue
         for key in _KEYS:
-            found = holder.get(key)
-            if found is None:
+            section = holder.get(key)
+            if section is None:
                 continue
-            if not isinstance(found, Mapping):
-                raise CheckpointError(f"{key} in config.json is {type(found).__name__}, expected an object")
-            return found
+            if not isinstance(section, Mapping):
+                raise CheckpointError(f"{key} in config.json is {type(section).__name__}, expected an object")
+            return section
     return {}
 
 
@@ -95,27 +95,27 @@ def scheme_for(fmt: Format, activation: Activation) -> Scheme:
 def check_parts(parts: Sequence[Part], names: Names, *, weight: str) -> None:
     """CheckpointError unless every part is stored with its dtype and shape."""
     for part in parts:
-        found = names.get(part.name)
-        if found is None:
+        stored = names.get(part.name)
+        if stored is None:
             raise CheckpointError(
                 f"{weight} has no tensor {part.name!r} {part.dtype} {list(part.shape)}: it is lost, or the layout is "
                 f"another than config.json says; {FLOAT_MODEL}"
             )
-        if found != (part.dtype, part.shape):
+        if stored != (part.dtype, part.shape):
             raise CheckpointError(
-                f"{part.name!r} is {found[0]} {list(found[1])}, but its config says {part.dtype} {list(part.shape)}; "
+                f"{part.name!r} is {stored[0]} {list(stored[1])}, but its config says {part.dtype} {list(part.shape)}; "
                 f"the two do not belong together, or the layout is one that is not read: {FLOAT_MODEL}"
             )
 
 
 def matrix_shape(names: Names, name: str, *, bits: int, owner: str) -> tuple[int, int]:
     """(N, K) of the weight whose codes of ``bits`` bits are the stored tensor ``name``; ``owner`` is who needs it."""
-    found = names.get(name)
-    if found is None:
+    stored = names.get(name)
+    if stored is None:
         raise CheckpointError(f"{owner} has scales of a quantized weight, but no {name!r}; {FLOAT_MODEL}")
-    if len(found[1]) != 2 or 0 in found[1]:
-        raise CheckpointError(f"{name!r} has shape {list(found[1])}, expected two dimensions and at least one element")
-    return found[1][0], found[1][1] * 8 // bits
+    if len(stored[1]) != 2 or 0 in stored[1]:
+        raise CheckpointError(f"{name!r} has shape {list(stored[1])}, expected two dimensions and at least one element")
+    return stored[1][0], stored[1][1] * 8 // bits
 
 
 def refuse(weight: str, *, container: str, scheme_reason: str | None, experts: int | None, transposed: bool) -> None:
@@ -213,12 +213,12 @@ def kv_cache_scheme(base: Mapping[str, Any]) -> dict[str, Any] | None:
 
     In compressed-tensors' terms; ModelOpt's are the same without a strategy.
     """
-    found = quantization_config(base).get("kv_cache_scheme")
-    if found == "FP8":
-        found = {"num_bits": 8, "type": "float"}
-    if not isinstance(found, Mapping) or found.get("num_bits") != 8 or found.get("type") != "float":
+    scheme = quantization_config(base).get("kv_cache_scheme")
+    if scheme == "FP8":
+        scheme = {"num_bits": 8, "type": "float"}
+    if not isinstance(scheme, Mapping) or scheme.get("num_bits") != 8 or scheme.get("type") != "float":
         return None
-    return {"num_bits": 8, "type": "float", "strategy": found.get("strategy") or "tensor", "dynamic": False}
+    return {"num_bits": 8, "type": "float", "strategy": scheme.get("strategy") or "tensor", "dynamic": False}
 
 
 # Model types of transformers 5.23 whose experts are one tensor on disk and have no converter from per-expert names.
@@ -259,10 +259,10 @@ _SGLANG_LLAMAS = frozenset(
 
 def sglang_scale_warnings(config: Mapping[str, Any], *, remedy: str) -> list[str]:
     """A warning where SGLang loads a model without its scales, if it keeps them as ``weight_scale_inv``."""
-    found = _SGLANG_LLAMAS.intersection(config.get("architectures") or ())
+    architectures = _SGLANG_LLAMAS.intersection(config.get("architectures") or ())
     return [
         f"SGLang 0.5.23 loads a {name} with these names without its scales and serves it all the same; {remedy}"
-        for name in sorted(found)
+        for name in sorted(architectures)
     ]
 
 
@@ -310,10 +310,10 @@ def _readers_name(module: str, config: Mapping[str, Any]) -> str:
     layers = config.get(_BEHIND.get(kind, ""))
     first = len(layers) if isinstance(layers, list) else layers if isinstance(layers, int) else 0
     for pattern, named in _READERS_NAMES.get(kind, ()):
-        found = re.search(pattern, module)
-        if found is not None:
-            behind = first + int(found[1]) if "{behind}" in named else 0
-            module = module[: found.start()] + named.format(behind=behind) + module[found.end() :]
+        match = re.search(pattern, module)
+        if match is not None:
+            behind = first + int(match[1]) if "{behind}" in named else 0
+            module = module[: match.start()] + named.format(behind=behind) + module[match.end() :]
     return module
 
 

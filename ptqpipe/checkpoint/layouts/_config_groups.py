@@ -42,11 +42,11 @@ def check_formats(described: Mapping[str, Any], names: Iterable[str]) -> None:
     """CheckpointError for weights in a format of compressed-tensors that is not read, saying what it stores."""
     groups, sparsity = described.get("config_groups"), described.get("sparsity_config")
     holders = [described, *(groups.values() if isinstance(groups, Mapping) else ())]
-    found = [str(holder.get("format")) for holder in holders if isinstance(holder, Mapping)]
+    formats = [str(holder.get("format")) for holder in holders if isinstance(holder, Mapping)]
     sparse = next((name for name in names if name.endswith(_BITMASKS)), None)
     if sparse is not None and isinstance(sparsity, Mapping):
-        found.append(str(sparsity.get("format")))
-    unread = next((kind for kind in found if kind in _UNREAD), None)
+        formats.append(str(sparsity.get("format")))
+    unread = next((kind for kind in formats if kind in _UNREAD), None)
     if unread is not None:
         raise CheckpointError(f"config.json says format {unread!r}: {_UNREAD[unread]}")
     if sparse is not None:
@@ -54,7 +54,7 @@ def check_formats(described: Mapping[str, Any], names: Iterable[str]) -> None:
     for group in holders[1:]:
         weights = group.get("weights") if isinstance(group, Mapping) else None
         bits = weights.get("num_bits") if isinstance(weights, Mapping) else 8
-        if weights is not None and (group.get("format") or found[0]) == _NAIVE and isinstance(bits, int) and bits < 8:
+        if weights is not None and (group.get("format") or formats[0]) == _NAIVE and isinstance(bits, int) and bits < 8:
             raise CheckpointError(
                 f"config.json says format {_NAIVE!r} of {bits} bits: one code in a byte, which ptqpipe reads of 8 bits "
                 "alone: start from the float model"
@@ -95,9 +95,9 @@ def resolver(groups: Iterable[tuple[Iterable[str], T]], *, classes: bool = True)
     Names do not tell which class a module has, so the first target that is written like one (one word, its first letter
     a capital) speaks for every other module. None where nothing does.
     """
-    exact = {target: found for targets, found in groups for target in targets}
+    exact = {target: entry for targets, entry in groups for target in targets}
     expressions = sorted(target for target in exact if target.startswith("re:"))
-    others = (found for target, found in exact.items() if target[:1].isupper() and "." not in target)
+    others = (entry for target, entry in exact.items() if target[:1].isupper() and "." not in target)
     by_class = next(others, None) if classes else None
 
     def find(module: str) -> T | None:
@@ -142,9 +142,9 @@ def _target_faults(groups: Mapping[str, Any], modules: Sequence[str]) -> Iterato
         targets = [str(target) for target in group.get("targets") or []]
         exact, patterns = set(targets), [target for target in targets if target.startswith("re:")]
         everything = not _CLASSES.isdisjoint(exact)
-        found = [m for m in modules if everything or m in exact or any(matches(p, m) for p in patterns)]
-        aimed.update(found)
-        if not found and group.get("weights") is not None:
+        covered = [m for m in modules if everything or m in exact or any(matches(p, m) for p in patterns)]
+        aimed.update(covered)
+        if not covered and group.get("weights") is not None:
             shown = short_json(targets)
             message = f"targets {shown}: neither a quantized module nor a class of layers; readers drop it"
             yield f"config_groups.{name}", message
@@ -176,17 +176,17 @@ def _pairs(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreement(group: Mapping[str, Any], wanted: Mapping[str, Any]) -> int:
-    found = _pairs(group)
-    return sum(found.get(key) == value for key, value in _pairs(wanted).items())
+    actual = _pairs(group)
+    return sum(actual.get(key) == value for key, value in _pairs(wanted).items())
 
 
 def _difference(group: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """What readers act on and the group states differently, as text; empty when there is nothing."""
-    found, expected = _pairs(group), _pairs(wanted)
+    actual, expected = _pairs(group), _pairs(wanted)
     defaults = {"symmetric": True, "dynamic": False, "type": "float"}
     decisive = ("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "scale_dtype")
-    for key in dict.fromkeys([*expected, *(k for k in found if k.rpartition(".")[2] in decisive)]):
+    for key in dict.fromkeys([*expected, *(k for k in actual if k.rpartition(".")[2] in decisive)]):
         default = defaults.get(key.rpartition(".")[2])
-        if found.get(key, default) != expected.get(key, default):
-            return f"{key} is {found.get(key)!r}, expected {expected.get(key)!r}"
+        if actual.get(key, default) != expected.get(key, default):
+            return f"{key} is {actual.get(key)!r}, expected {expected.get(key)!r}"
     return ""

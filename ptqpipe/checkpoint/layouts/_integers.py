@@ -43,7 +43,7 @@ def has_integers(described: Mapping[str, Any]) -> bool:
     """Whether a compressed-tensors config has a group of integer weights."""
     groups = described.get("config_groups")
     weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
-    return any(isinstance(found, Mapping) and found.get("type") == "int" for found in weights)
+    return any(isinstance(group_weights, Mapping) and group_weights.get("type") == "int" for group_weights in weights)
 
 
 def described_integers(weights: Mapping[str, Any]) -> Format | None:
@@ -109,13 +109,13 @@ def stored_integers(module: str, fmt: Format, activation: Activation, names: Nam
 def integer_stacks(names: Names) -> list[str]:
     """Stacks of experts whose codes are one tensor ``<stack>_packed`` I32 [E, N, K*bits/32]: of both projections of an
     MLP, with shapes that say which axis is the inputs'."""
-    found = []
+    stacks = []
     for name, (dtype, shape) in names.items():
         stack = name.removesuffix("gate_up_proj_packed")
         down = names.get(f"{stack}down_proj_packed", ("", ()))
         if stack.endswith("experts.") and dtype == down[0] == "I32" and len(shape) == len(down[1]) == 3:
-            found += [f"{stack}gate_up_proj", f"{stack}down_proj"]
-    return found
+            stacks += [f"{stack}gate_up_proj", f"{stack}down_proj"]
+    return stacks
 
 
 def stored_stack(stack: str, fmt: Format, activation: Activation, names: Names) -> StoredWeight:

@@ -43,15 +43,15 @@ def stored_rotations(config: Mapping[str, Any], described: Mapping[str, Any]) ->
 
     CheckpointError for a ``transform_config`` that changes inputs or outputs in any other way.
     """
-    found: list[tuple[list[str], int]] = []
+    blocks: list[tuple[list[str], int]] = []
     for holder in (config, described):
         entry = holder.get(KEY) or {}
         groups = entry.get("config_groups") or {} if isinstance(entry, Mapping) else None
         if not isinstance(groups, Mapping):
             raise CheckpointError(f"{KEY} in config.json is damaged; expected an object with config_groups")
         for name, group in groups.items():
-            found += [(strings(use.get("targets"), f"{KEY} {name!r}"), block) for use, block in _inputs(name, group)]
-    find = resolver(found, classes=False)
+            blocks += [(strings(use.get("targets"), f"{KEY} {name!r}"), block) for use, block in _inputs(name, group)]
+    find = resolver(blocks, classes=False)
     return lambda module: find(module) or 0
 
 

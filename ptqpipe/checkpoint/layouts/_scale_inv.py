@@ -124,7 +124,7 @@ def stored_weights_of(
     fmt        what the config says of F8_E4M3 weights; the scale's dtype decides its codec
     in_shards  blocks of a fused ``qkv_proj`` begin anew with each of the shards that it was quantized in
     """
-    found, kinds = {}, dict[tuple[object, ...], StoredWeight]()  # a hundred thousand weights are of few kinds
+    weights, kinds = {}, dict[tuple[object, ...], StoredWeight]()  # a hundred thousand weights are of few kinds
     for name, described in names.items():
         if described[0] not in ("F8_E4M3", "I8") or not name.endswith(".weight"):
             continue
@@ -136,16 +136,16 @@ def stored_weights_of(
         kind = (described, scale, names[module + scale], static, static and names[module + static])
         sharded = in_shards and module.endswith("qkv_proj")
         if kind in kinds and not sharded:
-            found[name] = kinds[kind].renamed(name)
+            weights[name] = kinds[kind].renamed(name)
             continue
-        found[name] = _stored(module, names, fmt, activation, scale=scale, static=static, in_shards=sharded)
+        weights[name] = _stored(module, names, fmt, activation, scale=scale, static=static, in_shards=sharded)
         if not sharded:
-            kinds[kind] = found[name]
+            kinds[kind] = weights[name]
     for name in (name for name in names if name.endswith(SUFFIXES[:2])):
         for suffix in SUFFIXES[:2]:  # ".scale" is also what other things than weights have
-            if name.endswith(suffix) and name.removesuffix(suffix) + ".weight" not in found:
+            if name.endswith(suffix) and name.removesuffix(suffix) + ".weight" not in weights:
                 raise CheckpointError(f"{name!r} belongs to no F8_E4M3 weight; {FLOAT_MODEL}")
-    return found
+    return weights
 
 
 def fmt_of_scale(fmt: Format, dtype: str) -> Format:
@@ -194,7 +194,7 @@ def _stored(
 
 
 def _shard_rows(
-    scales: str, found: tuple[int, ...], total: int, fmt: Format, *, grid: tuple[int, ...], in_shards: bool
+    scales: str, stored: tuple[int, ...], total: int, fmt: Format, *, grid: tuple[int, ...], in_shards: bool
 ) -> int:
     """How many rows each of the shards has that a weight of ``total`` rows was quantized in, one below the other; all
     of them where it was quantized as one, or shards begin where blocks do.
@@ -203,13 +203,13 @@ def _shard_rows(
     shards there are is told by nothing but shapes. CheckpointError where they leave it open, and for shards where
     nothing says what they are. ``found``: the shape of the scales. ``grid``: that of the scales of one weight.
     """
-    high, columns = fmt.step(0), found[1:] == grid[1:] and len(found) == 2
-    counts = [n for n in range(1, min(found[0], _MOST_SHARDS) + 1) if total % n == 0] if columns else []
-    fits = {total // n for n in counts if n * -(-(total // n) // high) == found[0]}
+    high, columns = fmt.step(0), stored[1:] == grid[1:] and len(stored) == 2
+    counts = [n for n in range(1, min(stored[0], _MOST_SHARDS) + 1) if total % n == 0] if columns else []
+    fits = {total // n for n in counts if n * -(-(total // n) // high) == stored[0]}
     rows = {total if height % high == 0 else height for height in fits}  # whole blocks: as if it were one
     if len(rows) == 1 and (in_shards or rows == {total}):
         return rows.pop()
-    if not rows or (found == grid and not in_shards):
+    if not rows or (stored == grid and not in_shards):
         return total  # and no shape that is read
     counted = ", ".join(str(total // height) for height in sorted(rows, reverse=True))
     if in_shards:
@@ -219,7 +219,7 @@ def _shard_rows(
             f"as if it had been quantized in {counted} shards apart, a layout that is read of MiMo-V2's qkv_proj alone"
         )
     raise CheckpointError(
-        f"{scales!r} has {found[0]} rows of scales for {total} rows of the weight, {why}; {FLOAT_MODEL}"
+        f"{scales!r} has {stored[0]} rows of scales for {total} rows of the weight, {why}; {FLOAT_MODEL}"
     )
 
 
@@ -229,7 +229,7 @@ def _read_shards(
     """A weight of shards of ``rows`` rows, quantized in blocks ``high`` rows high, as blocks that no shard cuts."""
     first = torch.arange(0, shape[0], fmt.step(0))
     index = first // rows * -(-rows // high) + first % rows // high
-    found = load(scales, None, None)[index]
+    scale_rows = load(scales, None, None)[index]
     if fmt.scale.enumerable:
-        found = scale_codes(found, fmt, scales)
-    return QTensor(fmt, shape, load(weight, None, None).view(torch.uint8), found)
+        scale_rows = scale_codes(scale_rows, fmt, scales)
+    return QTensor(fmt, shape, load(weight, None, None).view(torch.uint8), scale_rows)

@@ -160,14 +160,14 @@ def parts(
         (n, k * fmt.element.bits // 8),
         Role.DATA,
     )
-    found = [data, Part(f"{module}.weight_scale", scale_dtype(fmt), scale_grid(fmt, shape), Role.SCALES)]
+    stored = [data, Part(f"{module}.weight_scale", scale_dtype(fmt), scale_grid(fmt, shape), Role.SCALES)]
     if fmt.has_global:
-        found.append(Part(f"{module}.weight_global_scale", "F32", (1,), Role.GLOBAL_DIVISOR))
+        stored.append(Part(f"{module}.weight_global_scale", "F32", (1,), Role.GLOBAL_DIVISOR))
     if scheme.activation is Activation.NVFP4_STATIC_GLOBAL:
-        found.append(Part(f"{module}.input_global_scale", "F32", (1,), Role.INPUT_GLOBAL_DIVISOR))
+        stored.append(Part(f"{module}.input_global_scale", "F32", (1,), Role.INPUT_GLOBAL_DIVISOR))
     if scheme.activation is Activation.FP8_TENSOR_STATIC:
-        found.append(Part(f"{module}.input_scale", scale_dtype(fmt), (1,), Role.INPUT_GLOBAL))
-    return tuple(found)
+        stored.append(Part(f"{module}.input_scale", scale_dtype(fmt), (1,), Role.INPUT_GLOBAL))
+    return tuple(stored)
 
 
 # --- Writing the config
@@ -207,11 +207,11 @@ def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
 
 def _grouped(targets: Sequence[Target]) -> list[tuple[Scheme, list[str]]]:
     """Modules by scheme, schemes with routed experts first."""
-    found: dict[tuple[Any, Activation], tuple[Scheme, list[str]]] = {}
+    modules: dict[tuple[Any, Activation], tuple[Scheme, list[str]]] = {}
     keys = {id(scheme): (structure(scheme.fmt), scheme.activation) for scheme in schemes_of(targets)}
     for target in targets:
-        found.setdefault(keys[id(target.scheme)], (target.scheme, []))[1].append(target.module)
-    return sorted(found.values(), key=lambda group: not any(experts_of(name) for name in group[1]))
+        modules.setdefault(keys[id(target.scheme)], (target.scheme, []))[1].append(target.module)
+    return sorted(modules.values(), key=lambda group: not any(experts_of(name) for name in group[1]))
 
 
 def _group(scheme: Scheme, names: Sequence[str]) -> dict[str, Any]:
@@ -250,48 +250,48 @@ def _kept_stack_patterns(kept: Sequence[str], targets: Sequence[Target]) -> list
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     """What readers get wrong about this output: one line each, with the remedy."""
-    found, schemes = [], schemes_of(targets)
+    lines, schemes = [], schemes_of(targets)
     kinds = {id(scheme): structure(scheme.fmt) for scheme in schemes}
     llama4 = str(config.get("model_type")).startswith("llama4")  # its experts become linear layers here
     experts = {kinds[id(t.scheme)]: t.scheme for t in targets if experts_of(t.module) and not llama4}
     for scheme in experts.values():
         name = _BY_STRUCTURE.get(structure(scheme.fmt))
         if name == "nvfp4":
-            found.append(
+            lines.append(
                 "transformers up to 5.23 loads NVFP4 experts wrong by their global scale, silently (its issue 48371); "
                 "serve with vLLM or SGLang, or give the experts fp8_dynamic or mxfp4"
             )
         if name in ("fp8_block", "mxfp8"):
             remedy = "deepseek_fp8" if name == "fp8_block" else "mxfp8_hf"
-            found.append(
+            lines.append(
                 f"transformers up to 5.23 refuses {name} experts in this layout; use --container {remedy} for it"
             )
         if name == "fp8_tensor" and scheme.activation is Activation.FP8_TOKEN:
-            found.append("vLLM 0.33 and SGLang 0.5.23 refuse experts with fp8_tensor; use fp8 or fp8_block for them")
+            lines.append("vLLM 0.33 and SGLang 0.5.23 refuse experts with fp8_tensor; use fp8 or fp8_block for them")
         if name == "int8_signed_channel":
-            found.append("SGLang 0.5.23 refuses experts with int8_w8a8; use int8 or fp8_dynamic for it")
+            lines.append("SGLang 0.5.23 refuses experts with int8_w8a8; use int8 or fp8_dynamic for it")
     if len(experts) > 1:
-        found.append(
+        lines.append(
             "transformers gives all routed experts the scheme of one group; use one scheme for all experts, or vLLM"
         )
     if str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.") == "float32":
-        found.append("transformers decodes packed weights to bfloat16: load this float32 model with dtype=bfloat16")
+        lines.append("transformers decodes packed weights to bfloat16: load this float32 model with dtype=bfloat16")
     names = {_BY_STRUCTURE.get(kind) for kind in kinds.values()}
     if "mxfp6_e2m3" in names:
-        found.append("vLLM 0.32 and SGLang 0.5.23 have no mxfp6; transformers with compressed-tensors 0.20 reads it")
+        lines.append("vLLM 0.32 and SGLang 0.5.23 have no mxfp6; transformers with compressed-tensors 0.20 reads it")
     if names & {"mxfp4", "mxfp8"}:
-        found.append("SGLang 0.5.23 reads no mxfp4 and mxfp8 linear layers in this layout; use nvfp4 or fp8 for it")
+        lines.append("SGLang 0.5.23 reads no mxfp4 and mxfp8 linear layers in this layout; use nvfp4 or fp8 for it")
     if any(scheme.name in ("mxfp4a16", "mxfp8a16") for scheme in schemes):
-        found.append(
+        lines.append(
             "vLLM 0.32 quantizes the activations of mxfp4a16 and mxfp8a16 where it can; use nvfp4 if it must not"
         )
     if any(scheme.rotation for scheme in schemes):
-        found.append(
+        lines.append(
             "only vLLM, on one GPU, rotates inputs; transformers 5.23 without ptqpipe, SGLang 0.5.23 "
             "and TensorRT-LLM do not, and compute garbage"
         )
-    found += expert_name_warnings(targets, config, container="compressed_tensors")
-    return found + _float16_warning(schemes, config)
+    lines += expert_name_warnings(targets, config, container="compressed_tensors")
+    return lines + _float16_warning(schemes, config)
 
 
 def _float16_warning(schemes: Sequence[Scheme], config: Mapping[str, Any]) -> list[str]:
@@ -317,7 +317,7 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
     rotation_of = stored_rotations(config, described)
     scheme_of = resolver(_read_groups(described))
     excluded = lists(config)
-    found, kinds = {}, dict[tuple[object, ...], StoredWeight]()  # a hundred thousand weights are of few kinds
+    weights, kinds = {}, dict[tuple[object, ...], StoredWeight]()  # a hundred thousand weights are of few kinds
     modules: dict[str, list[tuple[str, object]]] = {}  # what tensors each has, in whatever order
     for name, stored in names.items():
         module, _, leaf = name.rpartition(".")
@@ -332,21 +332,21 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
         weight, rotation = f"{module}.weight", rotation_of(module)
         kind = (id(scheme), rotation, rotation and experts_of(weight), *tensors)
         if kind in kinds:
-            found[weight] = kinds[kind].renamed(weight)
+            weights[weight] = kinds[kind].renamed(weight)
             continue
         scheme = replace(scheme, rotation=rotation) if rotation != scheme.rotation else scheme
-        found[weight] = _stored(module, scheme, names)
-        if found[weight].whole is None:
-            kinds[kind] = found[weight]
+        weights[weight] = _stored(module, scheme, names)
+        if weights[weight].whole is None:
+            kinds[kind] = weights[weight]
     for stack in integer_stacks(names):
         excluded.refuse([stack])
         scheme = scheme_of(stack)
         if scheme is not None and scheme.fmt.element.grid:
-            found[stack] = stored_stack(stack, scheme.fmt, scheme.activation, names)
+            weights[stack] = stored_stack(stack, scheme.fmt, scheme.activation, names)
     for name, (dtype, shape) in names.items():
-        if dtype == "F8_E4M3" and name.endswith(".weight") and len(shape) == 2 and name not in found:
+        if dtype == "F8_E4M3" and name.endswith(".weight") and len(shape) == 2 and name not in weights:
             raise CheckpointError(f"{name!r} is F8_E4M3 without a {name + '_scale'!r}; {FLOAT_MODEL}")
-    return found
+    return weights
 
 
 def _stored(module: str, scheme: Scheme, names: Names) -> StoredWeight:
@@ -398,7 +398,7 @@ def _read_groups(described: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]
             "quantization_config in config.json has no config_groups, which say how weights are stored: take that file "
             "from where the checkpoint comes from"
         )
-    found = []
+    schemes = []
     for key, group in groups.items():
         if not isinstance(group, Mapping):
             raise CheckpointError(f"config group {key!r} is {type(group).__name__}, expected an object")
@@ -406,8 +406,8 @@ def _read_groups(described: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]
         if weights is None:
             continue
         scheme = scheme_for(_read_format(weights, key), _read_activation(group.get("input_activations")))
-        found.append((strings(group.get("targets"), f"{key}.targets"), scheme))
-    return found
+        schemes.append((strings(group.get("targets"), f"{key}.targets"), scheme))
+    return schemes
 
 
 def _read_format(weights: Any, key: str) -> Format:

@@ -95,7 +95,7 @@ def lists(config: Mapping[str, Any]) -> Lists:
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every stack of experts, by the name of the float model's tensor. CheckpointError where shapes disagree."""
-    found, excluded = {}, lists(config)
+    weights, excluded = {}, lists(config)
     for name, (_, shape) in names.items():
         weight = name.removesuffix("_blocks")
         if weight == name:
@@ -108,8 +108,8 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
         scheme = scheme_for(_FMT, Activation.NONE)
         expected = parts(weight, matrix, scheme, experts=experts)
         check_parts(expected, names, weight=weight)
-        found[weight] = StoredWeight(weight, matrix, scheme, expected, experts, transposed=True)
+        weights[weight] = StoredWeight(weight, matrix, scheme, expected, experts, transposed=True)
     for name in names:
-        if name.endswith("_scales") and name.removesuffix("_scales") not in found:
+        if name.endswith("_scales") and name.removesuffix("_scales") not in weights:
             raise CheckpointError(f"{name!r} has no '{name.removesuffix('_scales')}_blocks'; {FLOAT_MODEL}")
-    return found
+    return weights

@@ -61,8 +61,8 @@ def _rule(described: Mapping[str, Any], module: str) -> str | None:
 
 def _inside(described: Mapping[str, Any]) -> list[str]:
     """``modules_in_block_to_quantize``, a list of lists of names, as one; empty where all are quantized."""
-    found = described.get("modules_in_block_to_quantize") or []
-    runs = [run if isinstance(run, list) else [run] for run in found] if isinstance(found, list) else [[found]]
+    blocks = described.get("modules_in_block_to_quantize") or []
+    runs = [run if isinstance(run, list) else [run] for run in blocks] if isinstance(blocks, list) else [[blocks]]
     return strings([name for run in runs for name in run], "modules_in_block_to_quantize")
 
 
@@ -81,7 +81,7 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
     version = described.get("checkpoint_format") or "gptq"
     modules = [name.removesuffix(".qweight") for name in names if name.endswith(".qweight")]
     lists(config).refuse(modules)
-    found = {}
+    weights = {}
     for module in modules:
         own = _described(described, module)
         bits = own.get("bits")
@@ -90,8 +90,8 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
             known = " or ".join(_LEAST_ZERO)
             raise CheckpointError(f"a gptq checkpoint of {shown}, is not read ({module}); expected 4 or 8, {known}")
         given = {"bits": bits, "group": group_size(own, QUANT_METHOD), "ordered": not own.get("desc_act")}
-        found[f"{module}.weight"] = _stored(module, names, **given, least=_LEAST_ZERO[version])
-    return found
+        weights[f"{module}.weight"] = _stored(module, names, **given, least=_LEAST_ZERO[version])
+    return weights
 
 
 def _stored(module: str, names: Names, *, bits: int, group: int, ordered: bool, least: int) -> StoredWeight:
@@ -135,8 +135,8 @@ def _read(module: str, fmt: Format, shape: tuple[int, int], load: Load, *, least
 def _groups(module: str, index: torch.Tensor, groups: int, fmt: Format) -> torch.Tensor:
     """``g_idx`` as it is. CheckpointError for a group that there is not, or an order that the config denies."""
     if not 0 <= int(index.min()) <= int(index.max()) < groups:
-        found = f"{int(index.min())} to {int(index.max())}"
-        raise CheckpointError(f"'{module}.g_idx' has groups {found}, but there are {groups}, counted from 0")
+        span = f"{int(index.min())} to {int(index.max())}"
+        raise CheckpointError(f"'{module}.g_idx' has groups {span}, but there are {groups}, counted from 0")
     width = fmt.block[1] or len(index)
     if width > 1 and not torch.equal(index, torch.arange(len(index)) // width):
         raise CheckpointError(f"'{module}.g_idx' has columns in another order, but config.json says desc_act false")

@@ -88,7 +88,7 @@ def _parts(weight: str, shape: tuple[int, int], scheme: Scheme, float_dtype: str
     fmt, (n, k), module = scheme.fmt, shape, weight.removesuffix(".weight")
     rows, cols = fmt.scale_shape(shape)
     bits = fmt.element.bits
-    found = [Part(weight, "U8" if bits < 8 else "F8_E4M3", (n, k * bits // 8), Role.DATA)]
+    stored = [Part(weight, "U8" if bits < 8 else "F8_E4M3", (n, k * bits // 8), Role.DATA)]
     if fmt.scale.dtype is None:
         scale = Part(
             f"{module}.weight_scale", "F8_E4M3" if fmt.scale.name == "e4m3" else "U8", (rows, cols), Role.SCALES
@@ -96,12 +96,12 @@ def _parts(weight: str, shape: tuple[int, int], scheme: Scheme, float_dtype: str
     else:
         forms: dict[tuple[int, int], tuple[int, ...]] = {(0, 0): (), (1, 0): (n,)}
         scale = Part(f"{module}.weight_scale", float_dtype, forms.get(fmt.block, (rows, 1, cols, 1)), Role.SCALES)
-    found.append(scale)
+    stored.append(scale)
     if fmt.has_global:
-        found.append(Part(f"{module}.weight_scale_2", "F32", (), Role.GLOBAL))
+        stored.append(Part(f"{module}.weight_scale_2", "F32", (), Role.GLOBAL))
     if scheme.needs_input_global_scale:
-        found.append(Part(f"{module}.input_scale", "F32", (), Role.INPUT_GLOBAL))
-    return tuple(found)
+        stored.append(Part(f"{module}.input_scale", "F32", (), Role.INPUT_GLOBAL))
+    return tuple(stored)
 
 
 # --- Writing the config
@@ -205,7 +205,7 @@ def _exclusions(kept: Sequence[str], quantized: Sequence[str]) -> list[str]:
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     """What readers get wrong about this output: one line each, with the remedy."""
-    found = [
+    lines = [
         "transformers does not read ModelOpt's layout: FP8 weights load as garbage without an error; "
         "use --container compressed-tensors for transformers"
     ]
@@ -214,23 +214,23 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     used = set(algorithms.values())
     mixed = len(used) > 1
     if "FP8_PER_CHANNEL_PER_TOKEN" in experts or ("FP8_PB_WO" in experts and not mixed):
-        found.append(
+        lines.append(
             "vLLM 0.32 reads no experts with FP8 per channel (or, as the only scheme, per block) in ModelOpt's layout; "
             "use --container compressed-tensors or deepseek_fp8 for it"
         )
     if "FP8_PER_CHANNEL_PER_TOKEN" in used or ("FP8_PB_WO" in used and not mixed):
-        found.append(
+        lines.append(
             "SGLang 0.5.23 reads no FP8 per channel (or, as the only scheme, per block) in ModelOpt's layout; "
             "use --container compressed-tensors for it"
         )
     if "W4A16_NVFP4" in experts:
-        found.append(
+        lines.append(
             "SGLang 0.5.23 may quantize the inputs of these experts, with a scale of 1, where its kernels can; "
             "use --container compressed-tensors for SGLang"
         )
     if "MXFP8" in used:
-        found += sglang_scale_warnings(config, remedy="use --format fp8 or nvfp4 for SGLang")
-    return found
+        lines += sglang_scale_warnings(config, remedy="use --format fp8 or nvfp4 for SGLang")
+    return lines
 
 
 # --- Reading
@@ -273,17 +273,17 @@ def _no_tower(names: Sequence[str]) -> bool:
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described, excluded = _flat(config), lists(config)
-    found = {}
+    weights = {}
     for name in names:
         module = name.removesuffix(".weight_scale")
         if module == name:
             continue
         excluded.refuse([module])
-        found[f"{module}.weight"] = _stored(module, _read_algorithm(module, described), names)
+        weights[f"{module}.weight"] = _stored(module, _read_algorithm(module, described), names)
     for name, (dtype, shape) in names.items():
-        if name.endswith(".weight") and len(shape) == 2 and dtype in ("F8_E4M3", "U8") and name not in found:
+        if name.endswith(".weight") and len(shape) == 2 and dtype in ("F8_E4M3", "U8") and name not in weights:
             raise CheckpointError(f"{name!r} is {dtype} without a {name + '_scale'!r}; {FLOAT_MODEL}")
-    return found
+    return weights
 
 
 def _read_algorithm(module: str, described: Mapping[str, Any]) -> str:

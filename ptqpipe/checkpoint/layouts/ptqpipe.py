@@ -58,21 +58,21 @@ def parts(
         raise FormatError(f"{weight}: {k} codes of {fmt.element.bits} bits do not fill whole bytes; keep it")
     stacked = experts is not None
     lead = () if experts is None else (experts,)
-    found = [
+    stored = [
         Part(f"{weight}_packed", "U8", (*lead, n, k * fmt.element.bits // 8), Role.DATA, stacked),
         Part(f"{weight}_scale", scale_dtype(fmt), (*lead, *grid), Role.SCALES, stacked),
     ]
     if fmt.has_global:
-        found.append(Part(f"{weight}_global_scale", "F32", (*lead, 1), Role.GLOBAL, stacked))
+        stored.append(Part(f"{weight}_global_scale", "F32", (*lead, 1), Role.GLOBAL, stacked))
     if scheme.needs_input_global_scale:
-        found.append(Part(f"{weight}_input_global_scale", "F32", (*lead, 1), Role.INPUT_GLOBAL, stacked))
+        stored.append(Part(f"{weight}_input_global_scale", "F32", (*lead, 1), Role.INPUT_GLOBAL, stacked))
     if scheme.low_rank is not None:
         rank, dtype = scheme.low_rank.of(shape), "BF16" if scheme.low_rank.dtype == "bf16" else "F8_E4M3"
-        found.append(Part(f"{weight}_low_rank_left", dtype, (*lead, n, rank), Role.LOW_RANK_LEFT, stacked))
-        found.append(Part(f"{weight}_low_rank_right", dtype, (*lead, rank, k), Role.LOW_RANK_RIGHT, stacked))
+        stored.append(Part(f"{weight}_low_rank_left", dtype, (*lead, n, rank), Role.LOW_RANK_LEFT, stacked))
+        stored.append(Part(f"{weight}_low_rank_right", dtype, (*lead, rank, k), Role.LOW_RANK_RIGHT, stacked))
         if dtype == "F8_E4M3":
-            found.append(Part(f"{weight}_low_rank_scale", "F32", (*lead, rank), Role.LOW_RANK_SCALE, stacked))
-    return tuple(found)
+            stored.append(Part(f"{weight}_low_rank_scale", "F32", (*lead, rank), Role.LOW_RANK_SCALE, stacked))
+    return tuple(stored)
 
 
 def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
@@ -137,7 +137,7 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
     default, listed = described.get("default"), described.get("weights")
     if not isinstance(default, Mapping) or not isinstance(listed, Mapping):
         raise CheckpointError("quantization_config has no 'default' and 'weights'; the config.json is damaged")
-    found: dict[str, StoredWeight] = {}
+    weights: dict[str, StoredWeight] = {}
     for name in names:
         weight = name.removesuffix("_packed")
         if weight == name or f"{weight}_scale" not in names:
@@ -145,11 +145,11 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
         entry = listed.get(weight, {})
         if not isinstance(entry, Mapping):
             raise CheckpointError(f"the entry of {weight!r} in config.json must be an object")
-        found[weight] = _stored(weight, {**(default if "format" not in entry else {}), **entry}, names)
-    missing = [weight for weight in listed if weight not in found]
+        weights[weight] = _stored(weight, {**(default if "format" not in entry else {}), **entry}, names)
+    missing = [weight for weight in listed if weight not in weights]
     if missing:
         raise CheckpointError(f"config.json lists {missing[0]!r} as quantized, but there is no '{missing[0]}_packed'")
-    return found
+    return weights
 
 
 def _stored(weight: str, entry: Mapping[str, Any], names: Names) -> StoredWeight:

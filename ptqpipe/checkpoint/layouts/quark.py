@@ -47,13 +47,13 @@ def lists(config: Mapping[str, Any]) -> Lists:
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described, excluded = quantization_config(config), lists(config)
-    found = {}
+    weights = {}
     for name in names:
         module = name.removesuffix(".weight_scale")
         if module != name:
             excluded.refuse([module])
-            found[f"{module}.weight"] = _stored(module, _spec(module, described), names)
-    return found
+            weights[f"{module}.weight"] = _stored(module, _spec(module, described), names)
+    return weights
 
 
 def _without_weights(module: str, described: Mapping[str, Any]) -> str | None:

@@ -40,9 +40,9 @@ _BY_TYPE = {name: family for family in FAMILIES for name in family.types}
 def family_of(config: Mapping[str, Any]) -> Family:
     """The row of the model of a config.json; an empty one for a family that the table does not have."""
     for part in (config, *_text_parts(config)):
-        found = _BY_TYPE.get(str(part.get("model_type")))
-        if found is not None:
-            return found
+        family = _BY_TYPE.get(str(part.get("model_type")))
+        if family is not None:
+            return family
     return Family()
 
 
@@ -149,8 +149,8 @@ def doubts(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[int,
 
     shapes  name -> (dtype, shape) of all tensors
     """
-    found = (absent_layers(config, shapes), _uncounted(config, shapes))
-    return [line for line in found if line]
+    lines = (absent_layers(config, shapes), _uncounted(config, shapes))
+    return [line for line in lines if line]
 
 
 def misfits(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
@@ -164,22 +164,22 @@ def misfits(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[int
         return [layout]
     further = {int(prefix.rpartition("layers.")[2][:-1]) for prefix in uncounted_layers(config, shapes)}
     drafts = in_mtp_layers(config)
-    found = (
+    lines = (
         too_few_layers(config, shapes),
         too_many_layers(config, [name for name in shapes if not drafts(name)], further),
         another_width(config, shapes),
         unmerged(shapes),
     )
-    return [line for line in found if line]
+    return [line for line in lines if line]
 
 
 def _uncounted(config: Mapping[str, Any], names: Iterable[str]) -> str:
-    found = sorted(uncounted_layers(config, names))
-    if not found:
+    layers = sorted(uncounted_layers(config, names))
+    if not layers:
         return ""
     return (
-        f"{found[0][:-1]} is a multi-token prediction layer that config.json does not count: it stays as it is; for "
-        f"readers that predict several tokens set num_nextn_predict_layers to {len(found)}"
+        f"{layers[0][:-1]} is a multi-token prediction layer that config.json does not count: it stays as it is; for "
+        f"readers that predict several tokens set num_nextn_predict_layers to {len(layers)}"
     )
 
 
@@ -215,7 +215,7 @@ def output_rows(config: Mapping[str, Any]) -> Callable[[str, int], tuple[int, ..
             known.append((re.compile(outputs.pattern), tuple(math.prod(count) for count in counts)))
 
     def of(module: str, rows: int) -> tuple[int, ...]:
-        fitting = (found for pattern, found in known if sum(found) == rows and pattern.match(module))
+        fitting = (sizes for pattern, sizes in known if sum(sizes) == rows and pattern.match(module))
         return next(fitting, (rows,))
 
     return of
@@ -224,9 +224,9 @@ def output_rows(config: Mapping[str, Any]) -> Callable[[str, int], tuple[int, ..
 def head_counts(config: Mapping[str, Any]) -> frozenset[int]:
     """How many heads of some kind a config.json gives attention, in any of its parts: a matrix of so many rows has one
     output for each head."""
-    found = {value for key, value in config.items() if "heads" in key and type(value) is int}
+    counts = {value for key, value in config.items() if "heads" in key and type(value) is int}
     inner = (head_counts(value) for value in config.values() if isinstance(value, Mapping))
-    return frozenset(found).union(*inner)
+    return frozenset(counts).union(*inner)
 
 
 def layer_count(config: Mapping[str, Any]) -> int | None:

@@ -43,9 +43,9 @@ def check_experts(config: Mapping[str, Any], names: Iterable[str]) -> None:
     """
     experts: dict[str, set[int]] = {}
     for name in names:
-        parent, found, rest = name.partition(".experts.")
+        parent, separator, rest = name.partition(".experts.")
         number = rest.partition(".")[0]
-        if found and number.isdecimal():
+        if separator and number.isdecimal():
             experts.setdefault(f"{parent}.experts", set()).add(int(number))
     counts = {key: count for part in _parts(config) for key, count in part.items() if key in _COUNTS}
     for module, numbers in experts.items():
@@ -102,11 +102,11 @@ def too_few_layers(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tu
     since some families have several."""
     counts = [part.get("num_hidden_layers") for part in _parts(config)]
     count = next((value for value in counts if type(value) is int), 0)
-    found = {match[0] for match in map(_LAYER.match, shapes) if match}
-    if not found or len(found) >= count:
+    layers = {match[0] for match in map(_LAYER.match, shapes) if match}
+    if not layers or len(layers) >= count:
         return ""
     return (
-        f"config.json says num_hidden_layers {count}, but the files have {len(found)}; readers stop: download what is "
+        f"config.json says num_hidden_layers {count}, but the files have {len(layers)}; readers stop: download what is "
         "missing, or correct the number"
     )
 
@@ -122,8 +122,8 @@ def too_many_layers(config: Mapping[str, Any], names: Iterable[str], further: Co
     keys = _keys(config)
     if not known or any("nextn" in key or "mtp" in key for key in keys):
         return ""
-    found = {(match[1], int(match[2])) for match in map(_DECODER.match, names) if match and len(match[2]) < 7}
-    late = sorted((number, layers) for layers, number in found if number >= max(known) and number not in further)
+    numbered = {(match[1], int(match[2])) for match in map(_DECODER.match, names) if match and len(match[2]) < 7}
+    late = sorted((number, layers) for layers, number in numbered if number >= max(known) and number not in further)
     if not late:
         return ""
     return (

@@ -160,8 +160,8 @@ class Bf16Panels:
         """``[..., K]`` bfloat16 of an int64 ``[...]``. IndexError outside of the rows."""
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.shape[0]:
             raise IndexError(f"a row of {int(index.min())} to {int(index.max())} of {self.shape[0]}")
-        found = self._dwords[index // _LANES, :, index % _LANES].contiguous()
-        return found.view(torch.bfloat16)[..., : self.shape[1]]
+        dwords = self._dwords[index // _LANES, :, index % _LANES].contiguous()
+        return dwords.view(torch.bfloat16)[..., : self.shape[1]]
 
 
 def limit(*, panels: bool) -> int:
@@ -172,10 +172,10 @@ def limit(*, panels: bool) -> int:
 
 @cache
 def _limit(isa: str, panels: bool) -> int:
-    found = lib.library()
-    assert found is not None, "it knows instruction sets"
-    found.ptq_linear_limit.restype = ctypes.c_int64
-    return int(found.ptq_linear_limit(isa.encode(), ctypes.c_int64(panels)))
+    extension = lib.library()
+    assert extension is not None, "it knows instruction sets"
+    extension.ptq_linear_limit.restype = ctypes.c_int64
+    return int(extension.ptq_linear_limit(isa.encode(), ctypes.c_int64(panels)))
 
 
 def has_panels(fmt: Format, scales: torch.Tensor | None) -> bool:

@@ -73,8 +73,8 @@ def score_total(
     Without weights this is the squared error that ``block_quantize`` leaves, up to the float32 rounding of each block's
     score. The sum is in float64, in the order of ``reference.sum_blocks``. None where ``block_quantize`` has no kernel.
     """
-    found = _totals(w, fmt, rule=rule, global_scale=global_scale, importance=importance)
-    return None if found is None else found[0]
+    totals = _totals(w, fmt, rule=rule, global_scale=global_scale, importance=importance)
+    return None if totals is None else totals[0]
 
 
 def score_totals(
@@ -112,8 +112,8 @@ def _totals(
     job.totals = totals.data_ptr()
     if not _run(job, w):
         return None
-    found: list[float] = (totals if global_scale is None else totals * global_scale.double().square()).tolist()
-    return found
+    sums: list[float] = (totals if global_scale is None else totals * global_scale.double().square()).tolist()
+    return sums
 
 
 def _long_quantize(
@@ -159,10 +159,10 @@ def _powers_quantize(
     None, too, where a block has the smallest of them: 2^-127 could be better for it.
     """
     numbers = replace(fmt, scale=CODECS["bf16"])
-    found = _long_quantize(w, numbers, rule="powers", importance=importance)
-    if found is None:
+    pair = _long_quantize(w, numbers, rule="powers", importance=importance)
+    if pair is None:
         return None
-    data, scales = found
+    data, scales = pair
     codes = (scales.view(torch.int16) >> 7).to(torch.uint8)
     least = codes == 1
     if bool(least.any()):

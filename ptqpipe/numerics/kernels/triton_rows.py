@@ -322,11 +322,11 @@ def fp8_encode(
 def amax(w: torch.Tensor, *, lanes: int) -> torch.Tensor:
     """float32 0-d: max |w| of contiguous ``w``; NaN if it has one."""
     flat = w.reshape(-1)
-    found = []
+    highs = []
     for start in range(0, flat.numel(), PIECE):
         part = flat[start : start + PIECE]
         programs = triton.cdiv(part.numel(), lanes)
         highest = torch.empty(programs, dtype=torch.int32, device=w.device)
         amax_kernel[(programs,)](highest, part, part.numel(), LANES=lanes, enable_fp_fusion=False)
-        found.append(highest.amax())
-    return torch.stack(found).amax().view(torch.float32)
+        highs.append(highest.amax())
+    return torch.stack(highs).amax().view(torch.float32)

@@ -240,9 +240,9 @@ def _ascending(x: Array, h: Array | None) -> tuple[Array, Array]:
     if not ((bits & 0xFFFF) | (bits < 0)).any():
         upper = bits >> 16
         count = np.bincount(upper)
-        found = np.flatnonzero(count)
+        occupied = np.flatnonzero(count)
         weights = count if h is None else np.bincount(upper, h)
-        return (found.astype(np.int32) << 16).view(np.float32), weights[found]
+        return (occupied.astype(np.int32) << 16).view(np.float32), weights[occupied]
     if h is None:
         return np.sort(x), np.ones(len(x))
     order = x.argsort()

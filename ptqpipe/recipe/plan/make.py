@@ -38,7 +38,7 @@ def find_candidates(
     """Matrices that may be quantized, by key (weight name, with the expert where stacks stay whole), in the order of
     the source; and reasons of those that cannot be."""
     conv1d = conv1d_leaves(tensors)
-    found: dict[str, Member] = {}
+    candidates: dict[str, Member] = {}
     reasons: dict[str, str] = {}
     for name, (dtype, shape) in tensors.items():
         if 0 in shape:
@@ -50,7 +50,7 @@ def find_candidates(
                     raise CheckpointError(
                         f"{member.weight!r} exists next to the stack {name!r}, which has that weight, too; remove one"
                     )
-                found[member.key] = member
+                candidates[member.key] = member
             reasons.update({name: reason} if reason else {})
         elif dtype not in FLOAT_DTYPES:
             reasons[name] = f"{dtype} numbers, not weights"
@@ -59,14 +59,14 @@ def find_candidates(
         elif not abilities.matrices:
             reasons[name] = "this container stores stacks of experts only"
         elif name.removesuffix(".weight").rpartition(".")[2] not in conv1d:
-            found[name] = Member(name, (shape[0], shape[1]), Slice(name))
+            candidates[name] = Member(name, (shape[0], shape[1]), Slice(name))
         elif abilities.transposed:
-            found[name] = Member(name, (shape[1], shape[0]), Slice(name, transposed=True))
+            candidates[name] = Member(name, (shape[1], shape[0]), Slice(name, transposed=True))
         else:
             reasons[name] = (
                 "Conv1D keeps its weight as [in, out], which no reader of this layout expects; --container ptqpipe"
             )
-    return found, reasons
+    return candidates, reasons
 
 
 def conv1d_leaves(tensors: Shapes) -> frozenset[str]:

@@ -245,14 +245,14 @@ class QuantAllReduce:
         messages = self.transport != "collectives" and device.type == "cpu"
 
         def sums(nbytes: int) -> Mapping[Way, Sum]:
-            found: dict[Way, Sum] = {"own": self._own, "two_shot": lambda x: self._sum(x, x, Plain())}
+            by_method: dict[Way, Sum] = {"own": self._own, "two_shot": lambda x: self._sum(x, x, Plain())}
             if messages and nbytes * (self.world - 1) <= ONE_SHOT_BYTES:
-                found["one_shot"] = lambda x: self._sum(x, x, Plain(), one_shot=True)
-            return found | {"quantized": lambda x: self._sum(x, x, Quantized(self.codec), one_shot=self.one_shot)}
+                by_method["one_shot"] = lambda x: self._sum(x, x, Plain(), one_shot=True)
+            return by_method | {"quantized": lambda x: self._sum(x, x, Quantized(self.codec), one_shot=self.one_shot)}
 
-        found = measure(self.group, device, sums)
+        thresholds = measure(self.group, device, sums)
         self._stats = Stats()
-        return found
+        return thresholds
 
     def _sum(self, x: torch.Tensor, out: torch.Tensor | None, wire: Wire, *, one_shot: bool = False) -> torch.Tensor:
         y = _result(x, out)
@@ -303,10 +303,10 @@ class QuantAllReduce:
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_available() or not dist.is_initialized():
         raise UsageError("a quantized all-reduce needs torch.distributed; call init_process_group first")
-    found = dist.group.WORLD if group is None else group
-    if not isinstance(found, dist.ProcessGroup):
+    chosen = dist.group.WORLD if group is None else group
+    if not isinstance(chosen, dist.ProcessGroup):
         raise UsageError("this process is not in the group that was given for the quantized all-reduce")
-    return found
+    return chosen
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -68,13 +68,13 @@ def measure(
     sizes: tuple[int, ...] = SIZES,
 ) -> Thresholds:
     """Times the sums of a message, all in place, at every size (bytes); "own" is one of them. Collective."""
-    found: dict[int, Times] = {}
+    times: dict[int, Times] = {}
     for nbytes in sizes:
         ways = dict(sums(nbytes))
         if nbytes < QUANTIZED_FROM:
             ways.pop("quantized", None)
-        found[nbytes] = _rounds(group, torch.empty(nbytes // DTYPE.itemsize, dtype=DTYPE, device=device), ways)
-    mine = decide(found)
+        times[nbytes] = _rounds(group, torch.empty(nbytes // DTYPE.itemsize, dtype=DTYPE, device=device), ways)
+    mine = decide(times)
     ways_found = [PLAIN.index(mine.plain_way(nbytes)) for nbytes in sizes]
     answer = torch.tensor([mine.quantized, *ways_found], dtype=torch.int64, device=device)
     dist.broadcast(answer, group=group, group_src=0)
@@ -82,14 +82,14 @@ def measure(
     return Thresholds(first, table({nbytes: PLAIN[way] for nbytes, way in zip(sizes, ways_told, strict=True)}))
 
 
-def decide(found: Mapping[int, Times]) -> Thresholds:
+def decide(times: Mapping[int, Times]) -> Thresholds:
     """From the times of each measured size."""
-    sizes = sorted(found)
-    best = {nbytes: _fastest_plain(found, at) for at, nbytes in enumerate(sizes)}
+    sizes = sorted(times)
+    best = {nbytes: _fastest_plain(times, at) for at, nbytes in enumerate(sizes)}
     start = NEVER
     for at, nbytes in reversed(list(enumerate(sizes))):
-        if "quantized" in found[nbytes]:
-            ratios = log_ratios(_around(found, at, {best[nbytes], "quantized"}), best[nbytes], "quantized")
+        if "quantized" in times[nbytes]:
+            ratios = log_ratios(_around(times, at, {best[nbytes], "quantized"}), best[nbytes], "quantized")
             if statistics.median(ratios) < 0:
                 break  # and what is smaller stays plain, too
             if _pays(ratios, GAIN, DOUBT):
@@ -102,18 +102,18 @@ def log_ratios(several: Sequence[Times], slower: Way, faster: Way) -> list[float
     return [math.log(a / b) for times in several for a, b in zip(times[slower], times[faster], strict=True)]
 
 
-def _fastest_plain(found: Mapping[int, Times], at: int) -> PlainWay:
+def _fastest_plain(times: Mapping[int, Times], at: int) -> PlainWay:
     """The group's own, unless another one is faster beyond doubt."""
-    tried = [way for way in PLAIN if way in found[sorted(found)[at]]]
-    several = _around(found, at, set(tried))
+    tried = [way for way in PLAIN if way in times[sorted(times)[at]]]
+    several = _around(times, at, set(tried))
     ratios = {way: log_ratios(several, "own", way) for way in tried}
     faster = {way: statistics.median(ratios[way]) for way in tried if _pays(ratios[way], PLAIN_GAIN, PLAIN_DOUBT)}
     return max(faster, key=lambda way: faster[way], default="own")
 
 
-def _around(found: Mapping[int, Times], at: int, ways: AbstractSet[Way]) -> list[Times]:
+def _around(times: Mapping[int, Times], at: int, ways: AbstractSet[Way]) -> list[Times]:
     """The times of a size and of its neighbours that tried these ways, too."""
-    return [found[nbytes] for nbytes in sorted(found)[max(0, at - 1) : at + 2] if ways <= set(found[nbytes])]
+    return [times[nbytes] for nbytes in sorted(times)[max(0, at - 1) : at + 2] if ways <= set(times[nbytes])]
 
 
 def _pays(ratios: list[float], gain: float, doubt: float) -> bool:
@@ -125,13 +125,13 @@ def _pays(ratios: list[float], gain: float, doubt: float) -> bool:
 def table(best: Mapping[int, PlainWay]) -> tuple[tuple[int, PlainWay], ...]:
     """The plain ways by size, from those of the measured sizes: each size goes by the nearest (by ratio) of them."""
     sizes = sorted(best)
-    found: list[tuple[int, PlainWay]] = []
+    ranges: list[tuple[int, PlainWay]] = []
     for nbytes, larger in zip(sizes, [*sizes[1:], None], strict=True):
         below = NEVER if larger is None else math.isqrt(nbytes * larger - 1) + 1  # the geometric mean, rounded up
-        if found and found[-1][1] == best[nbytes]:
-            found.pop()
-        found.append((below, best[nbytes]))
-    return tuple(found)
+        if ranges and ranges[-1][1] == best[nbytes]:
+            ranges.pop()
+        ranges.append((below, best[nbytes]))
+    return tuple(ranges)
 
 
 def _rounds(group: dist.ProcessGroup, x: torch.Tensor, ways: Mapping[Way, Sum]) -> Times:

@@ -25,10 +25,10 @@ def register(reducer: Reducer, name: str) -> str:
 @torch.library.custom_op("ptqpipe::quant_all_reduce", mutates_args=())
 def quant_all_reduce(x: torch.Tensor, name: str) -> torch.Tensor:
     """The sum of ``x`` over the ranks of the reducer called ``name``. UsageError when it is gone."""
-    found = _reducers.get(name)
-    if found is None:
+    reducer = _reducers.get(name)
+    if reducer is None:
         raise UsageError(f"no all-reduce {name!r}; keep the QuantAllReduce as long as the compiled model runs")
-    return found(x)
+    return reducer(x)
 
 
 @quant_all_reduce.register_fake

@@ -247,9 +247,9 @@ def obstacle(group: dist.ProcessGroup) -> str | None:
     here = (socket.gethostname(), _boot(), str(torch.cuda.get_device_properties(device).uuid))
     places: list[tuple[str, str, str]] = [("", "", "")] * group.size()
     dist.all_gather_object(places, here, group=group)
-    found: list[str | None] = [None] * group.size()
-    dist.all_gather_object(found, _between(places, group.rank(), device), group=group)
-    return next((reason for reason in found if reason is not None), None)
+    reasons: list[str | None] = [None] * group.size()
+    dist.all_gather_object(reasons, _between(places, group.rank(), device), group=group)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _between(places: list[tuple[str, str, str]], rank: int, device: int) -> str | None:

@@ -172,20 +172,20 @@ class PagedAttention:
         self._store(step, pages, key, value)
         images = step.batch.images
         groups = images.groups if images is not None and layer in images.layers else None
-        found = None
+        result = None
         if groups is None or not any(groups):
-            found = self._attend_all(step, pages, query, terms)
-        if found is not None:
-            return found
+            result = self._attend_all(step, pages, query, terms)
+        if result is not None:
+            return result
         if step.spans is None:
             raise RuntimeError("no kernel of the device covers this attention")
-        found = self._attend_singles(step, pages, query, terms)
-        at = 0 if found is None else found.shape[0]
-        if found is not None and at == query.shape[0]:
-            return found
+        singles = self._attend_singles(step, pages, query, terms)
+        at = 0 if singles is None else singles.shape[0]
+        if singles is not None and at == query.shape[0]:
+            return singles
         out = query.new_empty(*query.shape[:2], value.shape[-1])
-        if found is not None:
-            out[:at] = found
+        if singles is not None:
+            out[:at] = singles
         each = groups or ((),) * len(step.tables)
         for span, row, group in list(zip(step.batch.spans, step.tables, each, strict=True))[at:]:
             rows = slice(at, at + span.count)
@@ -378,8 +378,8 @@ def explicit_attention(
 
 def number_of(module: Any) -> int:
     """The layer of an attention module; -1 where it has none of its own."""
-    found = getattr(module, "layer_idx", None)
-    return -1 if found is None else int(found)
+    index = getattr(module, "layer_idx", None)
+    return -1 if index is None else int(index)
 
 
 def layer_of(place: int) -> int:

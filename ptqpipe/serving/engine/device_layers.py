@@ -83,7 +83,7 @@ def _norm_of(module: Any) -> _Norm | None:
         return None
     if not weight.is_contiguous() or len(weight) > triton_layer.WIDEST:
         return None
-    found, g = _Norm(weight.detach(), eps), torch.Generator().manual_seed(0)
+    norm, g = _Norm(weight.detach(), eps), torch.Generator().manual_seed(0)
     x = torch.randn(2, len(weight), generator=g) * torch.tensor([[1.0], [eps**0.5 or 1.0]])
     x = x.bfloat16().to(weight.device)
     try:
@@ -92,8 +92,8 @@ def _norm_of(module: Any) -> _Norm | None:
         return None
     if not isinstance(wanted, torch.Tensor) or wanted.shape != x.shape or wanted.dtype != x.dtype:
         return None
-    y = found(x)[1].float()
-    return found if bool(((y - wanted.float()).abs() <= 2.0**-6 * wanted.float().abs()).all()) else None
+    y = norm(x)[1].float()
+    return norm if bool(((y - wanted.float()).abs() <= 2.0**-6 * wanted.float().abs()).all()) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +123,8 @@ class _Layer:
             raise RuntimeError("no kernel of the device covers this attention")
         x, y = self.norms[1](x, self.output(seen.flatten(1)))
         gate, up = self.gates(y)
-        found: torch.Tensor = x + self.down(triton_layer.gated(gate, up, self.activation))
-        return found
+        hidden: torch.Tensor = x + self.down(triton_layer.gated(gate, up, self.activation))
+        return hidden
 
 
 def _use_layer(layer: Any, attention: PagedAttention, tables: dict[bytes, torch.Tensor]) -> bool:
@@ -152,8 +152,8 @@ def _use_layer(layer: Any, attention: PagedAttention, tables: dict[bytes, torch.
     gates = _product([layer.mlp.gate_proj, layer.mlp.up_proj])
     table = activation_table(layer.mlp.act_fn, tables, pages.keys.device)
     fused = _Layer((norms[0], norms[1]), heads, projections, ends[0], gates, ends[1], table, terms)
-    found = _answers(_forward(own, fused, listener, at, ()), listener, at, hidden, ends)
-    if found is None or not all(_alike(one, other) for one, other in zip(found, expected, strict=True)):
+    answers = _answers(_forward(own, fused, listener, at, ()), listener, at, hidden, ends)
+    if answers is None or not all(_alike(one, other) for one, other in zip(answers, expected, strict=True)):
         return False
     layer.forward = _forward(own, fused, attention, at, hooks)
     return True
@@ -210,19 +210,19 @@ def _answers(
     given: list[torch.Tensor] = []
     hooks = [end.register_forward_pre_hook(lambda end, args: given.extend(x.clone() for x in args[:1])) for end in ends]
     try:
-        found = answer(forward, attention, at, hidden)
+        result = answer(forward, attention, at, hidden)
     finally:
         for hook in hooks:
             hook.remove()
-    if found is None or len(given) != len(ends):
+    if result is None or len(given) != len(ends):
         return None
-    out, keys, values = found
+    out, keys, values = result
     return [*(x.flatten(0, -2) for x in (*given, out)), keys.flatten(1), values.flatten(1)]
 
 
-def _alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def _alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether every row is within `BOUND`."""
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return False
-    gap, size = (x.float().square().mean(-1).sqrt() for x in (found.float() - expected.float(), expected))
+    gap, size = (x.float().square().mean(-1).sqrt() for x in (actual.float() - expected.float(), expected))
     return bool((gap <= BOUND * size).all())

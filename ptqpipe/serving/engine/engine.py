@@ -309,8 +309,8 @@ class Engine:
         asked = [at for at, seq in enumerate(seqs) if seq.params.logprobs is not None]
         if asked:
             top = max(seqs[at].params.logprobs or 0 for at in asked)
-            found = logprobs_of(logits[asked], [tokens[at] for at in asked], top)
-            logprobs = dict(zip(asked, found, strict=True))
+            entries = logprobs_of(logits[asked], [tokens[at] for at in asked], top)
+            logprobs = dict(zip(asked, entries, strict=True))
         pieces = []
         for at, seq in enumerate(seqs):
             stream = self._streams[seq]

@@ -123,8 +123,8 @@ def _use_layer(layer: Any, attention: PagedAttention, tables: dict[bytes, torch.
         return
     alone = _Chain()
     alone.layers.append(Layer(parts))
-    found = answer(_forward(own, alone, listener, hooks), listener, at, len(norms[0][0]))
-    if found is not None and all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)):
+    actual = answer(_forward(own, alone, listener, hooks), listener, at, len(norms[0][0]))
+    if actual is not None and all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True)):
         chain.layers.append(Layer(parts))
         layer.forward = _forward(own, chain, attention, hooks)
 
@@ -140,9 +140,9 @@ def _forward(
         where, rotary = attention.singles(), options.get("position_embeddings")
         alone = not args and options.get("attention_mask") is None and not any(hooks)
         if alone and where is not None and rotary is not None:
-            found = chain.run(at, hidden_states, rotary, *where)
-            if found is not None:
-                return found
+            output = chain.run(at, hidden_states, rotary, *where)
+            if output is not None:
+                return output
         return own(hidden_states, *args, **options)
 
     return forward

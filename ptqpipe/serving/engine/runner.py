@@ -66,28 +66,28 @@ class ModelRunner:
         self.model, self.block_size, self.overlap = model, options.block_size, overlap
         self.config = model.config.get_text_config()
         check_model(model)
-        found = probe(model, context_length(self.config))
+        probed = probe(model, context_length(self.config))
         self.config._attn_implementation = implementation(self.config)
         for module in model.modules():  # counts positions itself, for a factor that is 1 within the context
             if getattr(module, "attn_temperature_tuning", False):
                 module.attn_temperature_tuning = False
         self.dtype: torch.dtype = model.dtype
-        self.shapes, self.scales = found.shapes, found.scales
+        self.shapes, self.scales = probed.shapes, probed.scales
         if getattr(model, "mtp", None) is not None:  # a layer of the cache like the others
             self.shapes |= mtp_shape(model)
         self.bytes_per_block = options.block_size * sum(
             shape.heads * (shape.key_dim + shape.value_dim) * (1 if layer in self.scales else self.dtype.itemsize)
             for layer, shape in self.shapes.items()
         )
-        self.state_bytes = sum(holder.nbytes for holder in found.holders)
+        self.state_bytes = sum(holder.nbytes for holder in probed.holders)
         count = self._sequence_count(options)
         self.max_seqs = count if agree is None else agree(count)
         count = self._block_count(options)
         self.blocks = count if agree is None else agree(count)
-        self.states = States(found.holders, self.max_seqs, device=model.device)
+        self.states = States(probed.holders, self.max_seqs, device=model.device)
         check_tokens(model, self.states)
         pages = {layer: self._pages(layer) for layer in self.shapes}
-        self.attention = PagedAttention(pages, options.block_size, device=model.device, windows=found.windows)
+        self.attention = PagedAttention(pages, options.block_size, device=model.device, windows=probed.windows)
         self.graphs = self._step_graphs(options.max_len) if agree is None and overlap is None else None
         if agree is None and overlap is None:
             use_device_layers(model, self.attention)
@@ -148,14 +148,14 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """The same, of a batch or of a half of one."""
-        found = None if self.graphs is None else self.graphs.run(batch)
-        if found is not None:
-            return found.to(torch.float32, copy=True)
+        by_graph = None if self.graphs is None else self.graphs.run(batch)
+        if by_graph is not None:
+            return by_graph.to(torch.float32, copy=True)
         device = self.model.device
         with self.attention.during(batch), self.states.during(batch):
-            found = None if self.whole is None else self.whole.run(batch)
-            if found is not None:
-                return found.float()
+            by_kernels = None if self.whole is None else self.whole.run(batch)
+            if by_kernels is not None:
+                return by_kernels.float()
             out = self.model(
                 input_ids=batch.tokens[None].to(device),
                 position_ids=batch.positions().unsqueeze(-2).to(device),
@@ -167,14 +167,14 @@ class ModelRunner:
             logits = logits[batch.wanted.to(device)]
         return logits[: len(batch.wanted)].float()
 
-    def _with_images(self, _module: Any, _args: Any, found: torch.Tensor) -> torch.Tensor:
+    def _with_images(self, _module: Any, _args: Any, embeds: torch.Tensor) -> torch.Tensor:
         """The embeddings [1, T, hidden] of a step's tokens, those of images in their places."""
         images = self.attention.images()
         if images is None or not len(images.places):
-            return found
-        found = found.clone()
-        found[0, images.places.to(found.device)] = images.rows.to(found.device, found.dtype)
-        return found
+            return embeds
+        embeds = embeds.clone()
+        embeds[0, images.places.to(embeds.device)] = images.rows.to(embeds.device, embeds.dtype)
+        return embeds
 
     def _with_features(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The decoder's arguments with the features that images add behind its first layers."""

@@ -94,18 +94,18 @@ class Drafter:
         if not places:
             return
         ends = [end - 1 for end in torch.tensor([span.count for span in spans]).cumsum(0).tolist()]
-        states, found = self._run(torch.cat(rows), tokens, spans, ends)
-        drafts = [[token] for token in found]
+        states, next_tokens = self._run(torch.cat(rows), tokens, spans, ends)
+        drafts = [[token] for token in next_tokens]
         for depth in range(1, max(place.room for place in places)):
             going = [index for index, place in enumerate(places) if place.room > depth]
             spans = [places[index].span(1, depth, self._size) for index in going]
             tokens = [drafts[index][-1] for index in going]
-            some, found = self._run(states[going], tokens, spans, list(range(len(going))))
+            some, next_tokens = self._run(states[going], tokens, spans, list(range(len(going))))
             states[going] = some
-            for index, token in zip(going, found, strict=True):
+            for index, token in zip(going, next_tokens, strict=True):
                 drafts[index].append(token)
-        for place, found in zip(places, drafts, strict=True):
-            place.seq.drafts = tuple(found[: place.room])
+        for place, tokens_of_one in zip(places, drafts, strict=True):
+            place.seq.drafts = tuple(tokens_of_one[: place.room])
         self._put_back(chunks)
 
     def _room(self, seq: Sequence, blocks: BlockManager) -> int:

@@ -99,8 +99,8 @@ class Pieces:
         for name, cuts in (("several", (3, 4)), ("single", range(3, whole.last))):
             ends = [0, *cuts, whole.last]
             pieces = [_Part(a, b, whole.rows, a == 0) for a, b in itertools.pairwise(ends)]
-            found = (_tensor(compute(pieces)).float() - expected).square().mean(dim=-1).max().sqrt() / expected.std()
-            setattr(self, name, max(getattr(self, name), float(found.nan_to_num(nan=torch.inf))))
+            error = (_tensor(compute(pieces)).float() - expected).square().mean(dim=-1).max().sqrt() / expected.std()
+            setattr(self, name, max(getattr(self, name), float(error.nan_to_num(nan=torch.inf))))
 
 
 def _tensor(out: Any) -> torch.Tensor:
@@ -180,11 +180,11 @@ def _forward(holder: Holder, own: Callable[..., Any], kept: list[torch.Tensor]) 
         given, total = dict(bound.arguments), parts[-1].last
 
         def compute(parts: Sequence[_Part]) -> Any:
-            found = []
+            outputs = []
             for part in parts:
                 bound.arguments = {name: _cut(value, part, total) for name, value in given.items()}
-                found.append(_call(holder, own, bound, kept, part))
-            return _join(found, [_shape(part) for part in parts])
+                outputs.append(_call(holder, own, bound, kept, part))
+            return _join(outputs, [_shape(part) for part in parts])
 
         check = _CHECK.get()
         if check is not None:
@@ -212,13 +212,13 @@ def _cut(value: Any, part: _Part, total: int) -> Any:
     return value
 
 
-def _join(found: list[Any], shapes: list[tuple[int, int]]) -> Any:
+def _join(outputs: list[Any], shapes: list[tuple[int, int]]) -> Any:
     """The outputs of parts as one: their tensors [sequences, tokens, ...] in one row, [1, T, ...]."""
-    first = found[0]
+    first = outputs[0]
     if isinstance(first, (tuple, list)):
-        return type(first)(_join([one[at] for one in found], shapes) for at in range(len(first)))
+        return type(first)(_join([one[at] for one in outputs], shapes) for at in range(len(first)))
     if isinstance(first, torch.Tensor) and first.dim() > 1 and tuple(first.shape[:2]) == shapes[0]:
-        return torch.cat([one.reshape(1, -1, *one.shape[2:]) for one in found], dim=1)
+        return torch.cat([one.reshape(1, -1, *one.shape[2:]) for one in outputs], dim=1)
     return first
 
 

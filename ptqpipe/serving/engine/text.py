@@ -69,9 +69,9 @@ class StopStrings:
         self._held += piece
         if not active:
             return self._release(len(self._held)), False
-        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
-        if found:
-            return self._release(min(found), drop=True), True
+        ends = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        if ends:
+            return self._release(min(ends), drop=True), True
         return self._release(len(self._held) - self._risky()), False
 
     def flush(self) -> str:

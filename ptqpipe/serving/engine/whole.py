@@ -69,8 +69,8 @@ def whole_step(model: Any, layers: list[Layer], attention: PagedAttention, forwa
             tokens = torch.randint(model.model.embed_tokens.num_embeddings, (len(totals),), generator=g)
             batch = Batch(tokens, torch.arange(len(totals)), tuple(Span(1, total, (0,)) for total in totals))
             with attention.during(batch):
-                found = whole.run(batch)
-            if found is None or not torch.equal(found.float(), forward(batch)):
+                logits = whole.run(batch)
+            if logits is None or not torch.equal(logits.float(), forward(batch)):
                 return None
         return whole
     finally:

@@ -93,8 +93,8 @@ def _misdirected(app: FastAPI, request: Request, error: Exception) -> ApiError |
         )
     if not isinstance(error, RequestValidationError) or not isinstance(error.body, bytes):
         return None
-    found = request.headers.get("content-type")
-    told = "no content-type" if found is None else f"the content-type {found!r}"
+    content_type = request.headers.get("content-type")
+    told = "no content-type" if content_type is None else f"the content-type {content_type!r}"
     return ApiError(415, f"the body has {told}; add the header content-type: application/json")
 
 

@@ -95,8 +95,8 @@ class Guards:
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self._key is not None and path.startswith(_GUARDED):
-            found = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(found, self._key):
+            key = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(key, self._key):
                 raise ApiError(
                     401,
                     "the API key is missing or wrong; send it as Authorization: Bearer KEY",

@@ -17,13 +17,13 @@ class TokenNames:
         self._known: dict[int, str] = {}
 
     def __getitem__(self, token: int) -> str:
-        found = self._known.get(token)
-        if found is None:
+        name = self._known.get(token)
+        if name is None:
             # Behind itself: in front of a text some tokenizers leave a word's space out.
             once, twice = self._decode([token]), self._decode([token, token])
-            found = f"token_id:{token}" if "\ufffd" in twice else twice[len(once) :]
-            self._known[token] = found
-        return found
+            name = f"token_id:{token}" if "\ufffd" in twice else twice[len(once) :]
+            self._known[token] = name
+        return name
 
     def bytes_of(self, token: int) -> list[int]:
         """The bytes that a token stands for, also where they are no whole character."""

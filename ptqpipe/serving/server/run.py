@@ -50,10 +50,10 @@ def bind(host: str, port: int) -> socket.socket:
         raise UsageError(f"--port is {port}, expected 0 to 65535")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
-        found.listen(limits()[1])
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(limits()[1])
     except OSError as error:
         reason = error.strerror or str(error)
         if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
@@ -63,8 +63,8 @@ def bind(host: str, port: int) -> socket.socket:
         else:
             remedy = "close other files and sockets of this user, or raise the limit (ulimit -n)"
         raise UsageError(f"cannot listen on {host}:{port}: {reason}; {remedy}") from None
-    found.set_inheritable(False)
-    return found
+    listener.set_inheritable(False)
+    return listener
 
 
 def run(

@@ -31,15 +31,15 @@ class PluginSettings:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "PluginSettings":
         """Reads ``os.environ`` or ``environment``. UsageError names the variable that cannot be read."""
-        found = os.environ if environment is None else environment
-        codec = found.get("PTQPIPE_ALLREDUCE", "off").strip().lower()
-        low = found.get("PTQPIPE_ALLREDUCE_MIN_BYTES", "auto").strip().lower()
+        variables = os.environ if environment is None else environment
+        codec = variables.get("PTQPIPE_ALLREDUCE", "off").strip().lower()
+        low = variables.get("PTQPIPE_ALLREDUCE_MIN_BYTES", "auto").strip().lower()
         return cls(
             codec=None if codec in ("", "off", "0", "none") else codec,
-            block=_number("PTQPIPE_ALLREDUCE_BLOCK", found.get("PTQPIPE_ALLREDUCE_BLOCK", "64"), low=1),
+            block=_number("PTQPIPE_ALLREDUCE_BLOCK", variables.get("PTQPIPE_ALLREDUCE_BLOCK", "64"), low=1),
             min_bytes="auto" if low == "auto" else _number("PTQPIPE_ALLREDUCE_MIN_BYTES", low, low=0),
-            kernels=_flag("PTQPIPE_VLLM_KERNELS", found.get("PTQPIPE_VLLM_KERNELS", "on")),
-            untested=_flag("PTQPIPE_VLLM_UNTESTED", found.get("PTQPIPE_VLLM_UNTESTED", "off")),
+            kernels=_flag("PTQPIPE_VLLM_KERNELS", variables.get("PTQPIPE_VLLM_KERNELS", "on")),
+            untested=_flag("PTQPIPE_VLLM_UNTESTED", variables.get("PTQPIPE_VLLM_UNTESTED", "off")),
         )
 
     def fingerprint(self) -> str:
