@@ -31,7 +31,7 @@ from ptqpipe.calibration.pairs import most_tokens, nbytes as pairs_bytes
 from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.statistics import STATS_FILE, STATS_VERSION
 from ptqpipe.calibration.store import OUTPUTS, BlockRecord, digest_of, is_of_outputs, outputs_of, pairs_of, write_block
-from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, check_place, name_of, resolve_source
+from ptqpipe.checkpoint import Finished, LayerFolder, Mode, check_disjoint, check_place, name_of, resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.models.language_model import takes_images, with_note
 from ptqpipe.models.source import Source
@@ -119,7 +119,7 @@ def calibrate(
         collecting = Collecting(block, full, len(samples.held_out) > 0, ranks, tuple(devices) or (machine.device,))
         skeleton = Skeleton.of(source, dtype=_dtype_of(options.dtype, config), images=bool(samples.images))
         parts = _run_parts(source, samples, options)
-        folder = BlockFolder(
+        folder = LayerFolder(
             out, parts, source=source.reader, index_file=STATS_FILE, mode=mode, rank=ranks.rank, wait=ranks.barrier,
             lost_with=lambda unit: [OUTPUTS] if is_of_outputs(unit) else [],
         )  # fmt: skip
@@ -218,7 +218,7 @@ def _run_parts(source: Source, samples: Samples, options: CalibrateOptions) -> d
 
 
 def _open_runner(
-    skeleton: Skeleton, samples: Samples, output: BlockFolder, collecting: Collecting, machine: Machine
+    skeleton: Skeleton, samples: Samples, output: LayerFolder, collecting: Collecting, machine: Machine
 ) -> Runner:
     """This rank's share of the samples, every ``world``-th; what the sums of the largest block need is set aside."""
     share = slice(collecting.ranks.rank, None, collecting.ranks.world)
@@ -257,7 +257,7 @@ def _kinds(options: CalibrateOptions) -> list[str]:
 
 
 def _content(
-    source: Source, samples: Samples, options: CalibrateOptions, output: BlockFolder, skeleton: Skeleton, *, world: int
+    source: Source, samples: Samples, options: CalibrateOptions, output: LayerFolder, skeleton: Skeleton, *, world: int
 ) -> dict[str, Any]:
     """stats.json. ``world``: how many processes shared the samples."""
     names = [name for name, _ in (*skeleton.blocks, *skeleton.mtp)]
@@ -297,7 +297,7 @@ def _content(
 
 
 def run_blocks(
-    runner: Runner, output: BlockFolder, collecting: Collecting, samples: Samples, *, shown: bool
+    runner: Runner, output: LayerFolder, collecting: Collecting, samples: Samples, *, shown: bool
 ) -> dict[str, Likeness]:
     """Every block, then what enters the head, then the layer of multi-token prediction; blocks that are done already
     are run without collecting. Gives how likely this rank's share of each source is; nothing where the head is done."""
@@ -337,7 +337,7 @@ def _advance(advance: Callable[[float, str], None], times: int, note: str, token
     advance(times * tokens, note)
 
 
-def _block(runner: Runner, copies: Sequence[Block], output: BlockFolder, collecting: Collecting) -> BlockRecord | None:
+def _block(runner: Runner, copies: Sequence[Block], output: LayerFolder, collecting: Collecting) -> BlockRecord | None:
     """Runs a block and writes what was seen; None on all ranks but the first."""
     name, observer = copies[0].name, runner.key_values
     inside, attention = find_attention(name, copies[0].module, copies[0].origins) or ("", None)
@@ -375,7 +375,7 @@ def _switch(collector: Collector, runner: Runner) -> Callable[[int], None]:
     return before
 
 
-def _head(runner: Runner, name: str, output: BlockFolder, collecting: Collecting) -> BlockRecord | None:
+def _head(runner: Runner, name: str, output: LayerFolder, collecting: Collecting) -> BlockRecord | None:
     """The language-model head's input. A head that is the embedding goes by the embedding's name in the checkpoint."""
     skeleton = runner.skeleton
     module = skeleton.model.get_submodule(name)

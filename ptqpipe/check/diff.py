@@ -17,12 +17,12 @@ import torch
 
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.json_values import finite, json_differences
-from ptqpipe.checkpoint.layouts import HF_QUANT_CONFIG, Role, decode_input_global
+from ptqpipe.checkpoint.layouts import HF_QUANT_CONFIG, PartKind, decode_input_global
 from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
 from ptqpipe.conversion.card import CARD, is_ours
 from ptqpipe.models.slices import Member, Slice
 from ptqpipe.models.source import Source, SourceRows, row_runs
-from ptqpipe.recipe.origins import Origins
+from ptqpipe.recipe.origins import WeightMap
 from ptqpipe.run.quantities import number, sqnr_db, table
 
 _ROUNDED = 1e-6  # a reciprocal's reciprocal may be the next float32
@@ -144,7 +144,7 @@ def _members_of(names: Iterable[str], stacked: Source, *, other: Source) -> list
     wanted = set(names)
     if not any(".experts." in name for name in wanted):
         return []
-    origins = Origins.of(stacked)
+    origins = WeightMap.of(stacked)
     members = [
         member
         for name, member in origins.weights.items()
@@ -261,7 +261,7 @@ def _same_payload(left: Source, right: Source, name: str) -> bool:
         return False
     if a.scheme.rotation != b.scheme.rotation:
         return False
-    if (a.part(Role.GLOBAL_DIVISOR) is None) != (b.part(Role.GLOBAL_DIVISOR) is None):
+    if (a.part(PartKind.GLOBAL_DIVISOR) is None) != (b.part(PartKind.GLOBAL_DIVISOR) is None):
         return False
     for expert in a.planes:
         for (_, p), (_, q) in zip(left.runs(name, expert=expert), right.runs(name, expert=expert), strict=True):

@@ -15,7 +15,7 @@ import torch
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.checkpoint.layouts import (
     HF_QUANT_CONFIG,
-    Role,
+    PartKind,
     StoredWeight,
     is_kv_scale,
     quantization_config,
@@ -175,7 +175,7 @@ def _weight_rows(opened: Source) -> tuple[RoleSummary, ...]:
 
 def _scale_counts(opened: Source, stored: StoredWeight) -> ScaleCounts:
     """Counts over the block scales of one stored weight."""
-    part, codec = stored.part(Role.SCALES), stored.scheme.fmt.scale
+    part, codec = stored.part(PartKind.SCALES), stored.scheme.fmt.scale
     if part is None:
         return ScaleCounts()
     rows, inner = (part.shape[0], part.shape[1:]) if part.shape else (1, ())

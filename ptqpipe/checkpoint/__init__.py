@@ -10,7 +10,7 @@ block_folder.py, tensor_file.py              folders of statistics and learned c
 fields.py, single_file.py                    reading JSON files, and replacing one file atomically
 """
 
-from ptqpipe.checkpoint.block_folder import BlockFolder, Finished, OpenFolder
+from ptqpipe.checkpoint.block_folder import Finished, LayerFolder, OpenFolder
 from ptqpipe.checkpoint.direct import bytes_of, margin
 from ptqpipe.checkpoint.fields import COUNT, NUMBER, read_versioned
 from ptqpipe.checkpoint.files import (

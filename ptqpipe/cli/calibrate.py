@@ -5,7 +5,7 @@ import json
 import click
 
 from ptqpipe.cli import next_steps
-from ptqpipe.cli.common import Given, command, devices_of, ranks_of, says_how_to_resume
+from ptqpipe.cli.common import Given, command, devices_of, ranks_of, resume_hint
 from ptqpipe.cli.parameters import (
     COMPUTES,
     DEVICE,
@@ -74,7 +74,7 @@ def calibrate(given: Given) -> None:
 
     devices = devices_of(given.device)
     machine = given.machine(devices[0], waits=False)
-    with says_how_to_resume(given.out, given.mode):
+    with resume_hint(given.out, given.mode):
         done = stage.calibrate(
             given.model,
             given.data,
@@ -231,7 +231,7 @@ def tune(given: Given) -> None:
         settings=of_tune.settings_of(given.steps, method=given.method, seed=given.seed),
     )
     machine = given.machine(given.device, waits=False)
-    with says_how_to_resume(given.out, given.mode):
+    with resume_hint(given.out, given.mode):
         done = stage.tune(
             given.model,
             given.data,

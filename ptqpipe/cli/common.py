@@ -202,7 +202,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 @contextmanager
-def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
+def resume_hint(out: Path, mode: str) -> Iterator[None]:
     """Ctrl-C ends with the command that continues, where something is left of this run to continue from, and an error
     with what became of it.
 

@@ -14,7 +14,7 @@ from ptqpipe.cli.parameters import ACTIVATIONS, Size, computing_dtype, options, 
 from ptqpipe.errors import UsageError
 
 if TYPE_CHECKING:
-    from ptqpipe.serving.ranks import Place
+    from ptqpipe.serving.ranks import RankInfo
 
 # Options of ptqpipe serve -> flags of vLLM. Handed over when they were given.
 FLAGS = {
@@ -227,9 +227,9 @@ def serve(given: Given) -> None:
     stage.serve(serving, place, worker=worker, log=lambda line: given.show(line, err=True))
 
 
-def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "Place":
+def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "RankInfo":
     """Which rank this is: of a service that starts its own, or of a torchrun."""
-    from ptqpipe.serving.ranks import Place, parse_place
+    from ptqpipe.serving.ranks import RankInfo, parse_place
 
     if tp is not None and tp < 1:
         raise UsageError(f"--tp is {tp}, expected 1 or more")
@@ -239,13 +239,13 @@ def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "P
     variables = {name: os.environ.get(name, "") for name in names}
     if not variables["WORLD_SIZE"].isdigit() or not variables["RANK"].isdigit() or int(variables["WORLD_SIZE"]) == 1:
         size = tp or 1
-        return Place(0, size, size)
+        return RankInfo(0, size, size)
     size = int(variables["WORLD_SIZE"])
     if tp is not None and tp != size:
         raise UsageError(f"--tp is {tp}, but torchrun started {size} ranks; leave --tp out")
     local = int(variables["LOCAL_WORLD_SIZE"]) if variables["LOCAL_WORLD_SIZE"].isdigit() else size
     local_rank = int(variables["LOCAL_RANK"]) if variables["LOCAL_RANK"].isdigit() else int(variables["RANK"])
-    return Place(int(variables["RANK"]), size, local, local_rank, torchrun=True)
+    return RankInfo(int(variables["RANK"]), size, local, local_rank, torchrun=True)
 
 
 def _handed_to_vllm(given: Given) -> bool:

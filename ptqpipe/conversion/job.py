@@ -46,7 +46,7 @@ from ptqpipe.run.machine import (
     Machine,
     MemoryPool,
     Ranks,
-    Share,
+    WorkerBudget,
     one_thread_each,
     peak_bytes,
     progress_bar,
@@ -83,7 +83,7 @@ class Rewrite(ABC, Generic[J]):
         """What decides the bytes, by name: an unfinished run is continued only by one with the same parts."""
 
     @abstractmethod
-    def do(self, job: J, writer: CheckpointWriter, share: Share) -> Mapping[str, Any]:
+    def do(self, job: J, writer: CheckpointWriter, share: WorkerBudget) -> Mapping[str, Any]:
         """Writes the tensors of a job at their places; its journal entry (JSON). Called on many threads."""
 
     def begin(self, writer: CheckpointWriter, machine: Machine) -> None:
@@ -129,7 +129,7 @@ class Rewrite(ABC, Generic[J]):
         extra, most = self._largest_extra
         return BASE_BYTES + WORKER_BYTES + extra, most if extra else None
 
-    def share_of(self, machine: Machine, jobs: Sequence[J]) -> Share:
+    def share_of(self, machine: Machine, jobs: Sequence[J]) -> WorkerBudget:
         """What the workers get of a machine's memory for these jobs."""
         reserved = self._largest_extra[0] if jobs is self.jobs else max(map(self.extra_bytes, jobs), default=0)
         return machine.divide_memory(self._largest_cache, len(jobs), reserved_bytes=reserved)
@@ -150,7 +150,7 @@ class Rewrite(ABC, Generic[J]):
     def _largest_cache(self) -> int:
         return max(map(self.cache_bytes, self.jobs), default=0)
 
-    def at_once(self, job: J, share: Share) -> int:
+    def at_once(self, job: J, share: WorkerBudget) -> int:
         """How many jobs that need as much as this one are done at the same time."""
         extra = self.extra_bytes(job)
         return share.workers if not extra else max(1, min(share.workers, share.pool_bytes // extra))

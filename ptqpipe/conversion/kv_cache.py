@@ -40,7 +40,7 @@ def cache_specs(
     """
     if kind == "none":
         return {}
-    style = container.ABILITIES.kv_cache
+    style = container.CAPABILITIES.kv_cache
     if style is None or not style.written:
         remedy = " or ".join(_containers(per_head=False))
         raise UsageError(f"{container_name} cannot store KV-cache scales; use --container {remedy}")
@@ -78,7 +78,7 @@ def _is_linear(module: str, source: Source) -> bool:
 
 def _containers(*, per_head: bool) -> list[str]:
     """The containers that scales of a KV cache can be written to; ``per_head`` those with one for each head."""
-    styles = {name: get_container(name).ABILITIES.kv_cache for name in container_names()}
+    styles = {name: get_container(name).CAPABILITIES.kv_cache for name in container_names()}
     return [n for n, style in styles.items() if style is not None and style.written and style.per_head >= per_head]
 
 

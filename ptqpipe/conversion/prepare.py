@@ -28,7 +28,7 @@ from ptqpipe.conversion import (
 )
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError
-from ptqpipe.models.families import doubts, facts_of, is_known
+from ptqpipe.models.families import doubts, is_known, issues_of
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.numerics.search import get_search
@@ -205,8 +205,8 @@ def _recipe(options: RecipeOptions, path: Path | None, codes: Rounding | None, *
 
 def _check_mtp(outputs: Outputs, source: Source) -> None:
     """UsageError where multi-token prediction layers are to be quantized and there is nothing of them."""
-    facts = [fact for fact in facts_of(source.reader.config) if fact.mtp]
-    patterns = [fact.keep.pattern for fact in facts]
+    issues = [issue for issue in issues_of(source.reader.config) if issue.mtp]
+    patterns = [issue.keep.pattern for issue in issues]
     units = (unit for unit in outputs.plan.units if unit.rule.match in patterns)
     if outputs.recipe.mtp == "keep" or next(units, None) is not None:
         return
@@ -215,7 +215,7 @@ def _check_mtp(outputs: Outputs, source: Source) -> None:
         raise UsageError(
             f"{given} would change nothing: what it could quantize is kept for other reasons; leave it out"
         )
-    counted = next((fact.counted_by for fact in facts if fact.counted_by), None)
+    counted = next((issue.counted_by for issue in issues if issue.counted_by), None)
     if counted is not None:
         raise UsageError(
             f"{given}: {path} has no tensor of the layers that {counted} in its config.json counts; add the files with "
@@ -305,8 +305,8 @@ def _check_plan(codes: Rounding, source: Source, plan: Plan, recipe: Recipe) -> 
     if own == recipe:
         wanted = _fates(plan)
     else:
-        abilities = get_container(own.container_name).ABILITIES
-        wanted = _fates(make_plan(source.tensors, source.reader.config, recipe=own, abilities=abilities))
+        capabilities = get_container(own.container_name).CAPABILITIES
+        wanted = _fates(make_plan(source.tensors, source.reader.config, recipe=own, capabilities=capabilities))
     found = _fates(plan)
     for key in dict.fromkeys([*codes.content["weights"], *wanted, *found]):
         was, now = wanted.get(key), found.get(key)

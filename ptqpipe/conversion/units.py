@@ -15,7 +15,7 @@ from ptqpipe.calibration.statistics import KnownInputs, Statistics
 from ptqpipe.conversion.moments import inputs_of, module_of
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.quantization import Sink, Task, UnitResult, Weight, WeightError, lorc, quantizer
+from ptqpipe.quantization import RowWriter, Task, UnitResult, Weight, WeightError, lorc, quantizer
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.quantization.recheck import Recheck
 from ptqpipe.recipe.options import ALGORITHMS, LEARNED
@@ -32,7 +32,7 @@ def correct_unit(
     result: UnitResult,
     *,
     statistics: KnownInputs | None,
-    sink: Sink,
+    sink: RowWriter,
 ) -> UnitResult:
     """Sends the rows of ``runs`` to ``sink``, each once, with the best low-rank part for the error that they leave.
 
@@ -105,7 +105,7 @@ def low_rank_bytes(unit: Unit, statistics: Statistics | None) -> int:
 def quantize_unit(
     unit: Unit,
     weights: Sequence[Weight],
-    sink: Sink,
+    sink: RowWriter,
     *,
     statistics: KnownInputs | None = None,
     codes: Sequence[QTensor] | None = None,

@@ -20,7 +20,7 @@ from ptqpipe.checkpoint.layouts import (
     Container,
     Dangling,
     Part,
-    Role,
+    PartKind,
     StoredWeight,
     dangling,
     decode,
@@ -179,8 +179,8 @@ class Source:
     def global_scales(self, stored: StoredWeight) -> torch.Tensor:
         """float32 [n]: what multiplies the block scales of a stored weight, of each expert where they have their own;
         empty without a global scale. As stored: it may be no finite number."""
-        divisor = stored.part(Role.GLOBAL_DIVISOR)
-        part = divisor or stored.part(Role.GLOBAL)
+        divisor = stored.part(PartKind.GLOBAL_DIVISOR)
+        part = divisor or stored.part(PartKind.GLOBAL)
         values = torch.empty(0) if part is None else self.reader.read(part.name).float().flatten()
         return values if divisor is None else 1.0 / values
 

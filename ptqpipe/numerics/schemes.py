@@ -184,7 +184,7 @@ class KvCache:
 
 
 @dataclass(frozen=True, slots=True)
-class Abilities:
+class Capabilities:
     """What a layout can store besides number formats, and what its readers need.
 
     matrices      weights of linear layers, one tensor each

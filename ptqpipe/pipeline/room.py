@@ -33,7 +33,7 @@ from ptqpipe.pipeline.call import own_weight
 from ptqpipe.pipeline.table import Way
 from ptqpipe.quantization.transforms import BATCH, transform_names
 from ptqpipe.recipe.options import PipelineOptions
-from ptqpipe.recipe.origins import Origins
+from ptqpipe.recipe.origins import WeightMap
 from ptqpipe.run.quantities import disk_size, memory_size
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
 
@@ -212,7 +212,7 @@ def _slopes(source: Source, work: PipelineOptions) -> int:
 
 def _members(source: Source) -> Iterator[tuple[str, Member]]:
     """Every weight that could be quantized, by a name; the experts of a stack one by one."""
-    origins = Origins.of(source)
+    origins = WeightMap.of(source)
     yield from origins.weights.items()
     apart = {member.source.tensor for member in origins.weights.values()}
     for name, stack in origins.stacks.items():

@@ -16,7 +16,7 @@ from ptqpipe.quantization.metric import memory_bytes, output_error
 from ptqpipe.quantization.unit import (
     CHUNK_ELEMENTS,
     LoadedWeight,
-    Sink,
+    RowWriter,
     Task,
     UnitResult,
     Weight,

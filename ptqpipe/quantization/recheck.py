@@ -23,7 +23,7 @@ from ptqpipe.numerics.formats import Format, unpack
 from ptqpipe.numerics.kernels.importance import normalize_importance
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search.least import best_scales, nearest_codes
-from ptqpipe.quantization.unit import Promise, Sink, Weight, kernels_of
+from ptqpipe.quantization.unit import Promise, RowWriter, Weight, kernels_of
 
 SHORT_BLOCKS = 12  # of a weight whose scales have codes, at most
 SHORT_ROWS = 4  # of the weight in which these lie, or more where a row has fewer of them
@@ -53,7 +53,7 @@ class _Sent:
 class Recheck:
     """A sink that passes the rows of a unit on and keeps a sample of their blocks for `check`."""
 
-    def __init__(self, weights: Sequence[Weight], fmt: Format, *, names: Sequence[str], sink: Sink) -> None:
+    def __init__(self, weights: Sequence[Weight], fmt: Format, *, names: Sequence[str], sink: RowWriter) -> None:
         self._weights, self._fmt, self._names, self._sink = weights, fmt, names, sink
         self._joint = fmt.one_scale
         pairs = zip(names, weights, strict=True)
@@ -64,7 +64,7 @@ class Recheck:
         self._device = torch.device("cpu")
 
     def take(self, member: int, row: int, q: QTensor) -> None:
-        """As `Sink`."""
+        """As `RowWriter`."""
         self._sink(member, row, q)
         height = 1 if self._joint else self._fmt.block_extent(q.shape)[0]
         places = {r: c for r, c in self._places[member].items() if row <= r * height < row + q.shape[0]}

@@ -208,7 +208,7 @@ class LoadedWeight:
         return None
 
 
-Sink = Callable[[int, int, QTensor], None]
+RowWriter = Callable[[int, int, QTensor], None]
 """Takes (member, first row, quantized rows). A unit whose global scale is revised sends its rows a second time."""
 
 
@@ -238,7 +238,7 @@ class Task:
     weights: Sequence[Weight]
     fmt: Format
     names: Sequence[str]
-    sink: Sink
+    sink: RowWriter
     options: CodeOptions = field(default_factory=CodeOptions)
     inputs: Sequence[Moments] | None = None
     codes: Sequence[QTensor] | None = None

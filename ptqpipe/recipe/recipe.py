@@ -15,7 +15,7 @@ from typing import Any
 
 from ptqpipe.checkpoint.patterns import alike, expression
 from ptqpipe.errors import PtqError, RecipeError, UsageError, one_line
-from ptqpipe.models.families import DEFAULT_FUSE, DEFAULT_KEEP, Fact, Keep, facts_of, fuse_of
+from ptqpipe.models.families import DEFAULT_FUSE, DEFAULT_KEEP, Keep, ReaderIssue, fuse_of, issues_of
 from ptqpipe.numerics.schemes import MIXED, ROTATION_BLOCKS, Activation, LowRank, Scheme, get_scheme
 from ptqpipe.recipe.options import INPUT_AMAX, CheckpointOptions, CodeOptions, check_options
 
@@ -116,10 +116,10 @@ class Recipe(CheckpointOptions):
         """The recipe with what is known of the family of this config.json: what it keeps, layers by number, and what
         its readers make one matrix of, unless the recipe has its own table of that; with ``mtp``, a rule in front for
         the multi-token prediction layers, which wins over what keeps them as a whole (`named`)."""
-        facts = [fact for fact in facts_of(config) if fact.by_default]
-        known = (fact.keep for fact in facts)
+        issues = [issue for issue in issues_of(config) if issue.by_default]
+        known = (issue.keep for issue in issues)
         fuse = fuse_of(config) if self.fuse == DEFAULT_FUSE else self.fuse
-        rules = self._mtp_rules([fact.keep.pattern for fact in facts if fact.mtp])
+        rules = self._mtp_rules([issue.keep.pattern for issue in issues if issue.mtp])
         return replace(
             self,
             rules=(*(rule for rule in rules if rule not in self.rules), *self.rules),
@@ -262,36 +262,36 @@ def matches(pattern: str, module: str) -> bool:
     return pattern == module or ("*" in pattern and fnmatch.fnmatchcase(module, pattern))
 
 
-def failing_facts(
+def reader_issues(
     config: Mapping[str, Any], quantized: Mapping[str, Scheme], *, container: str, kept: Iterable[str] = ()
-) -> Iterator[tuple[Fact, list[str]]]:
-    """The facts about this model that modules run into, each with these modules, in their order.
+) -> Iterator[tuple[ReaderIssue, list[str]]]:
+    """The issues about this model that modules run into, each with these modules, in their order.
 
     quantized  module -> what it is quantized to
     container  the layout, one that other programs read
     kept       modules whose matrices are not quantized
     """
-    facts = list(facts_of(config))
-    kind = alike([pattern for fact in facts for pattern in (fact.keep.pattern, fact.beside) if pattern])
+    issues = list(issues_of(config))
+    kind = alike([pattern for issue in issues for pattern in (issue.keep.pattern, issue.unless_quantized) if pattern])
     kinds: dict[str, list[str]] = {}
     for name in quantized:
         kinds.setdefault(kind(name), []).append(name)
-    for fact in facts:
-        if not fact.fails or (fact.containers and container not in fact.containers):
+    for issue in issues:
+        if not issue.symptom or (issue.containers and container not in issue.containers):
             continue
-        keep, pattern = fact.keep, fact.beside or fact.keep.pattern
+        keep, pattern = issue.keep, issue.unless_quantized or issue.keep.pattern
         meant = {name for like, names in kinds.items() if matches(pattern, like) for name in names}
         wrong = [
             name
             for name, scheme in (quantized.items() if meant else ())
             if name in meant
             and scheme.fmt.element.bits < (keep.bits or 99)
-            and (not fact.formats or scheme.name in fact.formats)
+            and (not issue.formats or scheme.name in issue.formats)
         ]
-        if wrong and fact.beside:
+        if wrong and issue.unless_quantized:
             wrong = [name for name in kept if matches(keep.pattern, name)]
         if wrong:
-            yield fact, wrong
+            yield issue, wrong
 
 
 def _bits(rule: Rule) -> float:

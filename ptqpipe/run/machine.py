@@ -79,7 +79,7 @@ def require_device_kernels() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class WorkerBudget:
     """What the workers of a stage get of the memory.
 
     workers      how many compute at once: as many as were asked for, as there are jobs, or as memory has room for
@@ -114,7 +114,7 @@ class Machine:
                 f"--max-memory {option_size(self.memory_bytes)} is too small; one worker needs {option_size(least)}"
             )
 
-    def divide_memory(self, largest_unit_bytes: int, jobs: int, *, reserved_bytes: int = 0) -> "Share":
+    def divide_memory(self, largest_unit_bytes: int, jobs: int, *, reserved_bytes: int = 0) -> "WorkerBudget":
         """The workers that fit, then what each may cache from what is left.
 
         READ_AHEAD threads more than workers, where they leave the largest unit its cache: while some wait for the disk,
@@ -134,7 +134,7 @@ class Machine:
             # torch loads what factors matrices when it is first used, and fails where two threads do that at once.
             torch.linalg.inv(torch.ones(1, 1, device=self.device))
             pool = min(pool, torch.cuda.mem_get_info(self.device)[0] - threads * WORKER_BYTES)
-        return Share(workers, threads, cache, max(0, pool), self.device)
+        return WorkerBudget(workers, threads, cache, max(0, pool), self.device)
 
 
 @contextlib.contextmanager
@@ -265,7 +265,7 @@ _NOTE = len(" | layer 10 of 80")  # what is under way goes before the memory in 
 
 
 @contextmanager
-def bars_of(title: str) -> Iterator[None]:
+def progress_prefix(title: str) -> Iterator[None]:
     """Puts ``title`` before every bar that is drawn in the context: "[2/5] tune"."""
     token = _STAGE.set(title)
     try:
@@ -336,7 +336,7 @@ def counting_bar(
     Yields what any thread calls with how much more is done, and with what is under way ("" for nothing to say).
 
     unit   what is counted, in the plural; "B" for bytes
-    title  what stands before the bar, after the title of `bars_of`
+    title  what stands before the bar, after the title of `progress_prefix`
     done   where it starts: what an earlier run has done. The time left follows from this run alone
     leave  whether it stays when it is done
 

@@ -29,7 +29,7 @@ class _ShapeError(Exception):
     of it."""
 
 
-class Surroundings:
+class ModelShell:
     """A model without the work of its blocks. ``cache`` is what its attention gets as a key-value cache, or None."""
 
     def __init__(

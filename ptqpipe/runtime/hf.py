@@ -44,9 +44,9 @@ METHOD = "ptqpipe"
 _CONTAINERS = {
     method: container
     for container in map(get_container, container_names())
-    for method in (container.QUANT_METHOD, *container.ABILITIES.methods)
+    for method in (container.QUANT_METHOD, *container.CAPABILITIES.methods)
 }
-_OURS = [method for method, container in _CONTAINERS.items() if container.ABILITIES.transformers == "never"]
+_OURS = [method for method, container in _CONTAINERS.items() if container.CAPABILITIES.transformers == "never"]
 
 
 class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -203,7 +203,7 @@ def takes(described: Mapping[str, Any]) -> bool:
     config = {"quantization_config": described}
     if container is None or not container.detect(config, {}) or has_integers(described):
         return False  # integers: transformers has kernels for them, and ptqpipe reads them to convert them
-    way = container.ABILITIES.transformers
+    way = container.CAPABILITIES.transformers
     if way not in ("reads", "kernels"):  # transformers needs a package for it
         return find_spec(way) is None
     if way == "kernels" and torch.accelerator.is_available():

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.layouts import Role, StoredWeight, kv_scale_place, quantization_config
+from ptqpipe.checkpoint.layouts import PartKind, StoredWeight, kv_scale_place, quantization_config
 from ptqpipe.errors import CheckpointError, PtqWarning, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import Activation
@@ -94,8 +94,8 @@ def input_quantizer(
             f"config.json quantizes the input of {stored.weight} in a way that ptqpipe cannot simulate; "
             "use activations 'none'"
         )
-    divisor = stored.part(Role.INPUT_GLOBAL_DIVISOR)
-    part = divisor or stored.part(Role.INPUT_GLOBAL)
+    divisor = stored.part(PartKind.INPUT_GLOBAL_DIVISOR)
+    part = divisor or stored.part(PartKind.INPUT_GLOBAL)
     if not activations or not stored.scheme.needs_input_global_scale:
         return InputQuantizer(activation, rotation=rotation)
     if part is None:

@@ -31,14 +31,14 @@ from ptqpipe.serving.engine.ranks import Leader, agree, follow
 from ptqpipe.serving.engine.runner import CacheOptions, ModelRunner, check_model
 from ptqpipe.serving.engine.speculative import Drafter
 from ptqpipe.serving.facts import LoadingBar, facts_of, heading, instructions
-from ptqpipe.serving.ranks import OtherRanks, Place
+from ptqpipe.serving.ranks import RankInfo, WorkerRanks
 from ptqpipe.serving.server.app import ServerOptions, create_app
 from ptqpipe.serving.server.run import run
 from ptqpipe.serving.tower import Tower
 from ptqpipe.serving.watchdog import Watchdog
 
 
-class Lead:
+class RankZero:
     """The first rank: it builds the engine in the engine's thread, and serves.
 
     leader      what sends each batch to the other ranks, once they have joined; None for one rank
@@ -48,7 +48,7 @@ class Lead:
     """
 
     def __init__(
-        self, options: ServeOptions, ranks: OtherRanks, words: tuple[Any, Any], context: int, log: Log
+        self, options: ServeOptions, ranks: WorkerRanks, words: tuple[Any, Any], context: int, log: Log
     ) -> None:
         """
         words  the tokenizer; the processor for images, or a text that says why there is none
@@ -165,7 +165,7 @@ class Lead:
             self.log(line)
 
 
-def follow_first(options: ServeOptions, place: Place) -> None:
+def follow_first(options: ServeOptions, place: RankInfo) -> None:
     """A rank that computes for the first one."""
     place.ignore_signals()
     torch.set_num_threads(options.threads or place.threads())
@@ -173,7 +173,7 @@ def follow_first(options: ServeOptions, place: Place) -> None:
     follow(_runner(options, place, context_of(options.ckpt, options.max_len), _all_reduce(options, place)))
 
 
-def _all_reduce(options: ServeOptions, place: Place) -> QuantAllReduce | None:
+def _all_reduce(options: ServeOptions, place: RankInfo) -> QuantAllReduce | None:
     """What sums over the ranks, None for one. Sums of a decode step stay plain: they are small, and latency is all.
 
     "off" is one that never quantizes, so that its sums are counted, too. "auto" measures, together with all ranks.
@@ -197,7 +197,7 @@ def _all_reduce(options: ServeOptions, place: Place) -> QuantAllReduce | None:
     return QuantAllReduce(group, options.allreduce, min_bytes=decode_bytes + 1, one_shot=one_shot)
 
 
-def _overlap(options: ServeOptions, place: Place) -> Overlap | None:
+def _overlap(options: ServeOptions, place: RankInfo) -> Overlap | None:
     """What overlaps the all-reduces of long steps with their computation; on GPUs nothing does yet."""
     if place.size == 1 or not options.overlap or options.device != "cpu":
         return None
@@ -215,7 +215,7 @@ def _run_collective(overlap: Overlap | None, watchdog: Watchdog | None) -> RunCo
 
 def _runner(
     options: ServeOptions,
-    place: Place,
+    place: RankInfo,
     context: int,
     sums: QuantAllReduce | None,
     watchdog: Watchdog | None = None,

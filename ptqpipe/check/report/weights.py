@@ -20,7 +20,7 @@ from ptqpipe.conversion.measured import prove_weight
 from ptqpipe.conversion.record import Record
 from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source, SourceRows
-from ptqpipe.recipe.origins import Origins
+from ptqpipe.recipe.origins import WeightMap
 from ptqpipe.run.machine import Machine, counting_bar
 
 WORST_SHOWN = 12
@@ -47,7 +47,7 @@ class Item:
 
 def find_items(opened: Source, original: Source | None) -> tuple[list[Item], list[str]]:
     """Every quantized weight with its rows of the source; notes on those that have none. UsageError where all do."""
-    origins = None if original is None else Origins.of(original)
+    origins = None if original is None else WeightMap.of(original)
     items: list[Item] = []
     lost: list[str] = []
     for stored in opened.stored.values():

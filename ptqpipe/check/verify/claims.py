@@ -204,9 +204,9 @@ def check_rules(ckpt: Source, record: Record, findings: Findings) -> None:
         _check_taken_over(ckpt, record, findings)
         return
     recipe = recipe_of(object_of(conversion, "recipe"))
-    abilities = get_container(str(conversion.get("container"))).ABILITIES
+    capabilities = get_container(str(conversion.get("container"))).CAPABILITIES
     try:
-        plan = make_plan(ckpt.tensors, ckpt.reader.config, recipe=recipe, abilities=abilities)
+        plan = make_plan(ckpt.tensors, ckpt.reader.config, recipe=recipe, capabilities=capabilities)
     except PtqError as error:
         findings.fault("record", "recipe", f"does not fit the tensors that are stored: {error}")
         return

@@ -36,7 +36,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.search.proof import Optimality
 from ptqpipe.quantization.learned_codes import TRAINED_REASON
-from ptqpipe.recipe.origins import Origins
+from ptqpipe.recipe.origins import WeightMap
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import counting_bar, default_workers, one_thread_each
 from ptqpipe.runtime.expected import unlike_model
@@ -55,7 +55,7 @@ class _Run:
     findings: Findings
     optimal: bool
     sample_blocks: int | None
-    origins: Origins | None = None
+    origins: WeightMap | None = None
     record: Record | None = None
     planned: Outputs | None = None
     statistics: Statistics | None = None
@@ -194,7 +194,7 @@ def _as_quantized(run: _Run) -> None:
 
 def _find_origins(run: _Run) -> None:
     assert run.source is not None
-    run.origins = Origins.of(run.source, container=run.ckpt.container)
+    run.origins = WeightMap.of(run.source, container=run.ckpt.container)
 
 
 def _check_headers(run: _Run) -> None:

@@ -24,10 +24,10 @@ from ptqpipe.checkpoint.layouts import (
     without_quantization,
 )
 from ptqpipe.errors import PtqError
-from ptqpipe.models.families import check_config as check_names, doubts, facts_of, fails_either_way
+from ptqpipe.models.families import check_config as check_names, doubts, fails_either_way, issues_of
 from ptqpipe.models.source import Source
 from ptqpipe.recipe.plan import conv1d_leaves, is_matrix
-from ptqpipe.recipe.recipe import failing_facts, matches
+from ptqpipe.recipe.recipe import matches, reader_issues
 
 _EMBEDDING = re.compile(r"embed|\bwte\b|\bwpe\b|norm|position", re.IGNORECASE)
 _LINEAR = re.compile(r"(^|\.)(lm_head|fc\d?|c_fc|w\d|\w*_?proj|\w*dense\w*)$")
@@ -85,7 +85,7 @@ def _check_hf_quant_config(
         findings.deviation("config", name, "is missing; TensorRT-LLM reads the quantization from it alone")
     elif actual is not None and not isinstance(nested, Mapping):
         findings.fault("config", name, "has no object 'quantization'")
-    elif actual is not None and not (ckpt.container is not None and ckpt.container.ABILITIES.hf_quant_config):
+    elif actual is not None and not (ckpt.container is not None and ckpt.container.CAPABILITIES.hf_quant_config):
         findings.fault("config", name, f"describes ModelOpt's layout, but the checkpoint has {ckpt.container_name}")
     elif isinstance(nested, Mapping) and expected is not None:
         _check_scalars(nested, expected["quantization"], name, findings)
@@ -144,7 +144,7 @@ def _descriptions(ckpt: Source, files: Mapping[str, Mapping[str, Any] | None]) -
     hf_quant_config.json, the others of config.json."""
     assert ckpt.container is not None
     second = files[HF_QUANT_CONFIG]
-    if not ckpt.container.ABILITIES.hf_quant_config or not isinstance((second or {}).get("quantization"), Mapping):
+    if not ckpt.container.CAPABILITIES.hf_quant_config or not isinstance((second or {}).get("quantization"), Mapping):
         return [("config.json", ckpt.config)]
     own = [("config.json", ckpt.config)] if quantization_config(ckpt.reader.config) else []
     return [*own, (HF_QUANT_CONFIG, merged_config(without_quantization(ckpt.reader.config), second))]
@@ -198,10 +198,10 @@ def _linear_layers(ckpt: Source) -> list[str]:
 def _built_plain(ckpt: Source) -> Callable[[str], bool]:
     """Whether readers build a module unquantized, whatever a config says, and so look for no codes of it."""
     patterns = [
-        fact.keep.pattern
-        for fact in facts_of(ckpt.reader.config)
-        if fact.unread and not fact.beside and not fact.formats and not fact.keep.bits
-        and (not fact.containers or ckpt.container_name in fact.containers)
+        issue.keep.pattern
+        for issue in issues_of(ckpt.reader.config)
+        if issue.unsupported and not issue.unless_quantized and not issue.formats and not issue.keep.bits
+        and (not issue.containers or ckpt.container_name in issue.containers)
     ]  # fmt: skip
     return lambda module: any(matches(pattern, module) for pattern in patterns)
 
@@ -230,17 +230,17 @@ def check_readers(ckpt: Source, source: Source | None, findings: Findings) -> No
 
 def _check_structure(ckpt: Source, config: Mapping[str, Any], findings: Findings) -> None:
     """Weights that the readers of a family do not take quantized; the one reader of ptqpipe's own layout does."""
-    if ckpt.container is None or ckpt.container.ABILITIES.own_reader:
+    if ckpt.container is None or ckpt.container.CAPABILITIES.own_reader:
         return
     stored = {one.weight.removesuffix(".weight"): one for one in ckpt.stored.values()}
     schemes = {module: one.scheme for module, one in stored.items()}
-    for fact, modules in failing_facts(config, schemes, container=ckpt.container_name, kept=kept_modules(ckpt)):
+    for issue, modules in reader_issues(config, schemes, container=ckpt.container_name, kept=kept_modules(ckpt)):
         first = stored.get(modules[0])
         more = f", like {len(modules) - 1} more of its name" if len(modules) > 1 else ""
-        again = "convert its source again" + (" without keeping it" if fact.beside else "")
-        remedy = "use another reader" if fails_either_way(config, fact) else again
-        (findings.fault if fact.unread else findings.note)(
+        again = "convert its source again" + (" without keeping it" if issue.unless_quantized else "")
+        remedy = "use another reader" if fails_either_way(config, issue) else again
+        (findings.fault if issue.unsupported else findings.note)(
             "readers",
             modules[0] if first is None else first.weight,
-            f"is {'kept' if first is None else first.scheme.name}{more}: {fact.fails}; {remedy}",
+            f"is {'kept' if first is None else first.scheme.name}{more}: {issue.symptom}; {remedy}",
         )

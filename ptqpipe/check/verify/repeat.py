@@ -18,7 +18,7 @@ from ptqpipe.check.verify.claims import SUM_TOLERANCE, check_numbers, check_reas
 from ptqpipe.check.verify.findings import Findings
 from ptqpipe.checkpoint import RECORD_FILE, run_id_of
 from ptqpipe.checkpoint.json_values import json_differences
-from ptqpipe.checkpoint.layouts import Role
+from ptqpipe.checkpoint.layouts import PartKind
 from ptqpipe.conversion import Outputs, QuantizedRows, correct_unit, outputs_of, quantize_unit
 from ptqpipe.conversion.measured import prove_joint
 from ptqpipe.conversion.record import Claim, Record, object_of, text_of
@@ -149,7 +149,7 @@ def _unlike(ckpt: Source, member: Member, row: int, q: QTensor) -> str:
 
 def check_input_scales(ckpt: Source, planned: Outputs, record: Record, findings: Findings) -> None:
     """Every static input scale is the one that the record claims; without statistics that is the recipe's constant."""
-    roles: Sequence[Role] = (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR)
+    roles: Sequence[PartKind] = (PartKind.INPUT_GLOBAL, PartKind.INPUT_GLOBAL_DIVISOR)
     measured = isinstance(record.raw.get("statistics"), Mapping)
     for stored in ckpt.stored.values():
         largest = stored.scheme.activation.static_max
@@ -164,7 +164,7 @@ def check_input_scales(ckpt: Source, planned: Outputs, record: Record, findings:
                 claim = record.weights.get(stored.key(None if stored.experts is None else expert))
                 own = claim.input_scale if claim is not None else None
                 claimed = constant if not measured else torch.tensor(own or 0.0)
-                wanted = 1.0 / claimed if part.role is Role.INPUT_GLOBAL_DIVISOR else claimed
+                wanted = 1.0 / claimed if part.role is PartKind.INPUT_GLOBAL_DIVISOR else claimed
                 if not torch.equal(value, wanted):
                     given = f"is {value.item():.9g}, {'the record' if measured else 'the recipe'} gives"
                     findings.fault("scales", part.name, f"{given} {wanted.item():.9g}")

@@ -16,7 +16,7 @@ from ptqpipe.check.verify.findings import Findings
 from ptqpipe.checkpoint import NotFinite
 from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
 from ptqpipe.models.source import Source
-from ptqpipe.recipe.origins import Origins
+from ptqpipe.recipe.origins import WeightMap
 
 READ_BYTES = 8 << 20
 _ROPE_BUFFER = re.compile(r".*rotary_emb\.inv_freq")
@@ -24,7 +24,7 @@ _REWRITTEN = frozenset({"transformers_version", "_name_or_path", "torch_dtype", 
 _QUANTIZATION = frozenset({"quantization_config", "compression_config"})
 
 
-def check_fates(ckpt: Source, origins: Origins, findings: Findings) -> None:
+def check_fates(ckpt: Source, origins: WeightMap, findings: Findings) -> None:
     """Every source tensor is quantized or kept, once; every stored tensor has its origin."""
     fates: Counter[str] = Counter()
     expanded: Counter[str] = Counter()
@@ -55,7 +55,7 @@ def check_fates(ckpt: Source, origins: Origins, findings: Findings) -> None:
             _missing(name, origins.source, findings)
 
 
-def _no_origin(stored: StoredWeight, origins: Origins) -> str:
+def _no_origin(stored: StoredWeight, origins: WeightMap) -> str:
     tensor = origins.tensors.get(stored.weight)
     here = "x".join(map(str, stored.shape if stored.experts is None else (stored.experts, *stored.shape)))
     if tensor is not None:

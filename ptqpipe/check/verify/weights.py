@@ -12,7 +12,7 @@ from ptqpipe.check.verify.findings import Findings
 from ptqpipe.check.verify.groups import scalar_fault
 from ptqpipe.check.verify.repeat import judge_proof
 from ptqpipe.checkpoint import RECORD_FILE
-from ptqpipe.checkpoint.layouts import Role, StoredWeight
+from ptqpipe.checkpoint.layouts import PartKind, StoredWeight
 from ptqpipe.conversion.measured import CHANGES, Measured, measure_weight, prove_weight, usual_error
 from ptqpipe.conversion.record import UNKNOWN, Claim, Record
 from ptqpipe.models.source import Source, SourceRows
@@ -60,7 +60,7 @@ def check_weight(
     sample_blocks: int | None,
     findings: Findings,
 ) -> WeightReport:
-    """The numbers of one weight, or of one expert of a stack, against ``rows`` of the source; faults go to ``findings``.
+    """The numbers of one weight, or of one expert of a stack, against ``rows`` of the source; ``findings`` gets faults.
 
     optimal        also prove its block scales by brute force, ``sample_blocks`` of them; all for None
     """
@@ -144,8 +144,8 @@ def _check_scalars(
 ) -> None:
     """The global scale and the input's are the stored ones; ``moved``: or what inverting them again and again gives."""
     for what, claimed, multiplies, divides in (
-        ("global_scale", claim.global_scale, Role.GLOBAL, Role.GLOBAL_DIVISOR),
-        ("input_scale", claim.input_scale, Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR),
+        ("global_scale", claim.global_scale, PartKind.GLOBAL, PartKind.GLOBAL_DIVISOR),
+        ("input_scale", claim.input_scale, PartKind.INPUT_GLOBAL, PartKind.INPUT_GLOBAL_DIVISOR),
     ):
         part = stored.part(multiplies) or stored.part(divides)
         if part is None or claimed is None:

@@ -25,9 +25,9 @@ from ptqpipe.checkpoint.layouts._codec import (
 from ptqpipe.checkpoint.layouts._config import (
     FLOAT_MODEL,
     HF_QUANT_CONFIG,
+    memoized_parts,
     merged_config,
     quantization_config,
-    remembered,
     same_value,
     without_quantization,
 )
@@ -42,7 +42,7 @@ from ptqpipe.checkpoint.layouts._types import (
     Container,
     Names,
     Part,
-    Role,
+    PartKind,
     StoredWeight,
     Target,
 )

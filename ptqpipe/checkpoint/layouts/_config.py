@@ -9,7 +9,7 @@ from typing import Any
 
 from ptqpipe.checkpoint.layouts._codec import FLOAT_SCALES
 from ptqpipe.checkpoint.layouts._lists import wholes
-from ptqpipe.checkpoint.layouts._types import Names, Part, Role, Target
+from ptqpipe.checkpoint.layouts._types import Names, Part, PartKind, Target
 from ptqpipe.checkpoint.tensor_names import experts_of
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import Format
@@ -144,7 +144,7 @@ def stored_grid(weight: str, fmt: Format, shape: tuple[int, int]) -> tuple[int, 
         raise CheckpointError(f"{weight}: {error}") from None
 
 
-def as_found(expected: Sequence[Part], names: Names, *, weight: str) -> tuple[Part, ...]:
+def accept_variants(expected: Sequence[Part], names: Names, *, weight: str) -> tuple[Part, ...]:
     """Parts with the variations that readers accept: one number as [] or [1], static input scales in any float.
 
     CheckpointError where a part is not stored, or otherwise than so.
@@ -159,7 +159,7 @@ def as_found(expected: Sequence[Part], names: Names, *, weight: str) -> tuple[Pa
         dtype, shape = names.get(part.name, (part.dtype, part.shape))
         if part.shape not in ((), (1,)) or shape not in ((), (1,)):
             shape = part.shape
-        if part.role is not Role.INPUT_GLOBAL or dtype not in FLOAT_SCALES:
+        if part.role is not PartKind.INPUT_GLOBAL or dtype not in FLOAT_SCALES:
             dtype = part.dtype
         same = (dtype, shape) == (part.dtype, part.shape)
         changed.append(part if same else part._replace(dtype=dtype, shape=shape))
@@ -171,7 +171,7 @@ PartsOf = Callable[..., tuple[Part, ...]]
 """`Container.parts` of a layout."""
 
 
-def remembered(parts: PartsOf) -> PartsOf:
+def memoized_parts(parts: PartsOf) -> PartsOf:
     """``parts`` of a layout, which asks it once for weights of one shape, scheme and leaf name: of the tens of
     thousands of a mixture of experts the names alone differ."""
     known: dict[tuple[object, ...], tuple[Scheme, list[tuple[str, tuple[Any, ...]]]]] = {}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptqpipe.checkpoint.layouts._config import HF_QUANT_CONFIG, quantization_config
-from ptqpipe.checkpoint.layouts._types import ConfigFiles, Container, Part, Role
+from ptqpipe.checkpoint.layouts._types import ConfigFiles, Container, Part, PartKind
 
 _NAME = re.compile(r"(.*?)\.(?:[kv]_proj\.)?([kv])_scale")
 _ANY = re.compile(r"(.*?)\.(?:[kvq]_proj\.)?([kvq])_scale")
@@ -20,10 +20,10 @@ def kv_scale(name: str, dtype: str, shape: tuple[int, ...], *, container: Contai
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    style = None if container is None else container.ABILITIES.kv_cache
+    style = None if container is None else container.CAPABILITIES.kv_cache
     if style is None or style.name is None or shape not in ((), (1,)):
-        return Part(name, dtype, shape, Role.OTHER)
-    return Part(match.expand(style.name), dtype, style.shape, Role.OTHER)
+        return Part(name, dtype, shape, PartKind.OTHER)
+    return Part(match.expand(style.name), dtype, style.shape, PartKind.OTHER)
 
 
 def kv_scale_place(name: str) -> tuple[str, str] | None:

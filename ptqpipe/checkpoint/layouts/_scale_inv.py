@@ -14,7 +14,7 @@ import torch
 from ptqpipe.checkpoint.layouts._codec import FLOAT_SCALES, scale_codes
 from ptqpipe.checkpoint.layouts._config import (
     FLOAT_MODEL,
-    as_found,
+    accept_variants,
     kept_experts,
     matrix_shape,
     module_list,
@@ -27,7 +27,7 @@ from ptqpipe.checkpoint.layouts._config import (
     without_quantization,
 )
 from ptqpipe.checkpoint.layouts._lists import Lists, as_transformers, is_head, listed
-from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Load, Names, Part, Role, StoredWeight
+from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Load, Names, Part, PartKind, StoredWeight
 from ptqpipe.errors import CheckpointError
 from ptqpipe.numerics.formats import CODECS, FORMATS, Format
 from ptqpipe.numerics.qtensor import QTensor
@@ -75,8 +75,8 @@ class ScaleInv:
         reason = self.supports(scheme)
         refuse(weight, container=self.name, scheme_reason=reason, experts=experts, transposed=transposed)
         return (
-            Part(weight, "F8_E4M3", shape, Role.DATA),
-            Part(f"{weight}_scale_inv", self.scale_dtype, scheme.fmt.scale_shape(shape), Role.SCALES),
+            Part(weight, "F8_E4M3", shape, PartKind.DATA),
+            Part(f"{weight}_scale_inv", self.scale_dtype, scheme.fmt.scale_shape(shape), PartKind.SCALES),
         )
 
     def configs(self, request: ConfigRequest) -> dict[str, dict[str, Any]]:
@@ -176,7 +176,7 @@ def _stored(
         fmt, activation = FORMATS["mxfp4"], Activation.UNKNOWN
     shape = matrix_shape(names, weight, bits=fmt.element.bits, owner=module)
     fmt = fmt_of_scale(fmt, names[scales][0])
-    codes = Part(weight, names[weight][0], (shape[0], shape[1] * fmt.element.bits // 8), Role.DATA)
+    codes = Part(weight, names[weight][0], (shape[0], shape[1] * fmt.element.bits // 8), PartKind.DATA)
     grid, whole = stored_grid(weight, fmt, shape), None
     if fmt.step(0) > 1 and (in_shards or names[scales][1] != grid):
         rows = _shard_rows(scales, names[scales][1], shape[0], fmt, grid=grid, in_shards=in_shards)
@@ -184,12 +184,12 @@ def _stored(
             grid, high = names[scales][1], fmt.step(0)
             fmt = replace(fmt, block=(math.gcd(rows, high), fmt.block[1]))
             whole = partial(_read_shards, weight, scales, fmt, shape, rows=rows, high=high)
-    expected = [codes, Part(scales, names[scales][0], grid, Role.SCALES)]
+    expected = [codes, Part(scales, names[scales][0], grid, PartKind.SCALES)]
     if static is not None:
-        expected.append(Part(module + static, names[module + static][0], (1,), Role.INPUT_GLOBAL))
+        expected.append(Part(module + static, names[module + static][0], (1,), PartKind.INPUT_GLOBAL))
         activation = Activation.FP8_TENSOR_STATIC
     return StoredWeight(
-        weight, shape, scheme_for(fmt, activation), as_found(expected, names, weight=weight), whole=whole
+        weight, shape, scheme_for(fmt, activation), accept_variants(expected, names, weight=weight), whole=whole
     )
 
 
@@ -201,7 +201,7 @@ def _shard_rows(
 
     Where the rows of a shard do not fill blocks, its last block is short, and the next shard begins a new one. How many
     shards there are is told by nothing but shapes. CheckpointError where they leave it open, and for shards where
-    nothing says what they are. ``found``: the shape of the scales. ``grid``: that of the scales of one weight.
+    nothing says what they are. ``stored``: the shape of the scales. ``grid``: that of the scales of one weight.
     """
     high, columns = fmt.step(0), stored[1:] == grid[1:] and len(stored) == 2
     counts = [n for n in range(1, min(stored[0], _MOST_SHARDS) + 1) if total % n == 0] if columns else []

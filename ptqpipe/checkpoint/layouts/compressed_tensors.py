@@ -13,7 +13,7 @@ from typing import Any
 from ptqpipe.checkpoint.layouts._codec import scale_dtype, with_scale_dtype
 from ptqpipe.checkpoint.layouts._config import (
     FLOAT_MODEL,
-    as_found,
+    accept_variants,
     expert_name_warnings,
     kept_stacks,
     kv_cache_scheme,
@@ -43,7 +43,7 @@ from ptqpipe.checkpoint.layouts._types import (
     ConfigRequest,
     Names,
     Part,
-    Role,
+    PartKind,
     StoredWeight,
     Target,
     schemes_of,
@@ -51,10 +51,10 @@ from ptqpipe.checkpoint.layouts._types import (
 from ptqpipe.checkpoint.tensor_names import experts_of
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import FORMATS, Format
-from ptqpipe.numerics.schemes import Abilities, Activation, KvCache, Scheme
+from ptqpipe.numerics.schemes import Activation, Capabilities, KvCache, Scheme
 
 QUANT_METHOD = "compressed-tensors"
-ABILITIES = Abilities(rotation=True, kv_cache=KvCache(r"\1.\2_scale", written=True))
+CAPABILITIES = Capabilities(rotation=True, kv_cache=KvCache(r"\1.\2_scale", written=True))
 
 _E4M3, _U8 = "torch.float8_e4m3fn", "torch.uint8"
 
@@ -158,15 +158,15 @@ def parts(
         f"{module}.weight_packed" if packed else weight,
         "U8" if packed else "F8_E4M3",
         (n, k * fmt.element.bits // 8),
-        Role.DATA,
+        PartKind.DATA,
     )
-    stored = [data, Part(f"{module}.weight_scale", scale_dtype(fmt), scale_grid(fmt, shape), Role.SCALES)]
+    stored = [data, Part(f"{module}.weight_scale", scale_dtype(fmt), scale_grid(fmt, shape), PartKind.SCALES)]
     if fmt.has_global:
-        stored.append(Part(f"{module}.weight_global_scale", "F32", (1,), Role.GLOBAL_DIVISOR))
+        stored.append(Part(f"{module}.weight_global_scale", "F32", (1,), PartKind.GLOBAL_DIVISOR))
     if scheme.activation is Activation.NVFP4_STATIC_GLOBAL:
-        stored.append(Part(f"{module}.input_global_scale", "F32", (1,), Role.INPUT_GLOBAL_DIVISOR))
+        stored.append(Part(f"{module}.input_global_scale", "F32", (1,), PartKind.INPUT_GLOBAL_DIVISOR))
     if scheme.activation is Activation.FP8_TENSOR_STATIC:
-        stored.append(Part(f"{module}.input_scale", scale_dtype(fmt), (1,), Role.INPUT_GLOBAL))
+        stored.append(Part(f"{module}.input_scale", scale_dtype(fmt), (1,), PartKind.INPUT_GLOBAL))
     return tuple(stored)
 
 
@@ -366,11 +366,11 @@ def _stored(module: str, scheme: Scheme, names: Names) -> StoredWeight:
     if fmt is not scheme.fmt:
         scheme = replace(scheme_for(fmt, scheme.activation), rotation=scheme.rotation)
     try:
-        expected = as_found(parts_for_reading(weight, shape, scheme), names, weight=weight)
+        expected = accept_variants(parts_for_reading(weight, shape, scheme), names, weight=weight)
     except FormatError as error:
         raise CheckpointError(str(error)) from None
     extra = [f"{module}.{suffix}" for suffix in _NOT_DECODED if f"{module}.{suffix}" in names]
-    others = tuple(Part(name, *names[name], Role.OTHER) for name in extra)
+    others = tuple(Part(name, *names[name], PartKind.OTHER) for name in extra)
     return StoredWeight(weight, shape, scheme, expected + others)
 
 

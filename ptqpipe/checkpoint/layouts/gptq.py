@@ -14,14 +14,14 @@ from ptqpipe.checkpoint.layouts._config import check_parts, quantization_config,
 from ptqpipe.checkpoint.layouts._integers import group_size, integer_format
 from ptqpipe.checkpoint.layouts._lists import Lists, in_blocks, is_head, matched, plain_head
 from ptqpipe.checkpoint.layouts._read_only import ReadOnly
-from ptqpipe.checkpoint.layouts._types import Load, Names, Part, Role, StoredWeight
+from ptqpipe.checkpoint.layouts._types import Load, Names, Part, PartKind, StoredWeight
 from ptqpipe.errors import CheckpointError, one_line
 from ptqpipe.numerics.formats import Format, unpack
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.numerics.schemes import Abilities, Activation
+from ptqpipe.numerics.schemes import Activation, Capabilities
 
 QUANT_METHOD = "gptq"
-ABILITIES = Abilities(transformers="transformers")
+CAPABILITIES = Capabilities(transformers="transformers")
 _LAYOUT = ReadOnly(QUANT_METHOD)
 supports, parts, configs, warnings = _LAYOUT.supports, _LAYOUT.parts, _LAYOUT.configs, _LAYOUT.warnings
 detect, config_faults = _LAYOUT.detect, _LAYOUT.config_faults
@@ -105,12 +105,12 @@ def _stored(module: str, names: Names, *, bits: int, group: int, ordered: bool, 
     groups = k // group if group else 1
     scale = names.get(f"{module}.scales", ("F16", ()))[0]
     expected = [
-        Part(f"{module}.qweight", "I32", shape, Role.DATA),
-        Part(f"{module}.qzeros", "I32", (groups, n * bits // 32), Role.ZEROS),
-        Part(f"{module}.scales", scale, (groups, n), Role.SCALES),
+        Part(f"{module}.qweight", "I32", shape, PartKind.DATA),
+        Part(f"{module}.qzeros", "I32", (groups, n * bits // 32), PartKind.ZEROS),
+        Part(f"{module}.scales", scale, (groups, n), PartKind.SCALES),
     ]
     if not ordered or f"{module}.g_idx" in names:
-        expected.append(Part(f"{module}.g_idx", "I32", (k,), Role.GROUPS))
+        expected.append(Part(f"{module}.g_idx", "I32", (k,), PartKind.GROUPS))
     weight = f"{module}.weight"
     check_parts(expected, names, weight=weight)
     fmt = integer_format(bits, group if ordered else 1, scale, zeros=True)

@@ -13,7 +13,7 @@ from ptqpipe.checkpoint.layouts._codec import with_scale_dtype
 from ptqpipe.checkpoint.layouts._config import (
     FLOAT_MODEL,
     HF_QUANT_CONFIG,
-    as_found,
+    accept_variants,
     kept_experts,
     kv_cache_scheme,
     matrix_shape,
@@ -28,14 +28,14 @@ from ptqpipe.checkpoint.layouts._config import (
     without_quantization,
 )
 from ptqpipe.checkpoint.layouts._lists import Lists, by_wildcards, called, components, is_head, listed
-from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
+from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, PartKind, StoredWeight, Target
 from ptqpipe.checkpoint.tensor_names import experts_of
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import FORMATS, Format, get_format
-from ptqpipe.numerics.schemes import Abilities, Activation, KvCache, Scheme
+from ptqpipe.numerics.schemes import Activation, Capabilities, KvCache, Scheme
 
 QUANT_METHOD = "modelopt"
-ABILITIES = Abilities(
+CAPABILITIES = Capabilities(
     kv_cache=KvCache(r"\1.\2_proj.\2_scale", (), written=True, per_head=False),
     float32_scales=True,
     hf_quant_config=True,
@@ -88,19 +88,19 @@ def _parts(weight: str, shape: tuple[int, int], scheme: Scheme, float_dtype: str
     fmt, (n, k), module = scheme.fmt, shape, weight.removesuffix(".weight")
     rows, cols = fmt.scale_shape(shape)
     bits = fmt.element.bits
-    stored = [Part(weight, "U8" if bits < 8 else "F8_E4M3", (n, k * bits // 8), Role.DATA)]
+    stored = [Part(weight, "U8" if bits < 8 else "F8_E4M3", (n, k * bits // 8), PartKind.DATA)]
     if fmt.scale.dtype is None:
         scale = Part(
-            f"{module}.weight_scale", "F8_E4M3" if fmt.scale.name == "e4m3" else "U8", (rows, cols), Role.SCALES
+            f"{module}.weight_scale", "F8_E4M3" if fmt.scale.name == "e4m3" else "U8", (rows, cols), PartKind.SCALES
         )
     else:
         forms: dict[tuple[int, int], tuple[int, ...]] = {(0, 0): (), (1, 0): (n,)}
-        scale = Part(f"{module}.weight_scale", float_dtype, forms.get(fmt.block, (rows, 1, cols, 1)), Role.SCALES)
+        scale = Part(f"{module}.weight_scale", float_dtype, forms.get(fmt.block, (rows, 1, cols, 1)), PartKind.SCALES)
     stored.append(scale)
     if fmt.has_global:
-        stored.append(Part(f"{module}.weight_scale_2", "F32", (), Role.GLOBAL))
+        stored.append(Part(f"{module}.weight_scale_2", "F32", (), PartKind.GLOBAL))
     if scheme.needs_input_global_scale:
-        stored.append(Part(f"{module}.input_scale", "F32", (), Role.INPUT_GLOBAL))
+        stored.append(Part(f"{module}.input_scale", "F32", (), PartKind.INPUT_GLOBAL))
     return tuple(stored)
 
 
@@ -325,7 +325,7 @@ def _stored(module: str, algorithm: str, names: Names) -> StoredWeight:
     shape = matrix_shape(names, weight, bits=fmt.element.bits, owner=module)
     scheme = scheme_for(fmt, activation)
     try:
-        expected = as_found(_parts(weight, shape, scheme, scale_dtype), names, weight=weight)
+        expected = accept_variants(_parts(weight, shape, scheme, scale_dtype), names, weight=weight)
     except FormatError as error:
         raise CheckpointError(f"{weight}: {error}") from None
     return StoredWeight(weight, shape, scheme, expected)

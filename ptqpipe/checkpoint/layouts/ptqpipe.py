@@ -24,13 +24,21 @@ from typing import Any
 from ptqpipe.checkpoint.layouts._codec import scale_dtype
 from ptqpipe.checkpoint.layouts._config import check_parts, quantization_config, scheme_for, without_quantization
 from ptqpipe.checkpoint.layouts._lists import Lists
-from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
+from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, PartKind, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import Format, get_codec, get_format
-from ptqpipe.numerics.schemes import LOW_RANK_DTYPES, ROTATION_BLOCKS, Abilities, Activation, KvCache, LowRank, Scheme
+from ptqpipe.numerics.schemes import (
+    LOW_RANK_DTYPES,
+    ROTATION_BLOCKS,
+    Activation,
+    Capabilities,
+    KvCache,
+    LowRank,
+    Scheme,
+)
 
 QUANT_METHOD = "ptqpipe"
-ABILITIES = Abilities(
+CAPABILITIES = Capabilities(
     stacks=True, transposed=True, low_rank=True, rotation=True, kv_cache=KvCache(), own_reader=True,
     transformers="never",
 )  # fmt: skip
@@ -59,19 +67,19 @@ def parts(
     stacked = experts is not None
     lead = () if experts is None else (experts,)
     stored = [
-        Part(f"{weight}_packed", "U8", (*lead, n, k * fmt.element.bits // 8), Role.DATA, stacked),
-        Part(f"{weight}_scale", scale_dtype(fmt), (*lead, *grid), Role.SCALES, stacked),
+        Part(f"{weight}_packed", "U8", (*lead, n, k * fmt.element.bits // 8), PartKind.DATA, stacked),
+        Part(f"{weight}_scale", scale_dtype(fmt), (*lead, *grid), PartKind.SCALES, stacked),
     ]
     if fmt.has_global:
-        stored.append(Part(f"{weight}_global_scale", "F32", (*lead, 1), Role.GLOBAL, stacked))
+        stored.append(Part(f"{weight}_global_scale", "F32", (*lead, 1), PartKind.GLOBAL, stacked))
     if scheme.needs_input_global_scale:
-        stored.append(Part(f"{weight}_input_global_scale", "F32", (*lead, 1), Role.INPUT_GLOBAL, stacked))
+        stored.append(Part(f"{weight}_input_global_scale", "F32", (*lead, 1), PartKind.INPUT_GLOBAL, stacked))
     if scheme.low_rank is not None:
         rank, dtype = scheme.low_rank.of(shape), "BF16" if scheme.low_rank.dtype == "bf16" else "F8_E4M3"
-        stored.append(Part(f"{weight}_low_rank_left", dtype, (*lead, n, rank), Role.LOW_RANK_LEFT, stacked))
-        stored.append(Part(f"{weight}_low_rank_right", dtype, (*lead, rank, k), Role.LOW_RANK_RIGHT, stacked))
+        stored.append(Part(f"{weight}_low_rank_left", dtype, (*lead, n, rank), PartKind.LOW_RANK_LEFT, stacked))
+        stored.append(Part(f"{weight}_low_rank_right", dtype, (*lead, rank, k), PartKind.LOW_RANK_RIGHT, stacked))
         if dtype == "F8_E4M3":
-            stored.append(Part(f"{weight}_low_rank_scale", "F32", (*lead, rank), Role.LOW_RANK_SCALE, stacked))
+            stored.append(Part(f"{weight}_low_rank_scale", "F32", (*lead, rank), PartKind.LOW_RANK_SCALE, stacked))
     return tuple(stored)
 
 

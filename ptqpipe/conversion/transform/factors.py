@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe._version import __version__
-from ptqpipe.checkpoint import FOLDING_FILE, BlockFolder, Finished, Mode, read_json_object, resolve_source
+from ptqpipe.checkpoint import FOLDING_FILE, Finished, LayerFolder, Mode, read_json_object, resolve_source
 from ptqpipe.conversion import named_source, records_of
 from ptqpipe.conversion.transform.plan import Component, TransformOptions
 from ptqpipe.conversion.transform.run import Transformation, check_memory, prepare
@@ -50,7 +50,7 @@ def find_factors(
         if rotates != bool(work.units) or work.statistics is None or work.dtype != "fp32":
             raise UsageError(f"{options.apply} has no factors that are folded in while a model is read; use transform")
         check_memory(work, machine or Machine())
-        folder = BlockFolder(out, work.run_parts, source=source.reader, index_file=FOLDING_FILE, mode=mode)
+        folder = LayerFolder(out, work.run_parts, source=source.reader, index_file=FOLDING_FILE, mode=mode)
         with folder:
             if rotates:
                 with one_thread_each():
@@ -62,7 +62,7 @@ def find_factors(
     return Finished(out, content, time.monotonic() - begun, peak_bytes())
 
 
-def _run(work: Transformation, folder: BlockFolder, machine: Machine) -> None:
+def _run(work: Transformation, folder: LayerFolder, machine: Machine) -> None:
     """Finds what is not in the journal yet."""
     jobs = _components(work)
     left = [job for job in jobs if job.id not in folder.done]
@@ -99,7 +99,7 @@ def _rotations(work: Transformation) -> list[dict[str, Any]]:
     return found
 
 
-def _content(work: Transformation, folder: BlockFolder, path: Path) -> Mapping[str, Any]:
+def _content(work: Transformation, folder: LayerFolder, path: Path) -> Mapping[str, Any]:
     """ptqpipe-folding.json. The model's place is for this machine; nothing that is published has it."""
     done = records_of([] if work.units else _components(work), folder.done)
     former = read_json_object(path / FOLDING_FILE) if (path / FOLDING_FILE).is_file() else {}

@@ -26,10 +26,10 @@ from ptqpipe.models.families.contradictions import (
     unmerged,
 )
 from ptqpipe.models.families.table import FAMILIES, MERGED_BY_READERS
-from ptqpipe.models.families.types import Fact, Family, Keep, Mtp, Norms
+from ptqpipe.models.families.types import Family, Keep, Mtp, Norms, ReaderIssue
 
 # What a recipe keeps whatever the model is.
-DEFAULT_KEEP: tuple[Keep, ...] = tuple(fact.keep for fact in COMMON if fact.by_default and not fact.counted_by)
+DEFAULT_KEEP: tuple[Keep, ...] = tuple(issue.keep for issue in COMMON if issue.by_default and not issue.counted_by)
 
 # Where a config.json keeps the language model's part, if not at its top.
 _TEXT = ("text_config", "language_config", "llm_config", "thinker_config")
@@ -78,7 +78,7 @@ def mtp_layer(config: Mapping[str, Any]) -> str:
 
 def in_mtp_layers(config: Mapping[str, Any]) -> Callable[[str], bool]:
     """Says of the name of a tensor whether it belongs to a multi-token prediction layer, the first or a further one."""
-    patterns = [re.compile(fact.keep.pattern.removeprefix("re:")) for fact in facts_of(config) if fact.mtp]
+    patterns = [re.compile(issue.keep.pattern.removeprefix("re:")) for issue in issues_of(config) if issue.mtp]
     return lambda name: any(pattern.match(name) for pattern in patterns)
 
 
@@ -93,29 +93,31 @@ def uncounted_layers(config: Mapping[str, Any], names: Iterable[str]) -> frozens
 def outside_language_model(config: Mapping[str, Any], names: Iterable[str]) -> frozenset[str]:
     """The tensors that only images or sound pass: of towers and projectors."""
     reasons = ("tower", "projector")
-    patterns = [re.compile(fact.keep.pattern.removeprefix("re:")) for fact in facts_of(config)
-                if any(word in fact.keep.reason for word in reasons)]  # fmt: skip
+    patterns = [re.compile(issue.keep.pattern.removeprefix("re:")) for issue in issues_of(config)
+                if any(word in issue.keep.reason for word in reasons)]  # fmt: skip
     return frozenset(name for name in names if any(pattern.match(name) for pattern in patterns))
 
 
-def facts_of(config: Mapping[str, Any]) -> Iterator[Fact]:
-    """The facts that hold for the model of a config.json, those of its family first, with layers by their numbers."""
-    for fact in (*family_of(config).facts, *COMMON):
-        if not fact.counted_by:
-            yield fact
+def issues_of(config: Mapping[str, Any]) -> Iterator[ReaderIssue]:
+    """The issues that hold for the model of a config.json, those of its family first, with layers by their numbers."""
+    for issue in (*family_of(config).issues, *COMMON):
+        if not issue.counted_by:
+            yield issue
             continue
-        numbers = _extra_layers(config, fact.counted_by)
+        numbers = _extra_layers(config, issue.counted_by)
         if numbers:
-            pattern = fact.keep.pattern.replace("{layers}", "|".join(map(str, numbers)))
-            yield replace(fact, keep=fact.keep._replace(pattern=pattern))
+            pattern = issue.keep.pattern.replace("{layers}", "|".join(map(str, numbers)))
+            yield replace(issue, keep=issue.keep._replace(pattern=pattern))
 
 
-def fails_either_way(config: Mapping[str, Any], fact: Fact) -> bool:
+def fails_either_way(config: Mapping[str, Any], issue: ReaderIssue) -> bool:
     """Whether the readers that fail where these modules are quantized also fail where they are kept."""
     return any(
-        other.keep == fact.keep and bool(other.beside) != bool(fact.beside) and set(fact.readers) <= set(other.readers)
-        for other in facts_of(config)
-        if other.fails
+        other.keep == issue.keep
+        and bool(other.unless_quantized) != bool(issue.unless_quantized)
+        and set(issue.readers) <= set(other.readers)
+        for other in issues_of(config)
+        if other.symptom
     )
 
 
@@ -130,7 +132,7 @@ def check_config(config: Mapping[str, Any], names: Iterable[str]) -> None:
     known = dict.fromkeys(names)
     check_experts(config, known)
     check_tower(config, known)
-    if not any(fact.keep == MERGED_BY_READERS.keep for fact in family_of(config).facts):
+    if not any(issue.keep == MERGED_BY_READERS.keep for issue in family_of(config).issues):
         check_unmerged(known)
     row, layers = family_of(config).mtp, layer_count(config)
     if row is None or layers is None:

@@ -34,7 +34,7 @@ from ptqpipe.calibration.paired_experts import STREAMS
 from ptqpipe.calibration.rounding import Learned, Settings, learn, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Block, MtpBlock, Runner
 from ptqpipe.calibration.statistics import Statistics
-from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_place
+from ptqpipe.checkpoint import Finished, LayerFolder, Mode, check_place
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.prepare import best_with, prepare
 from ptqpipe.errors import UsageError
@@ -99,7 +99,7 @@ def tune(
         start: dict[str, Any] = {}
         if options.method == "kl":
             start = {"beside": codes_of.START, "lost_with": lambda unit: [codes_of.ENDED]}
-        folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode, **start)
+        folder = LayerFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode, **start)
         found: dict[str, Likeness] = {}
         with folder, threads(machine.workers, largest=_largest(prepared)):
             if log is not None:
@@ -170,7 +170,7 @@ def _has_full(stats: Path) -> bool:
 def _run(
     prepared: Conversion,
     samples: Samples,
-    folder: BlockFolder,
+    folder: LayerFolder,
     options: TuneOptions,
     machine: Machine,
     *,
@@ -316,7 +316,7 @@ def _open_stream(runner: Runner, spill: Path) -> Activations:
 
 
 def _layerwise(
-    work: BlockWork, runner: Runner, folder: BlockFolder, gradients: Gradients | None, *, collects: bool
+    work: BlockWork, runner: Runner, folder: LayerFolder, gradients: Gradients | None, *, collects: bool
 ) -> None:
     """Chooses, writes and journals the codes of one block by the inputs of the float model, which is then behind it."""
     block = work.block
@@ -330,7 +330,7 @@ def _layerwise(
 def _tune_block(
     work: BlockWork,
     runner: Runner,
-    folder: BlockFolder,
+    folder: LayerFolder,
     options: TuneOptions,
     streams: _Streams,
     gradients: Gradients | None,

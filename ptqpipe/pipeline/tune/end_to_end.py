@@ -23,7 +23,7 @@ from ptqpipe.calibration.rounding import Choice, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Runner
 from ptqpipe.calibration.whole import LayerForward, Whole
 from ptqpipe.check.evaluate.text import SAMPLE, read_text
-from ptqpipe.checkpoint import BlockFolder, CheckpointReader, is_sealed, output_errors, write_tensors
+from ptqpipe.checkpoint import CheckpointReader, LayerFolder, is_sealed, output_errors, write_tensors
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.errors import UsageError
 from ptqpipe.pipeline.tune import codes as codes_of
@@ -81,7 +81,7 @@ def _need(prepared: Conversion, train: Sequence[str]) -> int:
 
 
 def improve(
-    prepared: Conversion, samples: Samples, folder: BlockFolder, options: TuneOptions, machine: Machine
+    prepared: Conversion, samples: Samples, folder: LayerFolder, options: TuneOptions, machine: Machine
 ) -> None:
     """Learns codes from those that GPTQ has found, and commits every decoder layer with them."""
     partial, layers = folder.paths.partial, list(codes_of.layers_of(folder))

@@ -16,7 +16,7 @@ from ptqpipe.errors import CheckpointError, RecipeError, UsageError, did_you_mea
 from ptqpipe.models.families import OUTSIDE, check_config, family_of, head_counts, uncounted_layers
 from ptqpipe.models.slices import Member, Shapes, Slice
 from ptqpipe.numerics.formats import Format
-from ptqpipe.numerics.schemes import Abilities, Scheme
+from ptqpipe.numerics.schemes import Capabilities, Scheme
 from ptqpipe.recipe.plan.groups import (
     fused_groups,
     keep_short_blocks,
@@ -33,7 +33,7 @@ _PROJECTIONS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2",
 
 
 def find_candidates(
-    tensors: Shapes, config: Mapping[str, Any], *, abilities: Abilities
+    tensors: Shapes, config: Mapping[str, Any], *, capabilities: Capabilities
 ) -> tuple[dict[str, Member], dict[str, str]]:
     """Matrices that may be quantized, by key (weight name, with the expert where stacks stay whole), in the order of
     the source; and reasons of those that cannot be."""
@@ -44,7 +44,7 @@ def find_candidates(
         if 0 in shape:
             reasons[name] = "empty"
         elif len(shape) == 3 and _is_stack(name, tensors):
-            members, reason = _expert_members(name, tensors, config, abilities)
+            members, reason = _expert_members(name, tensors, config, capabilities)
             for member in members:
                 if member.stack is None and member.weight in tensors:
                     raise CheckpointError(
@@ -56,11 +56,11 @@ def find_candidates(
             reasons[name] = f"{dtype} numbers, not weights"
         elif len(shape) != 2 or not name.endswith(".weight"):
             reasons[name] = "not a matrix" if len(shape) != 2 else "not a weight of a linear layer"
-        elif not abilities.matrices:
+        elif not capabilities.matrices:
             reasons[name] = "this container stores stacks of experts only"
         elif name.removesuffix(".weight").rpartition(".")[2] not in conv1d:
             candidates[name] = Member(name, (shape[0], shape[1]), Slice(name))
-        elif abilities.transposed:
+        elif capabilities.transposed:
             candidates[name] = Member(name, (shape[1], shape[0]), Slice(name, transposed=True))
         else:
             reasons[name] = (
@@ -90,7 +90,9 @@ def _is_stack(name: str, tensors: Shapes) -> bool:
     return "experts" in name.split(".") or (leaf in _PROJECTIONS and parent.rpartition(".")[2] == "moe")
 
 
-def _expert_members(name: str, tensors: Shapes, config: Mapping[str, Any], able: Abilities) -> tuple[list[Member], str]:
+def _expert_members(
+    name: str, tensors: Shapes, config: Mapping[str, Any], able: Capabilities
+) -> tuple[list[Member], str]:
     """The per-expert weights of one 3-D tensor, or why it is kept."""
     dtype, shape = tensors[name]
     base = name.removesuffix(".weight")
@@ -145,20 +147,20 @@ def _stack_transposed(parent: str, leaf: str, tensors: Shapes, config: Mapping[s
 
 
 def make_plan(
-    tensors: Shapes, config: Mapping[str, Any], *, recipe: Recipe, abilities: Abilities | None = None
+    tensors: Shapes, config: Mapping[str, Any], *, recipe: Recipe, capabilities: Capabilities | None = None
 ) -> Plan:
     """Decides the fate of every tensor.
 
     tensors    the source's logical tensors (a quantized source: decoded names and shapes)
     config     the source's config.json
-    abilities  what the layout can store; by default matrices only
+    capabilities  what the layout can store; by default matrices only
 
     Raises RecipeError where rules contradict each other, UsageError where nothing would be quantized, CheckpointError
     where a weight is there twice, as such and in a stack, or where the config contradicts the tensors.
     """
     check_config(config, tensors)
-    able = abilities or Abilities()
-    candidates, reasons = find_candidates(tensors, config, abilities=able)
+    able = capabilities or Capabilities()
+    candidates, reasons = find_candidates(tensors, config, capabilities=able)
     if all(matches(OUTSIDE.pattern, member.module) for member in candidates.values()):  # no layer has a number
         recipe = replace(recipe, keep=tuple(keep for keep in recipe.keep if keep != OUTSIDE))
     rules: dict[str, Rule] = {}

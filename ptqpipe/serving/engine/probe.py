@@ -27,7 +27,7 @@ from ptqpipe.serving.engine.attention import (
     register,
 )
 from ptqpipe.serving.engine.batch import Batch, Span
-from ptqpipe.serving.engine.states import Holder, States, listening
+from ptqpipe.serving.engine.states import RecurrentState, States, listening
 
 PROBE = "ptqpipe_probe"
 ATTENTION = frozenset({  # kinds of layers with it
@@ -47,7 +47,7 @@ class Probed:
     shapes: dict[int, LayerShape]
     windows: dict[int, int | None]
     scales: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    holders: tuple[Holder, ...]
+    holders: tuple[RecurrentState, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class _Recorder(PagedAttention):
         self.shapes: dict[int, LayerShape] = {}
         self.said: dict[int, int | None] = {}
         self.masked: dict[int, int | None] = {}
-        self.holders: list[Holder] = []
+        self.holders: list[RecurrentState] = []
         self.rule: _MaskRule | None = None  # of the mask that the next call has
 
     def attend(

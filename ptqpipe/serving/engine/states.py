@@ -51,7 +51,7 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class RecurrentState:
     """A module that keeps states.
 
     cache   the parameter that takes the cache; None for a module that keeps them in attributes
@@ -120,7 +120,7 @@ class States:
     kept       all states, [rows, ...] each
     """
 
-    def __init__(self, holders: Sequence[Holder], rows: int, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, holders: Sequence[RecurrentState], rows: int, *, device: torch.device | str = "cpu") -> None:
         self.held = len(holders)
         self.by_tokens = any(holder.cache is None for holder in holders)
         self.kept: list[torch.Tensor] = []
@@ -168,7 +168,7 @@ def _parts(batch: Batch, *, by_tokens: bool) -> list[_Part]:
     return parts
 
 
-def _forward(holder: Holder, own: Callable[..., Any], kept: list[torch.Tensor]) -> Callable[..., Any]:
+def _forward(holder: RecurrentState, own: Callable[..., Any], kept: list[torch.Tensor]) -> Callable[..., Any]:
     """A module's forward of the tokens of a step, [1, T, ...] in and out; outside of a step its own."""
     signature = inspect.signature(own)
 
@@ -223,7 +223,11 @@ def _join(outputs: list[Any], shapes: list[tuple[int, int]]) -> Any:
 
 
 def _call(
-    holder: Holder, own: Callable[..., Any], bound: inspect.BoundArguments, kept: list[torch.Tensor], part: _Part
+    holder: RecurrentState,
+    own: Callable[..., Any],
+    bound: inspect.BoundArguments,
+    kept: list[torch.Tensor],
+    part: _Part,
 ) -> Any:
     """One part through the module; its states are read before and written after."""
     start = part.rows[0]
@@ -332,9 +336,9 @@ class _Cache:
 
 
 @contextmanager
-def listening(model: Any) -> Iterator[list[Holder]]:
+def listening(model: Any) -> Iterator[list[RecurrentState]]:
     """Within it a forward of one token fills the list with the modules that keep states."""
-    holders: list[Holder] = []
+    holders: list[RecurrentState] = []
     count = int(getattr(model.config.get_text_config(), "number_of_conv_states", 1) or 1)
     replaced = []
     for module in list(model.modules()):
@@ -364,7 +368,7 @@ def _cache_of(module: Any) -> str | None:
     return next((name for name in (*_CACHES, "use_cache") if name in names), None)
 
 
-def _listener(module: Any, cache: str, count: int, holders: list[Holder]) -> Callable[..., Any]:
+def _listener(module: Any, cache: str, count: int, holders: list[RecurrentState]) -> Callable[..., Any]:
     """A module's forward that notes which states it leaves."""
     own = module.forward
     signature = inspect.signature(own)
@@ -378,7 +382,7 @@ def _listener(module: Any, cache: str, count: int, holders: list[Holder]) -> Cal
         out = own(*bound.args, **bound.kwargs)
         states = tuple(_kept(given.layer) if heard else _attributes(before))
         if states and all(other.module is not module for other in holders):
-            holders.append(Holder(module, cache if heard else None, count, states))
+            holders.append(RecurrentState(module, cache if heard else None, count, states))
         return out
 
     return forward

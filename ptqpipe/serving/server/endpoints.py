@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from starlette.requests import Request as HttpRequest
 
-from ptqpipe.serving.engine import Piece, Request, TokenLogprob
+from ptqpipe.serving.engine import Request, TokenLogprob, TokenOutput
 from ptqpipe.serving.server.calls import Call, EventStream, collected
 from ptqpipe.serving.server.errors import ApiError
 from ptqpipe.serving.server.logprobs import for_chat, for_completion
@@ -34,7 +34,7 @@ class AnswerChoice:
     finish: str | None = None
     named: int = 0  # characters of the names of the tokens whose log probabilities are out
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: TokenOutput) -> None:
         """Adds a piece."""
         self.text += piece.text
         self.tokens += piece.tokens

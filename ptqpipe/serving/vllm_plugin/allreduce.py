@@ -196,7 +196,7 @@ def _announce(group: Any, built: "QuantAllReduce", settings: PluginSettings) -> 
         settings.codec,
         settings.block,
         "never pays here and stays off" if built.min_bytes >= NEVER else f"from {built.min_bytes} bytes on",
-        ", ".join(way for _, way in built.thresholds.plain) or "own",
+        ", ".join(method for _, method in built.thresholds.plain) or "own",
     )
 
 

@@ -182,7 +182,7 @@ from ptqpipe.numerics.kernels import triton
 triton.find_spec = lambda name: None if name == "triton" else importlib.util.find_spec(name)
 import torch
 print(triton.available(), triton.block_quantize(torch.ones(1, 32), triton_format))
-""".replace("triton_format", "__import__('ptqpipe.numerics.formats').formats.get_format('mxfp4')")
+""".replace("triton_format", "__import__('ptqpipe.numerics.formats', fromlist=['']).get_format('mxfp4')")
     code += "\ntry:\n    triton.require()\nexcept Exception as error:\n    print(type(error).__name__, error)\n"
     first, line = python(code).splitlines()
     assert first == "False None"

@@ -113,8 +113,8 @@ def runs(pid: int) -> bool:
 @pytest.mark.parametrize("sums", ["off", "int8"])
 def test_sums_may_have_a_group_of_their_own(tmp_path: Path, sums: str) -> None:
     """As on GPUs, with gloo in NCCL's place, in both processes."""
-    code = "import torch.distributed as dist\nfrom ptqpipe.serving.ranks import Place\n"
-    code += "Place.group_of_sums = lambda self, device: dist.new_group(backend='gloo')\n"
+    code = "import torch.distributed as dist\nfrom ptqpipe.serving.ranks import RankInfo\n"
+    code += "RankInfo.group_of_sums = lambda self, device: dist.new_group(backend='gloo')\n"
     (tmp_path / "sitecustomize.py").write_text(code)
     options = ("--tp", "2", "--allreduce", sums, "--no-overlap")
     with started(tmp_path, *options, path=(tmp_path,)) as service:
