@@ -13,7 +13,7 @@ from ptqpipe.calibration.store import BlockRecord, write_outputs
 from ptqpipe.checkpoint import LayerFolder
 from ptqpipe.checkpoint.tensor_names import layer_of
 from ptqpipe.models.source import Source
-from ptqpipe.recipe.origins import WeightMap
+from ptqpipe.recipe.weight_map import WeightMap
 from ptqpipe.run.machine import BASE_BYTES, Machine, Ranks, counting_bar
 from ptqpipe.runtime.compiled import pass_dtype
 from ptqpipe.runtime.skeleton import Skeleton

@@ -22,7 +22,7 @@ from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
 from ptqpipe.conversion.card import CARD, is_ours
 from ptqpipe.models.slices import Member, Slice
 from ptqpipe.models.source import Source, SourceRows, row_runs
-from ptqpipe.recipe.origins import WeightMap
+from ptqpipe.recipe.weight_map import WeightMap
 from ptqpipe.run.quantities import number, sqnr_db, table
 
 _ROUNDED = 1e-6  # a reciprocal's reciprocal may be the next float32

@@ -14,7 +14,7 @@ from typing import Any, Final
 from ptqpipe.checkpoint.adapter import ADAPTER_CONFIG, adapter_error, is_adapter_file
 from ptqpipe.checkpoint.files import FOLDING_FILE
 from ptqpipe.checkpoint.header import shown
-from ptqpipe.checkpoint.held import held_in
+from ptqpipe.checkpoint.in_memory import held_in
 from ptqpipe.checkpoint.partial import Paths
 from ptqpipe.errors import CheckpointError, UsageError, first_line, missing_package, nearest, read_failure
 

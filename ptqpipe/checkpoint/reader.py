@@ -24,8 +24,8 @@ from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.files import OWN_FILES, FolderContent, read_json_object, refuse_foreign_links, scan_folder
 from ptqpipe.checkpoint.fingerprint import fingerprint_of
 from ptqpipe.checkpoint.header import FileHeader, TensorEntry, shown
-from ptqpipe.checkpoint.held import held_in
 from ptqpipe.checkpoint.hub import check_folder
+from ptqpipe.checkpoint.in_memory import held_in
 from ptqpipe.checkpoint.open_files import OpenFiles
 from ptqpipe.errors import CheckpointError, read_failure
 

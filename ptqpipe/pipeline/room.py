@@ -33,7 +33,7 @@ from ptqpipe.pipeline.call import own_weight
 from ptqpipe.pipeline.table import Way
 from ptqpipe.quantization.transforms import BATCH, transform_names
 from ptqpipe.recipe.options import PipelineOptions
-from ptqpipe.recipe.origins import WeightMap
+from ptqpipe.recipe.weight_map import WeightMap
 from ptqpipe.run.quantities import disk_size, memory_size
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
 

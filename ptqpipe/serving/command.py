@@ -29,7 +29,7 @@ from ptqpipe.serving.checks import (
 from ptqpipe.serving.ranks import RankInfo, WorkerRanks
 
 if TYPE_CHECKING:
-    from ptqpipe.serving.lead import RankZero
+    from ptqpipe.serving.rank_zero import RankZero
 
 Log = Callable[[str], None]
 
@@ -114,7 +114,7 @@ def serve(options: ServeOptions, place: RankInfo, *, worker: list[str], log: Log
     place.follow_parent()
     _check(options, place)
     if place.rank > 0:
-        from ptqpipe.serving.lead import follow_first
+        from ptqpipe.serving.rank_zero import follow_first
 
         follow_first(options, place)
         return
@@ -177,7 +177,7 @@ def _prepared(
 ) -> Iterator[tuple["RankZero", socket, str | None]]:
     """The first rank, ready to load, its socket and the chat template; the other ranks run meanwhile."""
     from ptqpipe.runtime.loading import load_tokenizer
-    from ptqpipe.serving.lead import RankZero
+    from ptqpipe.serving.rank_zero import RankZero
     from ptqpipe.serving.server.run import bind
 
     listening = bind(options.host, options.port)

@@ -21,7 +21,7 @@ from ptqpipe.calibration.activations import OnDisk
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.data import load_samples
 from ptqpipe.calibration.statistics import BLOCK, Statistics
-from ptqpipe.checkpoint.block_folder import Finished
+from ptqpipe.checkpoint.layer_folder import Finished
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.cli.common import devices_of
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, UsageError

@@ -11,9 +11,9 @@ import pytest
 
 import ptqpipe
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
-from ptqpipe.checkpoint.block_folder import LayerFolder
 from ptqpipe.checkpoint.fingerprint import pages
 from ptqpipe.checkpoint.header import parse_file
+from ptqpipe.checkpoint.layer_folder import LayerFolder
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.conversion.dequantize import dequantize

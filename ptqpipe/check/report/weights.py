@@ -20,7 +20,7 @@ from ptqpipe.conversion.measured import prove_weight
 from ptqpipe.conversion.record import Record
 from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source, SourceRows
-from ptqpipe.recipe.origins import WeightMap
+from ptqpipe.recipe.weight_map import WeightMap
 from ptqpipe.run.machine import Machine, counting_bar
 
 WORST_SHOWN = 12

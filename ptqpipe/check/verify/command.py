@@ -36,8 +36,8 @@ from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.search.proof import Optimality
 from ptqpipe.quantization.learned_codes import TRAINED_REASON
-from ptqpipe.recipe.origins import WeightMap
 from ptqpipe.recipe.plan import Unit
+from ptqpipe.recipe.weight_map import WeightMap
 from ptqpipe.run.machine import counting_bar, default_workers, one_thread_each
 from ptqpipe.runtime.expected import unlike_model
 

@@ -16,7 +16,7 @@ from ptqpipe.check.verify.findings import Findings
 from ptqpipe.checkpoint import NotFinite
 from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
 from ptqpipe.models.source import Source
-from ptqpipe.recipe.origins import WeightMap
+from ptqpipe.recipe.weight_map import WeightMap
 
 READ_BYTES = 8 << 20
 _ROPE_BUFFER = re.compile(r".*rotary_emb\.inv_freq")

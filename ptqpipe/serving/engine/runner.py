@@ -18,13 +18,13 @@ from ptqpipe.errors import UsageError
 from ptqpipe.run.quantities import option_size
 from ptqpipe.serving.engine.attention import PagedAttention, Pages, implementation, numbers_of
 from ptqpipe.serving.engine.batch import Batch
+from ptqpipe.serving.engine.decode_step import DecodeStep, decode_step
 from ptqpipe.serving.engine.device_layers import use_device_layers
 from ptqpipe.serving.engine.graphs import StepGraphs
 from ptqpipe.serving.engine.images import DEEP
 from ptqpipe.serving.engine.layers import use_layers
 from ptqpipe.serving.engine.probe import ATTENTION, STATES, check_tokens, kinds_of, mtp_shape, probe
 from ptqpipe.serving.engine.states import States
-from ptqpipe.serving.engine.whole import WholeStep, whole_step
 
 if TYPE_CHECKING:
     from ptqpipe.serving.engine.overlap import Overlap
@@ -91,8 +91,8 @@ class ModelRunner:
         self.graphs = self._step_graphs(options.max_len) if agree is None and overlap is None else None
         if agree is None and overlap is None:
             use_device_layers(model, self.attention)
-        self.whole: WholeStep | None = None
-        self.whole = whole_step(model, use_layers(model, self.attention), self.attention, self._forward)
+        self.decode_step: DecodeStep | None = None
+        self.decode_step = decode_step(model, use_layers(model, self.attention), self.attention, self._forward)
         model.get_input_embeddings().register_forward_hook(self._with_images)
         for module in model.modules():
             if set(DEEP) <= signature(module.forward).parameters.keys():
@@ -153,7 +153,7 @@ class ModelRunner:
             return by_graph.to(torch.float32, copy=True)
         device = self.model.device
         with self.attention.during(batch), self.states.during(batch):
-            by_kernels = None if self.whole is None else self.whole.run(batch)
+            by_kernels = None if self.decode_step is None else self.decode_step.run(batch)
             if by_kernels is not None:
                 return by_kernels.float()
             out = self.model(
