@@ -2,10 +2,10 @@
 
 Usage: [PTQPIPE_ISA=avx2] python -m labs.step CHECKPOINT [--batches 1,4,16] [--prompt N] [--new N]
 
-One process and one model: each even step leaves the model's forward out (`engine/decode_step.py` of ptqpipe/serving), each
-odd one does not. A JSON line for each batch: medians in ms of CPU time of a whole step, of its compiled calls, and of the
-rest, which is Python and torch's operators. CPU time holds beside other work on the machine, but for what that does to
-the caches. Set OMP_NUM_THREADS=1.
+One process and one model: each even step leaves the model's forward out (`engine/decode_step.py` of ptqpipe/serving),
+each odd one does not. A JSON line for each batch: medians in ms of CPU time of a whole step, of its compiled calls,
+and of the rest, which is Python and torch's operators. CPU time holds beside other work on the machine, but for what
+that does to the caches. Set OMP_NUM_THREADS=1.
 """
 
 import argparse
