@@ -74,15 +74,15 @@ def recipe_keywords(*which: str) -> Keywords:
 
 def command(*groups: Keywords) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a function one of the API: its ``**options`` are the keywords of ``groups``, its errors speak Python."""
-    known = {name: entry for group in groups for name, entry in group.items()}
+    by_name = {name: entry for group in groups for name, entry in group.items()}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         plain = inspect.signature(function)
         own = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        names = [*(p.name for p in own), *known]
+        names = [*(p.name for p in own), *by_name]
         more = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-            for name, (kind, default) in known.items()
+            for name, (kind, default) in by_name.items()
         ]
 
         @wraps(function)
@@ -106,10 +106,10 @@ def command(*groups: Keywords) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def into(kind: type[T], options: Mapping[str, Any], **more: Any) -> T:
     """An option class from the keywords that are called as its fields are, and ``more``. Several names may be a text
     with commas, too."""
-    known = {one.name: one.default for one in fields(kind)}  # type: ignore[arg-type]  # kind is a dataclass
-    given = {name: value for name, value in options.items() if name in known}
-    given |= {name: names_in(value) for name, value in given.items() if isinstance(known[name], tuple)}
-    return kind(**given | more)
+    defaults = {one.name: one.default for one in fields(kind)}  # type: ignore[arg-type]  # kind is a dataclass
+    values = {name: value for name, value in options.items() if name in defaults}
+    values |= {name: names_in(value) for name, value in values.items() if isinstance(defaults[name], tuple)}
+    return kind(**values | more)
 
 
 def recipe_of(options: Mapping[str, Any], *, format: str | None, ignore: Iterable[str]) -> RecipeOptions:

@@ -235,9 +235,9 @@ def generate(
     own["length"] = tuple(length) if isinstance(length, Iterable) else (length,)
     machine = machine_of(options, memory=COMPUTING, waits=False)
     with data_names(prompts) as names:
-        asked = GenerateOptions(**own, prompts=tuple(names))
+        chosen = GenerateOptions(**own, prompts=tuple(names))
         done = generate_stage.generate(
-            model, Path(out), options=asked, overwrite=options.get("overwrite", False), machine=machine
+            model, Path(out), options=chosen, overwrite=options.get("overwrite", False), machine=machine
         )
     content = done.content
     facts = {"windows": f"{content['samples']} of {content['seqlen']} tokens", "held out": str(content["held_out"])}
@@ -351,8 +351,8 @@ def plan(
     <plan mixed.yaml: bits per weight ..., formats ..., size ... MB>
     """
     target, reader = Path(out), options.get("reader")
-    asked = PipelineOptions(formats=None if formats is None else names_in(formats), reader=reader)
-    chosen = formats_for(asked)
+    choices = PipelineOptions(formats=None if formats is None else names_in(formats), reader=reader)
+    chosen = formats_for(choices)
     plan_stage.check_recipe_target(target)
     tokens, seqlen = options.get("max_tokens"), options.get("seqlen")
     outcome = plan_stage.plan_mixed(

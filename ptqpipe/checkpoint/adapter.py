@@ -48,8 +48,8 @@ def is_adapter_file(name: str) -> bool:
 
 def are_adapters(names: Iterable[str]) -> bool:
     """Whether tensors are, by all of their names, those of an adapter; False of none."""
-    known = list(names)
-    return bool(known) and all(_NAME.match(name) for name in known)
+    listed = list(names)
+    return bool(listed) and all(_NAME.match(name) for name in listed)
 
 
 def adapter_error(folder: Path) -> CheckpointError:

@@ -203,9 +203,9 @@ def _why_not_fetched(error: Exception, errors: Any, meant: str) -> str:
         return "is refused by the hub: the token is not valid there; set HF_TOKEN or run hf auth login"
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         # huggingface_hub says so of an answer of the hub that it cannot use, too
-        asked = getattr(getattr(error.__cause__, "response", None), "status_code", None)
-        if asked is not None:
-            return f"is not in the hub's cache, and the hub answered {asked}; try again later or name a folder"
+        answer_code = getattr(getattr(error.__cause__, "response", None), "status_code", None)
+        if answer_code is not None:
+            return f"is not in the hub's cache, and the hub answered {answer_code}; try again later or name a folder"
         partly = getattr(errors, "IncompleteSnapshotError", None)
         if partly is not None and isinstance(error, partly):
             return (

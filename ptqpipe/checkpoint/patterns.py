@@ -104,16 +104,16 @@ def alike(patterns: Iterable[str]) -> Callable[[str], str]:
 
     A model has tens of thousands of names of some thirty kinds.
     """
-    known: set[str] = set()
+    numbers: set[str] = set()
     for pattern in patterns:
         if not (_PLAIN if pattern.startswith("re:") else _PLAIN_GLOB).fullmatch(pattern):
             return lambda name: name
-        known.update(regex.findall(r"(?<![A-Za-z_\[\d])\d+(?![A-Za-z_\d\]])", pattern))
-    other = "0" * (1 + max(map(len, known), default=0))
+        numbers.update(regex.findall(r"(?<![A-Za-z_\[\d])\d+(?![A-Za-z_\d\]])", pattern))
+    other = "0" * (1 + max(map(len, numbers), default=0))
 
     def kind(name: str) -> str:
         first, *rest = name.split(".")
-        return ".".join([first, *[other if part.isdecimal() and part not in known else part for part in rest]])
+        return ".".join([first, *[other if part.isdecimal() and part not in numbers else part for part in rest]])
 
     return kind
 

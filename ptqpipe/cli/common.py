@@ -48,8 +48,8 @@ class Given(SimpleNamespace):
     @property
     def recipe(self) -> RecipeOptions:
         """Those that decide bytes (`recipe_options`)."""
-        known = recipe_fields()
-        given = {name: value for name, value in vars(self).items() if name in known}
+        names = recipe_fields()
+        given = {name: value for name, value in vars(self).items() if name in names}
         return RecipeOptions(self.scheme, self.ignore, **given)
 
     @property
@@ -156,8 +156,8 @@ def _errors_in_one_line(leaves: Callable[[], str]) -> Iterator[None]:
     except BrokenPipeError:  # nobody reads on: click ends in silence
         raise
     except OSError as error:
-        known = ": ".join(str(part) for part in (error.filename, failure(error)) if part)
-        _fail(_out_of_resources(error) or one_line(known), 1)
+        message = ": ".join(str(part) for part in (error.filename, failure(error)) if part)
+        _fail(_out_of_resources(error) or one_line(message), 1)
     except KeyboardInterrupt:
         say(f"\nInterrupted: {leaves()}.")
         sys.exit(INTERRUPTED)
@@ -189,8 +189,8 @@ def _out_of_resources(error: BaseException) -> str | None:
         less += ["use --device cpu"] * ("device" in options)
         return f"out of memory on the GPU ({text}); {', '.join(['end other programs on it', *less])}"
     if is_no_memory(error):
-        known = "" if text == type(error).__name__ else f" ({text})"
-        return f"out of memory{known}; {remedy} (ulimit -v, or its container's)"
+        detail = "" if text == type(error).__name__ else f" ({text})"
+        return f"out of memory{detail}; {remedy} (ulimit -v, or its container's)"
     return f"a library gave up: {text}; check the model's tokenizer, and the text" if is_panic(error) else None
 
 

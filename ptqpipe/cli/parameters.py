@@ -189,7 +189,7 @@ def options(*which: Callable[[F], F]) -> Callable[[F], F]:
 
 def recipe_options(*which: str) -> Callable[[F], F]:
     """--format, --ignore and the options of the table that are called so, or all; `Given.recipe` has what was given."""
-    known = recipe_fields()
+    by_name = recipe_fields()
     return options(
         click.option(
             "--format",
@@ -204,14 +204,14 @@ def recipe_options(*which: str) -> Callable[[F], F]:
             metavar="PATTERN",
             help="Leave these modules unquantized, whatever a recipe says: a name, a glob, re:<regex>. Repeatable.",
         ),
-        *(_from_table(known[name]) for name in which or known),
+        *(_from_table(by_name[name]) for name in which or by_name),
     )
 
 
 def pipeline_options(*which: str) -> Callable[[F], F]:
     """The options of `PipelineOptions` that are called so, or all; `Given.pipeline` has what was given."""
-    known = pipeline_fields()
-    return options(*(_from_table(known[name]) for name in which or known))
+    by_name = pipeline_fields()
+    return options(*(_from_table(by_name[name]) for name in which or by_name))
 
 
 def _from_table(one: Field[Any]) -> Callable[[F], F]:

@@ -46,10 +46,10 @@ def name_here(error: click.NoSuchOption, known: Iterable[click.Parameter]) -> cl
 
 def add_former(parser: Any, options: Iterable[click.Parameter], ctx: click.Context) -> None:
     """Lets click's ``parser`` of a command take the former spellings that no option has taken; help shows none."""
-    known = {flag: option for option in options for flag in option.opts}
+    by_flag = {flag: option for option in options for flag in option.opts}
     for former, present in FORMER.items():
-        if present in known and former not in known:
-            hidden = copy(known[present])
+        if present in by_flag and former not in by_flag:
+            hidden = copy(by_flag[present])
             hidden.opts = [former]
             hidden.add_to_parser(parser, ctx)
 

@@ -95,8 +95,8 @@ class Conversation:
         data = None if body is None else json.dumps(body).encode()
         proxies = urllib.request.ProxyHandler({} if "://127.0.0.1:" in self._url else None)
         try:
-            asked = urllib.request.Request(self._url + path, data, self._headers)
-            return urllib.request.build_opener(proxies).open(asked, timeout=_ANSWER_S)
+            request = urllib.request.Request(self._url + path, data, self._headers)
+            return urllib.request.build_opener(proxies).open(request, timeout=_ANSWER_S)
         except urllib.error.HTTPError as error:
             raise PtqError(_reason(error)) from None
         except (OSError, ValueError, HTTPException) as error:

@@ -194,9 +194,9 @@ class _Folding:
         width = entry.nbytes // _tall(entry)
         turns = any(isinstance(op, Rotate) for op in self.ops[entry.name])
         for first, last in _runs(entry, start // width, -(-stop // width), turns=turns):
-            made = torch.frombuffer(bytes_of(self._rows(entry, first, last)), dtype=torch.uint8)
+            content = torch.frombuffer(bytes_of(self._rows(entry, first, last)), dtype=torch.uint8)
             low, high = max(first * width, start), min(last * width, stop)
-            out[low - start : high - start].copy_(made[low - first * width : high - first * width])
+            out[low - start : high - start].copy_(content[low - first * width : high - first * width])
 
     def _rows(self, entry: TensorEntry, first: int, last: int) -> torch.Tensor:
         """Rows [first, last) of the tensor seen as one tall matrix, all of them of one plane of a stack, as they are

@@ -119,8 +119,8 @@ def decode_images(raw: Sequence[bytes], where: str) -> "list[Image]":
                 f"image {number} of {where} has far more pixels than {MOST_PIXELS}; make it smaller"
             ) from None
         except Exception:  # of what kind depends on the format's code
-            known = ", ".join(_FORMATS)
-            raise UsageError(f"image {number} of {where} is none that can be decoded; expected {known}") from None
+            formats = ", ".join(_FORMATS)
+            raise UsageError(f"image {number} of {where} is none that can be decoded; expected {formats}") from None
         short, long = sorted(max(1, side) for side in image.size)
         pixels += short * long if short >= _LEAST_SIDE else _LEAST_SIDE**2 * long // short
         if pixels > MOST_PIXELS:

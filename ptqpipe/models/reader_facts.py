@@ -162,10 +162,10 @@ def container_for(reader: str, schemes: Sequence[Scheme], *, container: str | No
     UsageError for a scheme that the reader does not run, with those that it does, and for a container that it does not
     read this scheme from.
     """
-    known, common = formats_of(reader), None
+    formats, common = formats_of(reader), None
     for scheme in schemes:
-        if scheme.name not in known:
-            raise UsageError(f"{reader} does not run {scheme.name}; it runs {', '.join(known)}")
+        if scheme.name not in formats:
+            raise UsageError(f"{reader} does not run {scheme.name}; it runs {', '.join(formats)}")
         containers = READERS[reader][scheme.name]
         if container is not None and container not in containers:
             raise UsageError(

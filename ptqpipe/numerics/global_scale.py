@@ -58,10 +58,10 @@ def canonical(g: torch.Tensor, fmt: Format) -> torch.Tensor:
     Scales of 24 bits leave no room: for them only the reciprocal's round trip is ensured.
     Raises NumericsError outside 2^-100 .. 2^100 (NaN and inf included).
     """
-    given = float(g)
-    if not RANGE[0] <= given <= RANGE[1]:
+    value = float(g)
+    if not RANGE[0] <= value <= RANGE[1]:
         raise NumericsError(
-            f"global scale {given:g} of {fmt.name} is outside 2^-100 .. 2^100; the weight's magnitudes are not "
+            f"global scale {value:g} of {fmt.name} is outside 2^-100 .. 2^100; the weight's magnitudes are not "
             "those of a trained model, rescale it or keep it"
         )
     significand, exponent = math.frexp(float(g.float()))

@@ -89,8 +89,8 @@ class Scheme:
     @property
     def label(self) -> str:
         """The name, with what is added to it."""
-        turned = f", inputs rotated by {self.rotation}" if self.rotation else ""
-        return (self.name if self.low_rank is None else f"{self.name} + {self.low_rank}") + turned
+        rotation = f", inputs rotated by {self.rotation}" if self.rotation else ""
+        return (self.name if self.low_rank is None else f"{self.name} + {self.low_rank}") + rotation
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Stored bits of a weight [N, K], scales and all, for each of its numbers."""
@@ -230,9 +230,9 @@ def get_scheme(name: str) -> Scheme:
     if "/" in name:
         fmt = get_format(name)
         return Scheme(fmt.name, fmt, Activation.NONE, fmt.name.upper().replace("/", "-"), container="ptqpipe")
-    known = ", ".join(SCHEMES)
+    names = ", ".join(SCHEMES)
     raise UnknownFormat(
-        f"unknown format {name!r}; {_nearest(key)}known are {known}, or element/block/scale[/global] such as "
+        f"unknown format {name!r}; {_nearest(key)}known are {names}, or element/block/scale[/global] such as "
         "e2m1/8/ue5m3"
     )
 

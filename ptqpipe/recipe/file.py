@@ -88,8 +88,8 @@ def named_recipes(package: Path = _PACKAGE) -> dict[str, Path]:
 
 def named_recipe(name: str) -> Path:
     """The file of a recipe that comes with ptqpipe; ``-``, ``.`` and ``_`` are alike. UsageError with near names."""
-    known = named_recipes()
-    file = known.get(_key(name))
+    recipes = named_recipes()
+    file = recipes.get(_key(name))
     if file is None:
         raise UsageError(f"unknown recipe {name!r}; {_near(name)}")
     return file
@@ -297,5 +297,5 @@ def _with_options(rule: Rule, options: RecipeOptions) -> Rule:
 
 def _given(options: RecipeOptions, kind: type[Rule] | type[Recipe]) -> dict[str, Any]:
     """The options that were given, of those that name a field of ``kind``."""
-    known = {field.name for field in fields(kind)}
-    return {name: value for name, value in options.given.items() if name in known}
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in options.given.items() if name in names}

@@ -117,13 +117,13 @@ class Recipe(CheckpointOptions):
         its readers make one matrix of, unless the recipe has its own table of that; with ``mtp``, a rule in front for
         the multi-token prediction layers, which wins over what keeps them as a whole (`named`)."""
         issues = [issue for issue in issues_of(config) if issue.by_default]
-        known = (issue.keep for issue in issues)
+        defaults = (issue.keep for issue in issues)
         fuse = fuse_of(config) if self.fuse == DEFAULT_FUSE else self.fuse
         rules = self._mtp_rules([issue.keep.pattern for issue in issues if issue.mtp])
         return replace(
             self,
             rules=(*(rule for rule in rules if rule not in self.rules), *self.rules),
-            keep=(*(keep for keep in known if keep not in self.keep), *self.keep),
+            keep=(*(keep for keep in defaults if keep not in self.keep), *self.keep),
             fuse=fuse,
         )
 
@@ -142,13 +142,13 @@ class Recipe(CheckpointOptions):
         """(rule's pattern, keep's pattern) where the rule means what is kept by default: of the model's ``modules`` it
         matches some, not all, and none that this pattern does not keep. Such a rule wins, and other defaults still
         hold: of a vision tower that a rule names, the embeddings stay."""
-        known = list(modules)
+        every = list(modules)
         if all(rule.match == "*" for rule in self.rules):
             return frozenset()
         pairs = set()
         for rule in self.rules:
-            meant = [] if rule.scheme is None else [module for module in known if matches(rule.match, module)]
-            for keep in self.keep if 0 < len(meant) < len(known) else ():
+            meant = [] if rule.scheme is None else [module for module in every if matches(rule.match, module)]
+            for keep in self.keep if 0 < len(meant) < len(every) else ():
                 default = keep.reason not in (IGNORED, BY_RECIPE)
                 if default and all(matches(keep.pattern, module) for module in meant):
                     pairs.add((rule.match, keep.pattern))
@@ -216,11 +216,11 @@ class Recipe(CheckpointOptions):
         described = {"mtp": "keep", **described}  # which earlier versions did not say
         try:
             said = {"rotate": None, **described}
-            given = {field.name: said[field.name] for field in fields(Recipe)}
-            given["rules"] = tuple(Rule.from_json(rule) for rule in given["rules"])
-            given["keep"] = tuple(Keep(str(keep[0]), str(keep[1]), *map(int, keep[2:])) for keep in given["keep"])
-            given["fuse"] = tuple(tuple(map(str, leaves)) for leaves in given["fuse"])
-            recipe = Recipe(**given)
+            values = {field.name: said[field.name] for field in fields(Recipe)}
+            values["rules"] = tuple(Rule.from_json(rule) for rule in values["rules"])
+            values["keep"] = tuple(Keep(str(keep[0]), str(keep[1]), *map(int, keep[2:])) for keep in values["keep"])
+            values["fuse"] = tuple(tuple(map(str, leaves)) for leaves in values["fuse"])
+            recipe = Recipe(**values)
             again = recipe.to_json()
         except (PtqError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise RecipeError(f"the recipe cannot be read: {type(error).__name__} {error}") from None

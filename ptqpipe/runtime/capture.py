@@ -172,11 +172,11 @@ class ModelShell:
                 del module.forward
 
     def _call(self, ids: torch.Tensor, images: Mapping[str, Any] | None = None) -> Any:
-        given = {name: _on(value, self._device) for name, value in (images or {}).items()}
+        inputs = {name: _on(value, self._device) for name, value in (images or {}).items()}
         try:
             with contextlib.suppress(StopForward):
                 cached = with_cache(self._model, self._cache)
-                return self._model(input_ids=ids.to(self._device), **cached, **given)
+                return self._model(input_ids=ids.to(self._device), **cached, **inputs)
             return None
         except RuntimeError as error:  # its forward does something between the blocks that nothing here foresees
             if is_no_memory(error):

@@ -142,11 +142,11 @@ def _check_type(file: Path, raw: Mapping[str, Any]) -> None:
         )
     if kind in CONFIG_MAPPING:
         return
-    known = list(CONFIG_MAPPING)
+    types = list(CONFIG_MAPPING)
     if raw.get("auto_map"):
         remedy = f"its code comes with it (auto_map), and such code is never run; {WITHOUT_RUN}"
-    elif nearest(kind, known):
-        remedy = f"{did_you_mean(kind, known)} If it is right, update transformers, or {WITHOUT_RUN}"
+    elif nearest(kind, types):
+        remedy = f"{did_you_mean(kind, types)} If it is right, update transformers, or {WITHOUT_RUN}"
     else:
         remedy = f"update transformers, or {WITHOUT_RUN}"
     raise CheckpointError(

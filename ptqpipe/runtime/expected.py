@@ -45,8 +45,8 @@ def _by_transformers(source: Source, tensors: Mapping[str, tuple[str, tuple[int,
     if len(tensors) > _MOST_TENSORS or (layer_count(source.reader.config) or 0) > _MOST_LAYERS:
         return None
     answers = (_unlike_class(source, tensors, *each) for each in _classes_of(source.reader.path))
-    known = [lines for lines in answers if lines is not None]
-    return next(filter(None, known), known[0] if known else None)
+    complaints = [lines for lines in answers if lines is not None]
+    return next(filter(None, complaints), complaints[0] if complaints else None)
 
 
 def _unlike_class(

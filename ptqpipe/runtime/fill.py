@@ -191,8 +191,8 @@ def _region(model: Any, source: Source, name: str, homes: Sequence[Home], plan: 
     cut = replace(cut, pieces=1) if home.pieces > 1 else cut
     stored = source.stored.get(name)
     shape = source.tensors[name][1]
-    turned = is_transposed(model.get_submodule(home.module))
-    at = tuple(axis_of(len(shape), axis, transposed=turned, leaf=home.leaf) for axis in ("out", "in"))
+    transposed = is_transposed(model.get_submodule(home.module))
+    at = tuple(axis_of(len(shape), axis, transposed=transposed, leaf=home.leaf) for axis in ("out", "in"))
     extent = shape[at[0 if cut.axis == "out" else 1]] if stored is None else stored.shape[cut.axis == "in"]
     ranges = cut.ranges(extent)
     if cut.axis == "out":

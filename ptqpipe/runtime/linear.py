@@ -81,10 +81,10 @@ class PackedLinear(torch.nn.Module):
             if layer.unpacked is not None or layer.siblings is not None or "forward" in vars(layer):
                 return None
         with torch.inference_mode(False), torch.no_grad():
-            made = PackedWeight.joined([layer.packed for layer in layers])
-            if made is None:
+            joined = PackedWeight.joined([layer.packed for layer in layers])
+            if joined is None:
                 return None
-            whole, *parts = made
+            whole, *parts = joined
             for layer, part in zip(layers, parts, strict=True):
                 layer.packed = part
             bias = None

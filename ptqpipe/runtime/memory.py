@@ -51,8 +51,8 @@ def available_bytes(root: Path = _ROOT) -> int:
 
     root  where ``proc`` and ``sys`` are
     """
-    known = [limit for limit in (_mem_available(root), cgroup_bytes(root)) if limit is not None]
-    return min(known, default=UNKNOWN_BYTES)
+    limits = [limit for limit in (_mem_available(root), cgroup_bytes(root)) if limit is not None]
+    return min(limits, default=UNKNOWN_BYTES)
 
 
 def _mem_available(root: Path) -> int | None:

@@ -113,9 +113,9 @@ def with_expert_names(model: Any, conversions: Sequence[Any], shapes: Mapping[st
     names = [name for name in shapes if _FIRST_EXPERT.search(name)]
     find = Homes(model, conversions) if names else None
     homeless = {name: shapes[name] for name in names if find is not None and not find.of(name)}
-    for turned, spelling in product((False, True), _SPELLINGS) if homeless else ():
-        extended = [*conversions, *_expert_converters(*spelling, turned=turned)]
-        if _fits(Homes(model, extended), model, homeless, turned=turned):
+    for transposed, spelling in product((False, True), _SPELLINGS) if homeless else ():
+        extended = [*conversions, *_expert_converters(*spelling, turned=transposed)]
+        if _fits(Homes(model, extended), model, homeless, turned=transposed):
             return extended
     return list(conversions)
 

@@ -192,20 +192,20 @@ def _place(
 
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    known = model.state_dict()
+    state_dict = model.state_dict()
     prefix = model.base_model_prefix
     origins: dict[str, list[str]] = defaultdict(list)
     unplaced = []
     for name in sorted(state, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
-        if target not in known and name in known:
-            target, pattern = rename_source_key(name, [], [], prefix, known)
-        if target not in known:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state_dict)
+        if target not in state_dict and name in state_dict:
+            target, pattern = rename_source_key(name, [], [], prefix, state_dict)
+        if target not in state_dict:
             unplaced.append(name)
             continue
         converter = next((c for c in converters if pattern is not None and pattern in c.source_patterns), None)
-        for made in _targets(target, converter, known):
-            origins[made].append(name)
+        for parameter in _targets(target, converter, state_dict):
+            origins[parameter].append(name)
     return {name: tuple(sources) for name, sources in origins.items()}, tuple(unplaced)
 
 

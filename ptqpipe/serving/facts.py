@@ -60,13 +60,13 @@ def instructions(url: str, *, chats: bool, key: bool) -> list[str]:
     chats  whether there is a chat template
     key    whether clients need an API key
     """
-    asked = (
+    body = (
         {"messages": [{"role": "user", "content": "Hello"}]}
         if chats
         else {"prompt": "Once upon a time", "max_tokens": 64}
     )
     path = "chat/completions" if chats else "completions"
-    words = [f"curl {url}/v1/{path}", "-H 'content-type: application/json'", f"-d {shlex.quote(json.dumps(asked))}"]
+    words = [f"curl {url}/v1/{path}", "-H 'content-type: application/json'", f"-d {shlex.quote(json.dumps(body))}"]
     words += ['-H "authorization: Bearer $PTQPIPE_API_KEY"'] if key else []
     call = " \\\n         ".join(words)  # a terminal would break it inside of quotation marks
     return [f"  API reference: {url}/docs", f"  try: {call}", "  stop: Ctrl-C"]

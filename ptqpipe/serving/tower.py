@@ -123,9 +123,9 @@ def _decoder_arguments(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         raise StopForward
 
     def mask(*_args: Any, mask_function: Any, **_ignored: Any) -> torch.Tensor:
-        made = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-        setattr(made, _RULE, mask_function)
-        return made
+        everything = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        setattr(everything, _RULE, mask_function)
+        return everything
 
     def embed(ids: torch.Tensor) -> torch.Tensor:
         return torch.full((*ids.shape, config.hidden_size), _TEXT, dtype=model.dtype, device=ids.device)

@@ -85,8 +85,8 @@ def check_tasks(request: TaskRequest) -> None:
         if name in _local_names():
             _local_config(name, request.task_data)
         elif name not in manager.all_tasks:
-            known = [*_local_names(), *manager.all_tasks]
-            near = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
+            names = [*_local_names(), *manager.all_tasks]
+            near = difflib.get_close_matches(name, names, n=4, cutoff=0.5)
             hint = f"; near it are {', '.join(near)}" if near else "; `lm_eval ls tasks` lists all"
             raise UsageError(f"task {name!r} is unknown{hint}")
 

@@ -208,10 +208,14 @@ def read_result(path: Path, *, run_id: str | None) -> dict[str, Any]:
     try:
         baseline, settings = content.get("baseline"), content.get("settings") or {}
         rows = {kind: [_checked(row, kind) for row in content.get(kind) or ()] for kind in _MUST}
-        given = {key: value for key, value in settings.items() if value is not None}
-        words = (f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in given.items())
-        made = tuple((str(what), str(value)) for what, value in (content.get("made") or {}).items() if value)
-        names = {"baseline": str(baseline["name"]) if baseline else "", "settings": ", ".join(words), "made": made}
+        values = {key: value for key, value in settings.items() if value is not None}
+        words = (f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items())
+        provenance = tuple((str(what), str(value)) for what, value in (content.get("made") or {}).items() if value)
+        names = {
+            "baseline": str(baseline["name"]) if baseline else "",
+            "settings": ", ".join(words),
+            "made": provenance,
+        }
         return {**names, **rows}
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(

@@ -108,6 +108,6 @@ def continued(model: Any, beginning: torch.Tensor, *, begin: int | None = None, 
     first = beginning.new_full((len(beginning), int(begin is not None)), begin or 0)
     ids = torch.cat([first, beginning], 1).to(model.device)
     plain = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "num_beams": 1}
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, pad_token_id=0, **plain)
-    written: torch.Tensor = made[:, ids.shape[1] :].cpu()
+    generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, pad_token_id=0, **plain)
+    written: torch.Tensor = generated[:, ids.shape[1] :].cpu()
     return written

@@ -76,8 +76,8 @@ def verdict(result: Mapping[str, Any]) -> Verdict | None:
     words, same = [f"KL {kl:.2e}".replace("e-0", "e-").replace("e+0", "e+")], worst.get("top1_agreement")
     if same is not None:
         words.append(f"same top token {100 * float(same):.1f} %")
-    known = change.get(worst["data"])
-    words += [str(known)] if known is not None else []
+    perplexity = change.get(worst["data"])
+    words += [str(perplexity)] if perplexity is not None else []
     return Verdict(WORDS[place], ", ".join(words), like(kl))
 
 

@@ -84,8 +84,8 @@ def gather(
                 original = as_quantized(original, {} if record is None else record.raw)
                 report = _gather(ckpt, opened, original, record, machine=machine, all_rows=all_rows)
         words = None if word is None else (word.level, word.words, f"{word.like}. {thresholds()}")
-        made = tuple((f"evaluation: {what}", value) for what, value in result["made"]) if result is not None else ()
-        facts = (*report.provenance, *made)
+        run_rows = tuple((f"evaluation: {what}", value) for what, value in result["made"]) if result is not None else ()
+        facts = (*report.provenance, *run_rows)
         return replace(report, evaluation=result, verdict=words, provenance=facts, notes=(*notes, *report.notes))
 
 
@@ -202,18 +202,18 @@ def make_report(
     Raises what :func:`gather` raises, and OutputError where ``out`` exists and is no report: before anything is read.
     """
     target, kind = target_of(ckpt, out=out, kind=kind)
-    known = find_source(ckpt) if source is None else source
-    if all_rows and known is None:
+    original = find_source(ckpt) if source is None else source
+    if all_rows and original is None:
         raise UsageError("--all says on how many rows of the source searches are compared; add --source")
     measured = find_evaluation(ckpt) if evaluation is None else evaluation
     machine = machine or Machine()
-    report = gather(ckpt, source=known, evaluation=measured, all_rows=all_rows, machine=machine, log=log)
+    report = gather(ckpt, source=original, evaluation=measured, all_rows=all_rows, machine=machine, log=log)
     own = claims_own(ckpt)
     faults = len(verify(ckpt, workers=machine.workers, progress=machine.progress).faults) if own else None
-    made = tuple((f"this report: {what}", value) for what, value in run_facts(command).items() if value)
-    report = replace(report, faults=faults, provenance=(*report.provenance, *made))
+    run_rows = tuple((f"this report: {what}", value) for what, value in run_facts(command).items() if value)
+    report = replace(report, faults=faults, provenance=(*report.provenance, *run_rows))
     write_file(target, render(report, kind=kind))
-    return target, "\n".join(_told(target, report, known, measured))
+    return target, "\n".join(_told(target, report, original, measured))
 
 
 def target_of(ckpt: Path, *, out: Path | None, kind: str | None) -> tuple[Path, str]:

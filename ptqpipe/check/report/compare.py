@@ -53,8 +53,8 @@ def render_comparison(reports: Sequence[Report], *, kind: str, notes: Sequence[s
         return _markdown(rows, notes)
     measured = [row for row in rows if row.kl is not None and row.kl["mean"] > 0]
     measure = _measure(rows)
-    known = measure is not None and any(measure.of_weights(row, row.report.weights) is not None for row in rows)
-    in_roles = measure if known else None
+    has_errors = measure is not None and any(measure.of_weights(row, row.report.weights) is not None for row in rows)
+    in_roles = measure if has_errors else None
     return page(
         "compare.html.jinja",
         mark=HTML_MARK,

@@ -41,13 +41,13 @@ def compare(
 
 
 def _check_one_model(ckpts: Sequence[Path]) -> None:
-    known: dict[str, tuple[Path, str]] = {}
+    by_fingerprint: dict[str, tuple[Path, str]] = {}
     for ckpt in ckpts:
         source = read_source(ckpt)
         if source.get("fingerprint"):
-            known.setdefault(str(source["fingerprint"]), (ckpt, str(source.get("name"))))
-    if len(known) > 1:
-        (a, first), (b, second), *_ = known.values()
+            by_fingerprint.setdefault(str(source["fingerprint"]), (ckpt, str(source.get("name"))))
+    if len(by_fingerprint) > 1:
+        (a, first), (b, second), *_ = by_fingerprint.values()
         same = f", another model of that name than {a} was" if first == second else f", {a} from {first}"
         raise UsageError(f"{b} was made from {second}{same}; give checkpoints of one model")
 

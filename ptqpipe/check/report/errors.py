@@ -55,8 +55,8 @@ def _error_line(rows: Sequence[RoleRow], first: str) -> charts.Series | None:
         points.append((layer, pooled, f"layer {layer}  {rows[0].role}  {formats}: {pooled:.2f} dB{of}"))
         ranges.append((layer, min(values), max(values)))
         rings |= {layer} if formats != first else set()
-    made = charts.Series(rows[0].role, rows[0].index, tuple(points), tuple(ranges), rings=frozenset(rings))
-    return made if points else None
+    series = charts.Series(rows[0].role, rows[0].index, tuple(points), tuple(ranges), rings=frozenset(rings))
+    return series if points else None
 
 
 def error_strips(rows: Sequence[RoleRow]) -> Drawn | None:
@@ -79,8 +79,8 @@ def error_strips(rows: Sequence[RoleRow]) -> Drawn | None:
 
 def worst_weights(report: Report) -> list[ReportedWeight]:
     """The weights with the largest relative error."""
-    known = [w for w in report.weights if w.sqnr_db is not None]
-    return sorted(known, key=lambda w: (-(w.relative_mse or 0.0), w.name))[:WORST_ROWS]
+    measured = [w for w in report.weights if w.sqnr_db is not None]
+    return sorted(measured, key=lambda w: (-(w.relative_mse or 0.0), w.name))[:WORST_ROWS]
 
 
 def choice_dots(report: Report, rows: Sequence[RoleRow]) -> Drawn | None:
@@ -124,8 +124,8 @@ def choice_lines(report: Report) -> Drawn | None:
 
 def saved_by_global_scale(row: RoleRow) -> str:
     """What the searched global scales saved of the squared error, as recorded; a dash where nothing says so."""
-    known = [w.versus_plain_global for w in row.weights if w.versus_plain_global is not None]
-    return f"{100 * (1 - sum(known) / len(known)):.2f} %" if known else "–"
+    ratios = [w.versus_plain_global for w in row.weights if w.versus_plain_global is not None]
+    return f"{100 * (1 - sum(ratios) / len(ratios)):.2f} %" if ratios else "–"
 
 
 def tuned(report: Report) -> Drawn | None:

@@ -102,9 +102,9 @@ def _levels(row: Mapping[str, Any], at: Any, base: float, *, wide: bool) -> list
     """Upright lines at the median, the mean and the 99th percentile, their names in lines of their own, to the right
     where the plot has room: the lines of smaller values cross what is to the left."""
     levels = [("median", row["percentiles"].get("50")), ("mean", row["mean"]), ("99 %", row["percentiles"].get("99"))]
-    known = [(name, value) for name, value in levels if value is not None and value > 0]
+    positive = [(name, value) for name, value in levels if value is not None and value > 0]
     lines, labels = [], []
-    for number, (name, value) in enumerate(known):
+    for number, (name, value) in enumerate(positive):
         x, words = at(value), f"{name} {numbers.sci(value)}"
         anchor = "start" if x + 5 + _BOLD * len(words) < _size(wide)[0] else "end"
         lines.append(line(x, _TOP - 4 + 15 * number, x, base, "level"))

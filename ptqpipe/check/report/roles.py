@@ -82,8 +82,8 @@ class RoleRow:
 
 
 def _sum(values: Iterable[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) if numbers else None
 
 
 def by_role(report: Report) -> list[RoleRow]:
@@ -95,8 +95,8 @@ def by_role(report: Report) -> list[RoleRow]:
     indices = {role: index % ROLES for index, role in enumerate(sorted({role for role, _ in groups}, key=place))}
     rows = []
     for (role, fmt), members in ranked:
-        known = [w for w in members if w.relative_mse is not None]
-        worst = max(known, key=lambda w: w.relative_mse or 0.0) if known else None
+        measured = [w for w in members if w.relative_mse is not None]
+        worst = max(measured, key=lambda w: w.relative_mse or 0.0) if measured else None
         pooled = decibels(pooled_mse(members))
         rows.append(RoleRow(role, fmt, indices[role], tuple(members), pooled, worst, mean_choices(report, members)))
     return rows

@@ -300,9 +300,9 @@ def check_float(ckpt: Source, record: Record, findings: Findings) -> None:
                 "record", "rounding", f"is {raw.get('rounding')!r}, the errors of its weights give {wanted!r}"
             )
         touched = {str(name) for folding in raw.get("foldings", ()) for name in folding.get("tensors", ())}
-        asked = set(map(str, raw.get("transforms", ())))
-        for name in sorted({str(folding.get("transform")) for folding in raw.get("foldings", ())} - asked):
-            findings.fault("record", "foldings", f"are of {name}, which is none of the transforms {sorted(asked)}")
+        transforms = set(map(str, raw.get("transforms", ())))
+        for name in sorted({str(folding.get("transform")) for folding in raw.get("foldings", ())} - transforms):
+            findings.fault("record", "foldings", f"are of {name}, which is none of the transforms {sorted(transforms)}")
         for name in sorted(touched - object_of(raw, "weights").keys()):
             findings.fault(
                 "record", name, f"has factors by the foldings of {RECORD_FILE}, but is not among its weights"

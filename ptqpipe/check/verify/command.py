@@ -92,7 +92,7 @@ def verify(
         raise UsageError(f"--workers {workers} is too few; use 1 or more")
     opened = _open(ckpt, "checkpoint", findings)
     original = _open(source, "source", findings) if source is not None else None
-    known = Statistics.open(statistics) if statistics is not None else None
+    moments = Statistics.open(statistics) if statistics is not None else None
     container, weights, kept, foreign = "unknown", [], [], False
     tuned: tuple[str, ...] = ()
     try:
@@ -100,14 +100,14 @@ def verify(
             if log is not None:
                 log(header(ckpt, source, [entry.nbytes for entry in opened.reader.entries.values()]))
             blocks = None if all_blocks else sample_blocks
-            run = _Run(opened, original, findings, optimal or all_blocks, blocks, statistics=known)
+            run = _Run(opened, original, findings, optimal or all_blocks, blocks, statistics=moments)
             with one_thread_each():
                 _verify(run, workers if workers is not None else default_workers(), shown=progress)
             container, weights, foreign = opened.container_name, run.weights, _is_foreign(run)
             tuned = () if run.record is None else tuple(tuned_judgement(run.record.raw))
             kept = [opened.reader.entries[name].nbytes for name in opened.plain]
     finally:
-        for reader in (opened, original, known):
+        for reader in (opened, original, moments):
             if reader is not None:
                 reader.close()
     return VerifyReport(
@@ -179,14 +179,14 @@ def _as_quantized(run: _Run) -> None:
     them: such a checkpoint is checked without its source, and a note says so."""
     if run.source is not None and run.record is not None:
         run.source = as_quantized(run.source, run.record.raw)
-    made = None if run.record is None else run.record.raw.get("transformed")
-    if run.source is None or not isinstance(made, Mapping) or not isinstance(made.get("from"), Mapping):
+    record = None if run.record is None else run.record.raw.get("transformed")
+    if run.source is None or not isinstance(record, Mapping) or not isinstance(record.get("from"), Mapping):
         return
-    if made["from"].get("fingerprint") == run.source.reader.fingerprint():
+    if record["from"].get("fingerprint") == run.source.reader.fingerprint():
         run.findings.note(
             "source",
             RECORD_FILE,
-            f"says that {made.get('transform')} was folded into the model before it was quantized: its weights are not "
+            f"says that {record.get('transform')} was folded into the model before it was quantized: its weights are not "
             "compared with the source's, everything else is checked",
         )
         run.source = None

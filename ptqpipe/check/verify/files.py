@@ -148,10 +148,10 @@ def _decisive(name: str, a: Any, b: Any, keys: Iterable[str]) -> bool:
     and images, what both files say."""
     if not is_opened(name) or not isinstance(a, Mapping) or not isinstance(b, Mapping):
         return is_opened(name)
-    known = [key for key in keys if key not in _RESAVED]
+    compared = [key for key in keys if key not in _RESAVED]
     if name == _GENERATION:
-        return any(_plain(a.get(k, _USUAL.get(k))) != _plain(b.get(k, _USUAL.get(k))) for k in known)
-    pairs = [(_plain(a[k]), _plain(b[k])) for k in known if k in a and k in b]
+        return any(_plain(a.get(k, _USUAL.get(k))) != _plain(b.get(k, _USUAL.get(k))) for k in compared)
+    pairs = [(_plain(a[k]), _plain(b[k])) for k in compared if k in a and k in b]
     return any(
         x != y and isinstance(x, Mapping) == isinstance(y, Mapping) for x, y in pairs
     )  # a size: 224, or an object

@@ -166,8 +166,8 @@ def check_input_scales(ckpt: Source, planned: Outputs, record: Record, findings:
                 claimed = constant if not measured else torch.tensor(own or 0.0)
                 wanted = 1.0 / claimed if part.role is PartKind.INPUT_GLOBAL_DIVISOR else claimed
                 if not torch.equal(value, wanted):
-                    given = f"is {value.item():.9g}, {'the record' if measured else 'the recipe'} gives"
-                    findings.fault("scales", part.name, f"{given} {wanted.item():.9g}")
+                    mismatch = f"is {value.item():.9g}, {'the record' if measured else 'the recipe'} gives"
+                    findings.fault("scales", part.name, f"{mismatch} {wanted.item():.9g}")
 
 
 def prove_unit(ckpt: Source, source: Source, unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> None:

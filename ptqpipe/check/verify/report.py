@@ -160,12 +160,12 @@ def _unproven(report: VerifyReport) -> list[str]:
 
 def _together(members: Iterable[WeightReport]) -> tuple[float, float | None]:
     """Relative MSE of several weights, and squared error over that of abs-max, weighted by energy as convert does."""
-    known = [(w.relative_mse, w.energy, w.versus_absmax) for w in members if w.relative_mse is not None]
+    measured = [(w.relative_mse, w.energy, w.versus_absmax) for w in members if w.relative_mse is not None]
     # a weight of zeros that is not stored as one has no energy and an infinite error
-    squared = sum(error * energy if energy else error for error, energy, _ in known)
-    total = sum(energy for _, energy, _ in known)
-    absmax = sum(error * energy / versus for error, energy, versus in known if versus)
-    compared = sum(error * energy for error, energy, versus in known if versus)
+    squared = sum(error * energy if energy else error for error, energy, _ in measured)
+    total = sum(energy for _, energy, _ in measured)
+    absmax = sum(error * energy / versus for error, energy, versus in measured if versus)
+    compared = sum(error * energy for error, energy, versus in measured if versus)
     return squared / total if total else squared, compared / absmax if absmax else None
 
 

@@ -174,7 +174,7 @@ PartsOf = Callable[..., tuple[Part, ...]]
 def memoized_parts(parts: PartsOf) -> PartsOf:
     """``parts`` of a layout, which asks it once for weights of one shape, scheme and leaf name: of the tens of
     thousands of a mixture of experts the names alone differ."""
-    known: dict[tuple[object, ...], tuple[Scheme, list[tuple[str, tuple[Any, ...]]]]] = {}
+    memo: dict[tuple[object, ...], tuple[Scheme, list[tuple[str, tuple[Any, ...]]]]] = {}
 
     def of(
         weight: str, shape: tuple[int, int], scheme: Scheme, /, *, experts: int | None = None, transposed: bool = False
@@ -183,13 +183,13 @@ def memoized_parts(parts: PartsOf) -> PartsOf:
         start = len(parent) + len(dot)
         key = (leaf, len(weight) - start, bool(experts_of(weight)), shape, id(scheme), experts, transposed)
         base = weight[:start]
-        if key in known:
-            return tuple([Part(base + name, *rest) for name, rest in known[key][1]])
-        made = parts(weight, shape, scheme, experts=experts, transposed=transposed)
-        if all(part.name.startswith(base) for part in made):
+        if key in memo:
+            return tuple([Part(base + name, *rest) for name, rest in memo[key][1]])
+        fresh = parts(weight, shape, scheme, experts=experts, transposed=transposed)
+        if all(part.name.startswith(base) for part in fresh):
             # With the scheme, so that no other gets its id.
-            known[key] = scheme, [(part.name[start:], part[1:]) for part in made]
-        return made
+            memo[key] = scheme, [(part.name[start:], part[1:]) for part in fresh]
+        return fresh
 
     return of
 

@@ -30,8 +30,8 @@ def described_rotations(targets: Sequence[Target], kept: Sequence[str]) -> dict[
     groups, used = {}, {scheme.rotation for scheme in schemes_of(targets)}
     for block in ROTATION_BLOCKS:
         if block in used:
-            turned = [target.module for target in targets if target.scheme.rotation == block]
-            patterns = name_patterns(turned, [name for name in names if name not in set(turned)])
+            rotated = [target.module for target in targets if target.scheme.rotation == block]
+            patterns = name_patterns(rotated, [name for name in names if name not in set(rotated)])
             uses: list[dict[str, Any]] = [{"targets": patterns, "location": "input"}]
             uses += [{"targets": patterns, "location": "weight_input", "inverse": True}]
             groups[f"rotate_{block}"] = {"type": "hadamard", "head_dim": block, "apply": uses}
@@ -63,8 +63,8 @@ def _inputs(name: str, group: Any) -> Iterator[tuple[Mapping[str, Any], int]]:
         place = use.get("location") if isinstance(use, Mapping) else None
         if place in _IN_WEIGHTS:
             continue
-        known = place == "input" and described.get("type") == "hadamard" and not described.get("randomize")
-        if not known or block not in ROTATION_BLOCKS or use.get("ignore"):
+        supported = place == "input" and described.get("type") == "hadamard" and not described.get("randomize")
+        if not supported or block not in ROTATION_BLOCKS or use.get("ignore"):
             raise CheckpointError(
                 f"{KEY} in config.json has {name!r} at {place!r}: a change of the activations that ptqpipe does not "
                 f"read, which are Hadamard rotations of inputs by blocks of {', '.join(map(str, ROTATION_BLOCKS))}; "

@@ -433,9 +433,11 @@ def _read_activation(inputs: Any) -> Activation:
     if inputs is None:
         return Activation.NONE
     if isinstance(inputs, Mapping) and inputs.get("symmetric") is not False:
-        given = {"type": "float", **inputs}
+        described = {"type": "float", **inputs}
         fields = ("num_bits", "strategy", "group_size", "dynamic")
         for activation, row in _INPUTS.items():
-            if given["type"] == row.get("type", "float") and all(given.get(key) == row.get(key) for key in fields):
+            if described["type"] == row.get("type", "float") and all(
+                described.get(key) == row.get(key) for key in fields
+            ):
                 return activation
     return Activation.UNKNOWN

@@ -87,10 +87,10 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
         bits = own.get("bits")
         if bits not in (4, 8) or version not in _LEAST_ZERO:
             shown = f"{bits!r} bits, checkpoint_format {version!r}"
-            known = " or ".join(_LEAST_ZERO)
-            raise CheckpointError(f"a gptq checkpoint of {shown}, is not read ({module}); expected 4 or 8, {known}")
-        given = {"bits": bits, "group": group_size(own, QUANT_METHOD), "ordered": not own.get("desc_act")}
-        weights[f"{module}.weight"] = _stored(module, names, **given, least=_LEAST_ZERO[version])
+            versions = " or ".join(_LEAST_ZERO)
+            raise CheckpointError(f"a gptq checkpoint of {shown}, is not read ({module}); expected 4 or 8, {versions}")
+        settings = {"bits": bits, "group": group_size(own, QUANT_METHOD), "ordered": not own.get("desc_act")}
+        weights[f"{module}.weight"] = _stored(module, names, **settings, least=_LEAST_ZERO[version])
     return weights
 
 

@@ -313,8 +313,10 @@ def _entry(name: str, described: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _stored(module: str, algorithm: str, names: Names) -> StoredWeight:
     weight = f"{module}.weight"
     if algorithm not in _READ:
-        known = ", ".join(_READ)
-        raise CheckpointError(f"{module} has quant_algo {algorithm!r}, which ptqpipe does not read (it reads {known})")
+        algorithms = ", ".join(_READ)
+        raise CheckpointError(
+            f"{module} has quant_algo {algorithm!r}, which ptqpipe does not read (it reads {algorithms})"
+        )
     if f"{module}.pre_quant_scale" in names:
         raise CheckpointError(
             f"{module} has a pre_quant_scale (AWQ), which is not folded into the weight; not readable"

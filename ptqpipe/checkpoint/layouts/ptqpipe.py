@@ -140,8 +140,8 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described = quantization_config(config)
     if described.get("version") not in (VERSION, LOW_RANK_VERSION, ROTATION_VERSION):
-        known = f"{VERSION} to {ROTATION_VERSION}"
-        raise CheckpointError(f"ptqpipe layout version {described.get('version')!r}; this ptqpipe reads {known}")
+        versions = f"{VERSION} to {ROTATION_VERSION}"
+        raise CheckpointError(f"ptqpipe layout version {described.get('version')!r}; this ptqpipe reads {versions}")
     default, listed = described.get("default"), described.get("weights")
     if not isinstance(default, Mapping) or not isinstance(listed, Mapping):
         raise CheckpointError("quantization_config has no 'default' and 'weights'; the config.json is damaged")

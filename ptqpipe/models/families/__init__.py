@@ -129,16 +129,16 @@ def check_config(config: Mapping[str, Any], names: Iterable[str]) -> None:
     config  of the model, as it stands in its files
     names   of all tensors
     """
-    known = dict.fromkeys(names)
-    check_experts(config, known)
-    check_tower(config, known)
+    unique = dict.fromkeys(names)
+    check_experts(config, unique)
+    check_tower(config, unique)
     if not any(issue.keep == MERGED_BY_READERS.keep for issue in family_of(config).issues):
-        check_unmerged(known)
+        check_unmerged(unique)
     row, layers = family_of(config).mtp, layer_count(config)
     if row is None or layers is None:
         return
     parts = [f"{part}.weight".format(at=layers) for part in (row.join, row.tokens, row.states, row.last)]
-    missing = [part for part in parts if part not in known]
+    missing = [part for part in parts if part not in unique]
     if missing and len(missing) < len(parts):
         raise CheckpointError(
             f"the files hold a multi-token prediction layer without {missing[0]!r}; download the model again, or "
@@ -210,14 +210,14 @@ def fuse_of(config: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
 def output_rows(config: Mapping[str, Any]) -> Callable[[str, int], tuple[int, ...]]:
     """Says of a module and its rows which rows make up each of the outputs that readers build of it, one below the
     other: all of them where it has one output, or where the config.json does not say how many each has."""
-    text, known = language_config(config), list[tuple[re.Pattern[str], tuple[int, ...]]]()
+    text, outputs_by_pattern = language_config(config), list[tuple[re.Pattern[str], tuple[int, ...]]]()
     for outputs in family_of(config).outputs:
         counts = [[int(text[key]) for key in keys if type(text.get(key)) is int] for keys in outputs.rows]
         if list(map(len, counts)) == list(map(len, outputs.rows)):
-            known.append((re.compile(outputs.pattern), tuple(math.prod(count) for count in counts)))
+            outputs_by_pattern.append((re.compile(outputs.pattern), tuple(math.prod(count) for count in counts)))
 
     def of(module: str, rows: int) -> tuple[int, ...]:
-        fitting = (sizes for pattern, sizes in known if sum(sizes) == rows and pattern.match(module))
+        fitting = (sizes for pattern, sizes in outputs_by_pattern if sum(sizes) == rows and pattern.match(module))
         return next(fitting, (rows,))
 
     return of

@@ -66,10 +66,10 @@ def check_tower(config: Mapping[str, Any], names: Iterable[str]) -> None:
 def check_unmerged(names: Iterable[str]) -> None:
     """CheckpointError, in one line, where an adapter lies beside the weights that it is of, as peft keeps a model that
     it trains."""
-    known = set(names)
-    for name in known:
+    unique = set(names)
+    for name in unique:
         parent, part, _ = name.rpartition(".base_layer.")
-        adapters = (other for other in known if part and other.startswith(f"{parent}.") and _ADAPTER.search(other))
+        adapters = (other for other in unique if part and other.startswith(f"{parent}.") and _ADAPTER.search(other))
         adapter = next(adapters, None)
         if adapter is not None:
             raise CheckpointError(f"{adapter!r} is of an adapter that is not merged into {name!r}; {_MERGE}")
@@ -118,16 +118,16 @@ def too_many_layers(config: Mapping[str, Any], names: Iterable[str], further: Co
     further  numbers of such that the config does not count
     """
     counts = [part.get("num_hidden_layers") for part in _parts(config)]
-    known = [value for value in counts if type(value) is int]
+    counted = [value for value in counts if type(value) is int]
     keys = _keys(config)
-    if not known or any("nextn" in key or "mtp" in key for key in keys):
+    if not counted or any("nextn" in key or "mtp" in key for key in keys):
         return ""
     numbered = {(match[1], int(match[2])) for match in map(_DECODER.match, names) if match and len(match[2]) < 7}
-    late = sorted((number, layers) for layers, number in numbered if number >= max(known) and number not in further)
+    late = sorted((number, layers) for layers, number in numbered if number >= max(counted) and number not in further)
     if not late:
         return ""
     return (
-        f"config.json says num_hidden_layers {max(known)}, but the files have {late[0][1]}.{late[0][0]}; readers stop, "
+        f"config.json says num_hidden_layers {max(counted)}, but the files have {late[0][1]}.{late[0][0]}; readers stop, "
         "or leave it out: take the config.json that belongs to them, or correct the number"
     )
 
@@ -160,13 +160,13 @@ def is_plain_decoder(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, 
     keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
     numbers = [config.get(key) for key in keys]
     numbers += [config.get("num_key_value_heads") or numbers[2]]
-    known = [n for n in numbers if isinstance(n, int) and 0 < n < 10**7]
+    sizes = [n for n in numbers if isinstance(n, int) and 0 < n < 10**7]
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in _PLAIN or len(known) < len(numbers):
+    if not isinstance(kind, str) or kind not in _PLAIN or len(sizes) < len(numbers):
         return False
     if config.get("architectures") not in (None, [_PLAIN[kind]]):
         return False
-    hidden, inner, heads, count, vocabulary, groups = known
+    hidden, inner, heads, count, vocabulary, groups = sizes
     head = config.get("head_dim") or hidden // heads
     wanted: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (heads * head, hidden),

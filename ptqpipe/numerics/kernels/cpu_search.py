@@ -121,8 +121,13 @@ def _long_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """:func:`block_quantize` for bfloat16 scales, of E4M3 elements and integers."""
     element = _number_element(fmt)
-    known = element is not None and fmt.scale.dtype == torch.bfloat16
-    if not known or rule not in ("exact", "powers", "absmax", "absmax_pz") or not readable(w) or not lib.available():
+    supported = element is not None and fmt.scale.dtype == torch.bfloat16
+    if (
+        not supported
+        or rule not in ("exact", "powers", "absmax", "absmax_pz")
+        or not readable(w)
+        or not lib.available()
+    ):
         return None
     shape = (w.shape[0], w.shape[1])
     scales = torch.empty(fmt.scale_shape(shape), dtype=torch.bfloat16)
@@ -147,8 +152,8 @@ def _number_element(fmt: Format) -> int | None:
         return None
     if fmt.element.name == "e4m3":
         return ELEMENTS["e4m3"]
-    known = fmt.block[0] == 1 and CODECS.get(fmt.element.name) == fmt.element
-    return INTEGERS.get(fmt.element.name) if known else None
+    by_rows = fmt.block[0] == 1 and CODECS.get(fmt.element.name) == fmt.element
+    return INTEGERS.get(fmt.element.name) if by_rows else None
 
 
 def _powers_quantize(
@@ -180,8 +185,8 @@ def fp8_encode(w: torch.Tensor, scales: torch.Tensor, fmt: Format) -> torch.Tens
     None for formats without a kernel. NumericsError for NaN and inf.
     """
     element = _number_element(fmt)
-    known = not fmt.scale.enumerable or (fmt.scale.name == "e8m0" and fmt.block[0] != 1)
-    if element is None or not known or not readable(w) or not lib.available():
+    supported = not fmt.scale.enumerable or (fmt.scale.name == "e8m0" and fmt.block[0] != 1)
+    if element is None or not supported or not readable(w) or not lib.available():
         return None
     shape = (w.shape[0], w.shape[1])
     grid = checked_grid(scales, fmt, shape)

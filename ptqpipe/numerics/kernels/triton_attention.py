@@ -236,13 +236,13 @@ class _Call:
         """Puts the parts' sums of the spans with few queries together."""
         from ptqpipe.numerics.kernels import triton_pages
 
-        where, heads, known = self.where, self.keys.shape[2], _by_head(self.scales)
+        where, heads, kernel_scales = self.where, self.keys.shape[2], _by_head(self.scales)
         triton_pages.parts_kernel[(len(where.totals) * where.most, self.query.shape[1])](
             _bits(out), sums, self.query if self.scales is None else self.scales[1],
             self.query if self.sinks is None else self.sinks, where.starts, where.totals, where.places, self.window,
             where.most, where.few, parts,
             FEW=FEW, HEADS=heads, GROUP=self.query.shape[1] // heads, VALUE_DIM=self.values.shape[3],
-            CODES=known["CODES"], VALUE_SCALES=known["VALUE_SCALES"], SINKS=self.sinks is not None,
+            CODES=kernel_scales["CODES"], VALUE_SCALES=kernel_scales["VALUE_SCALES"], SINKS=self.sinks is not None,
             BN=tile_of(self.query.dtype, self._dims(), split=True).keys, VD=self._dims()[1], PARTS=PARTS, LEAST=LEAST,
             num_warps=4,
         )  # fmt: skip

@@ -366,8 +366,8 @@ def choose_block(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """(uint8 codes [columns, rows], int64 scale indices [rows], float32 costs [rows])."""
     block, rows = target.shape
-    known = _chooses(element, block) and _fits(element, target, ladder, feedback, weight)
-    if not known or first.dtype != torch.int64 or not first.is_contiguous():
+    supported = _chooses(element, block) and _fits(element, target, ladder, feedback, weight)
+    if not supported or first.dtype != torch.int64 or not first.is_contiguous():
         return None
     codes = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
     scales, cost = torch.empty_like(first), torch.empty(rows, device=target.device)

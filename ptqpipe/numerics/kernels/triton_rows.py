@@ -53,8 +53,8 @@ def _scale_of(codec: Codec) -> tuple[int, Minifloat] | None:
         return _NUMBERS, _NO_MINIFLOAT
     if codec.name == "ue5m3":
         return _MINIFLOATS, Minifloat(codec.bits + 1, -14, 3, codec.max)
-    known = minifloat_of(codec)
-    return None if known is None else (_MINIFLOATS, known)
+    minifloat = minifloat_of(codec)
+    return None if minifloat is None else (_MINIFLOATS, minifloat)
 
 
 @triton.jit

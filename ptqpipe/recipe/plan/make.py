@@ -196,11 +196,11 @@ def make_plan(
     )
     if not units:
         raise UsageError(_nothing_to_do(kept))
-    turned = {m.module.rpartition(".")[2] for unit in units for m in unit.members if unit.scheme.rotation}
-    idle = sorted(recipe.rotations.keys() - turned)
+    rotated = {m.module.rpartition(".")[2] for unit in units for m in unit.members if unit.scheme.rotation}
+    idle = sorted(recipe.rotations.keys() - rotated)
     if idle:
-        known = sorted({m.module.rpartition(".")[2] for unit in units for m in unit.members})
-        raise UsageError(f"rotate: no layer {idle[0]!r} is quantized; {did_you_mean(idle[0], known, listed=True)}")
+        leaf_names = sorted({m.module.rpartition(".")[2] for unit in units for m in unit.members})
+        raise UsageError(f"rotate: no layer {idle[0]!r} is quantized; {did_you_mean(idle[0], leaf_names, listed=True)}")
     modules = [member.module for member in candidates.values()]
     modules += [name.removesuffix(".weight") for name in tensors]
     tied = "lm_head.weight" not in tensors
@@ -267,8 +267,8 @@ def _rotated(member: Member, scheme: Scheme | None) -> Member:
 def unmatched_patterns(plan: Plan, recipe: Recipe) -> list[str]:
     """Patterns of the recipe's rules and of its own keep list that name no module of the model: most likely typos."""
     own = [keep.pattern for keep in recipe.keep if keep.reason in (IGNORED, BY_RECIPE)]
-    known = {keep.pattern for keep in recipe.keep}.difference(own)  # of the family: a rule for its MTP layers
-    patterns = dict.fromkeys([*own, *(rule.match for rule in recipe.rules if rule.match not in known)])
+    of_family = {keep.pattern for keep in recipe.keep}.difference(own)  # of the family: a rule for its MTP layers
+    patterns = dict.fromkeys([*own, *(rule.match for rule in recipe.rules if rule.match not in of_family)])
     return [pattern for pattern in patterns if not _matches_any(pattern, plan)]
 
 

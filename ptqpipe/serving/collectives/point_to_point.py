@@ -238,9 +238,9 @@ def one_shot_at_once(
     """
     ranks, rank, size = group.size(), group.rank(), wire.nbytes(x.numel(), x.dtype)
     others = (ranks - 1) * size
-    copies, received, made = workspace.whole(2 * others + size).split_with_sizes([others, others, size])
+    copies, received, encoding = workspace.whole(2 * others + size).split_with_sizes([others, others, size])
     begun = time.perf_counter()
-    message = wire.encode(x, made)
+    message = wire.encode(x, encoding)
     copies.view(ranks - 1, size).copy_(message)
     sizes = [size] * ranks
     sizes[rank] = 0
@@ -249,7 +249,7 @@ def one_shot_at_once(
     arrived = time.perf_counter()
     terms: list[torch.Tensor | None] = list(received.split_with_sizes(sizes))
     terms[rank] = message
-    wire.reduce(terms, x, made[:0], out)
+    wire.reduce(terms, x, encoding[:0], out)
     stats.encode_s += encoded - begun
     stats.wait_s += arrived - encoded
     stats.reduce_s += time.perf_counter() - arrived

@@ -254,7 +254,7 @@ def obstacle(group: dist.ProcessGroup) -> str | None:
 
 def _between(places: list[tuple[str, str, str]], rank: int, device: int) -> str | None:
     """What keeps a rank with its device from writing to the others'."""
-    known = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
+    gpus = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
     for peer, place in enumerate(places):
         if place[:2] != places[rank][:2]:
             return f"ranks {rank} and {peer} are on different nodes"
@@ -262,9 +262,9 @@ def _between(places: list[tuple[str, str, str]], rank: int, device: int) -> str 
             continue
         if place[2] == places[rank][2]:
             return f"ranks {rank} and {peer} share a GPU"
-        if place[2] not in known:
+        if place[2] not in gpus:
             return f"rank {rank} does not see the GPU of rank {peer} (CUDA_VISIBLE_DEVICES)"
-        if not native_atomics(device, known[place[2]]):
+        if not native_atomics(device, gpus[place[2]]):
             return f"the GPUs of ranks {rank} and {peer} are not on NVLink"
     return None
 

@@ -407,9 +407,9 @@ def _everything(
 ) -> torch.Tensor:
     """A mask for an indexer whose choice is everything, as long as the context is (`runner.context_length`)."""
     one = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-    made = one.expand(batch_size, 1, int(q_length), int(kv_length))
-    setattr(made, _EVERYTHING, True)
-    return made
+    mask = one.expand(batch_size, 1, int(q_length), int(kv_length))
+    setattr(mask, _EVERYTHING, True)
+    return mask
 
 
 def paged_attention_forward(

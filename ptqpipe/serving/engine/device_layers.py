@@ -60,8 +60,8 @@ def _has_parts(layer: torch.nn.Module) -> bool:
         return False
     own = {name for name, _ in children["self_attn"].named_children()}
     feed = {name for name, _ in children["mlp"].named_children()}
-    known = own in (_ATTENTION, _ATTENTION | _HEAD_NORMS) and feed == _FEED_FORWARD
-    return known and getattr(children["self_attn"], "layer_idx", None) is not None
+    standard = own in (_ATTENTION, _ATTENTION | _HEAD_NORMS) and feed == _FEED_FORWARD
+    return standard and getattr(children["self_attn"], "layer_idx", None) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,17 +207,19 @@ def _answers(
     forward: Callable[..., Any], attention: PagedAttention, at: int, hidden: int, ends: Sequence[torch.nn.Module]
 ) -> list[torch.Tensor] | None:
     """What `answer` gives, and before it what ``ends`` were given, rows of tokens; None where it gives nothing."""
-    given: list[torch.Tensor] = []
-    hooks = [end.register_forward_pre_hook(lambda end, args: given.extend(x.clone() for x in args[:1])) for end in ends]
+    ends_inputs: list[torch.Tensor] = []
+    hooks = [
+        end.register_forward_pre_hook(lambda end, args: ends_inputs.extend(x.clone() for x in args[:1])) for end in ends
+    ]
     try:
         result = answer(forward, attention, at, hidden)
     finally:
         for hook in hooks:
             hook.remove()
-    if result is None or len(given) != len(ends):
+    if result is None or len(ends_inputs) != len(ends):
         return None
     out, keys, values = result
-    return [*(x.flatten(0, -2) for x in (*given, out)), keys.flatten(1), values.flatten(1)]
+    return [*(x.flatten(0, -2) for x in (*ends_inputs, out)), keys.flatten(1), values.flatten(1)]
 
 
 def _alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -306,11 +306,11 @@ class Engine:
         logits = logits if all(finite) else logits.nan_to_num()
         tokens = sample(logits, seqs)
         logprobs: dict[int, TokenLogprob] = {}
-        asked = [at for at, seq in enumerate(seqs) if seq.params.logprobs is not None]
-        if asked:
-            top = max(seqs[at].params.logprobs or 0 for at in asked)
-            entries = logprobs_of(logits[asked], [tokens[at] for at in asked], top)
-            logprobs = dict(zip(asked, entries, strict=True))
+        wanted = [at for at, seq in enumerate(seqs) if seq.params.logprobs is not None]
+        if wanted:
+            top = max(seqs[at].params.logprobs or 0 for at in wanted)
+            entries = logprobs_of(logits[wanted], [tokens[at] for at in wanted], top)
+            logprobs = dict(zip(wanted, entries, strict=True))
         pieces = []
         for at, seq in enumerate(seqs):
             stream = self._streams[seq]
@@ -328,8 +328,8 @@ class Engine:
             sibling.seen, sibling.images = seq.seen, None
             self.scheduler.add(sibling, first=True)
         stream.siblings = []
-        asked = not stream.prompt_logprobs_sent and params.prompt_logprobs is not None
-        prompt, stream.prompt_logprobs_sent = tuple(seq.prompt_logprobs) if asked else None, True
+        wanted = not stream.prompt_logprobs_sent and params.prompt_logprobs is not None
+        prompt, stream.prompt_logprobs_sent = tuple(seq.prompt_logprobs) if wanted else None, True
         tokens: tuple[int, ...] = ()
         logprobs: tuple[TokenLogprob, ...] = ()
         text, finish = "", Finish.LENGTH if params.max_tokens == 0 else None

@@ -105,17 +105,17 @@ class _Half(greenlet):  # type: ignore[misc]  # has no types
 
     def advance(self, courier: "_Courier") -> float:
         """Computes up to the next collective and gives that to the courier, or to the end. Seconds it waited before."""
-        begun, asked = time.perf_counter(), None
+        begun, collective = time.perf_counter(), None
         if self._pending is None:
-            waited, asked = 0.0, self.switch()
+            waited, collective = 0.0, self.switch()
         else:
             error = self._pending.exception()
             waited = time.perf_counter() - begun
-            asked = self.switch(self._pending.result()) if error is None else self.throw(error)
+            collective = self.switch(self._pending.result()) if error is None else self.throw(error)
         if self.dead:
-            self._pending, self.result = None, asked
+            self._pending, self.result = None, collective
         else:
-            self._pending = courier.submit(asked)
+            self._pending = courier.submit(collective)
         return waited
 
     def close(self) -> None:

@@ -155,9 +155,11 @@ def check_tokens(model: Any, states: States) -> None:
         ids = torch.tensor([[token % vocabulary for token in tokens]])
         at = torch.arange(len(tokens))[None]
         batch = Batch(ids[0], at[0], (Span(len(tokens), len(tokens), (0,)),))
-        given = {"position_ids": at.to(model.device)} if places else {}
+        positions = {"position_ids": at.to(model.device)} if places else {}
         with _implementation(model, 1, masks=False), _Alone().during(batch), states.during(batch, alone=alone):
-            last: torch.Tensor = model(input_ids=ids.to(model.device), use_cache=False, **given).logits[0, -1].float()
+            last: torch.Tensor = (
+                model(input_ids=ids.to(model.device), use_cache=False, **positions).logits[0, -1].float()
+            )
         return last
 
     tries = [[(17 * step + 5 * place) for place in range(1, 5)] for step in range(1, 4)]
@@ -223,9 +225,9 @@ def _implementation(model: Any, longest: int, *, masks: bool) -> Iterator[None]:
         queries = (
             more["q_length"] if "q_length" in more else len(more["cache_position"])
         )  # as older transformers say it
-        made = torch.ones(batch_size, 1, int(queries), int(kv_length), dtype=torch.bool)
-        setattr(made, _RULE, rule_of(mask_function, min(longest, _MOST_TOKENS)))
-        return made
+        everything = torch.ones(batch_size, 1, int(queries), int(kv_length), dtype=torch.bool)
+        setattr(everything, _RULE, rule_of(mask_function, min(longest, _MOST_TOKENS)))
+        return everything
 
     config = model.config.get_text_config()
     before = config._attn_implementation

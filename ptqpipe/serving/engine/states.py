@@ -177,12 +177,12 @@ def _forward(holder: RecurrentState, own: Callable[..., Any], kept: list[torch.T
         if not parts:
             return own(*args, **options)
         bound = signature.bind(*args, **options)
-        given, total = dict(bound.arguments), parts[-1].last
+        arguments, total = dict(bound.arguments), parts[-1].last
 
         def compute(parts: Sequence[_Part]) -> Any:
             outputs = []
             for part in parts:
-                bound.arguments = {name: _cut(value, part, total) for name, value in given.items()}
+                bound.arguments = {name: _cut(value, part, total) for name, value in arguments.items()}
                 outputs.append(_call(holder, own, bound, kept, part))
             return _join(outputs, [_shape(part) for part in parts])
 
@@ -302,8 +302,8 @@ class _Cache:
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """transformers'."""
-        known = self.layer.has_previous_state
-        return all(known.values()) if state_idx is None else bool(known[state_idx])
+        filled = self.layer.has_previous_state
+        return all(filled.values()) if state_idx is None else bool(filled[state_idx])
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """transformers'."""
@@ -376,11 +376,11 @@ def _listener(module: Any, cache: str, count: int, holders: list[RecurrentState]
     def forward(*args: Any, **options: Any) -> Any:
         bound = signature.bind(*args, **options)
         heard: list[bool] = []
-        given = _Cache(count, lambda: heard.append(True))
+        probe_cache = _Cache(count, lambda: heard.append(True))
         before = [(part, name) for part in module.modules() for name, value in vars(part).items() if value is None]
-        bound.arguments[cache] = given if cache in _CACHES else True
+        bound.arguments[cache] = probe_cache if cache in _CACHES else True
         out = own(*bound.args, **bound.kwargs)
-        states = tuple(_kept(given.layer) if heard else _attributes(before))
+        states = tuple(_kept(probe_cache.layer) if heard else _attributes(before))
         if states and all(other.module is not module for other in holders):
             holders.append(RecurrentState(module, cache if heard else None, count, states))
         return out
@@ -393,8 +393,8 @@ def _kept(layer: Any) -> Iterator[_State]:
     for name in (_CONV, _RECURRENT):
         for key, state in getattr(layer, name).items():
             if state is not None:
-                known = layer.has_previous_state[key]
-                yield _State(_Place(name, key), tuple(state.shape[1:]), state.dtype, known)
+                filled = layer.has_previous_state[key]
+                yield _State(_Place(name, key), tuple(state.shape[1:]), state.dtype, filled)
 
 
 def _attributes(before: list[tuple[Any, str]]) -> Iterator[_State]:

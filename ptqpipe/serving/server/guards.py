@@ -57,8 +57,8 @@ class Guards:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"")
-        name = given if _ID.fullmatch(given) else uuid4().hex.encode()
+        request_id = headers.get(b"x-request-id", b"")
+        name = request_id if _ID.fullmatch(request_id) else uuid4().hex.encode()
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -45,14 +45,14 @@ def add_pages(app: FastAPI) -> None:
     async def docs() -> HTMLResponse:
         if package is None:
             raise ApiError(501, "/docs needs fastapi-offline; pip install 'ptqpipe[serve]'. /openapi.json has the same")
-        made = get_swagger_ui_html(
+        page = get_swagger_ui_html(
             openapi_url="openapi.json",
             title=escape(app.title),
             swagger_js_url=f"{_FILES[1:]}/swagger-ui-bundle.js",
             swagger_css_url=f"{_FILES[1:]}/swagger-ui.css",
             swagger_favicon_url=_ICON,
         )
-        return _secured(bytes(made.body).decode().replace("</head>", f"<script>{_DARK}</script></head>"))
+        return _secured(bytes(page.body).decode().replace("</head>", f"<script>{_DARK}</script></head>"))
 
 
 def chat_page() -> str:

@@ -165,12 +165,12 @@ class _Running:
             loop.add_signal_handler(number, self._on_signal, number)
         ended = asyncio.create_task(asyncio.to_thread(service.ended.wait))
         announce = asyncio.create_task(self._announce())
-        asked = asyncio.create_task(self._asked.wait())
-        await asyncio.wait({serving, ended, asked}, return_when=asyncio.FIRST_COMPLETED)
+        stop = asyncio.create_task(self._asked.wait())
+        await asyncio.wait({serving, ended, stop}, return_when=asyncio.FIRST_COMPLETED)
         if not service.ended.is_set():
             await self._drain(ended)
         announce.cancel()
-        asked.cancel()
+        stop.cancel()
         if not service.ended.is_set():
             service.fail("the engine did not end in time")
         await asyncio.sleep(_FLUSH_S)

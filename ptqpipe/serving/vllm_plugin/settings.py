@@ -60,8 +60,8 @@ def _number(name: str, text: str, *, low: int) -> int:
 
 def _flag(name: str, text: str) -> bool:
     """A flag: on or off, 1 or 0, true or false, yes or no."""
-    known = {"on": True, "1": True, "true": True, "yes": True, "off": False, "0": False, "false": False, "no": False}
-    value = known.get(text.strip().lower())
+    flags = {"on": True, "1": True, "true": True, "yes": True, "off": False, "0": False, "false": False, "no": False}
+    value = flags.get(text.strip().lower())
     if value is None:
         raise UsageError(f"{name}={text!r} is neither on nor off")
     return value
