@@ -179,14 +179,14 @@ def _as_quantized(run: _Run) -> None:
     them: such a checkpoint is checked without its source, and a note says so."""
     if run.source is not None and run.record is not None:
         run.source = as_quantized(run.source, run.record.raw)
-    record = None if run.record is None else run.record.raw.get("transformed")
-    if run.source is None or not isinstance(record, Mapping) or not isinstance(record.get("from"), Mapping):
+    raw = None if run.record is None else run.record.raw.get("transformed")
+    if run.source is None or not isinstance(raw, Mapping) or not isinstance(raw.get("from"), Mapping):
         return
-    if record["from"].get("fingerprint") == run.source.reader.fingerprint():
+    if raw["from"].get("fingerprint") == run.source.reader.fingerprint():
         run.findings.note(
             "source",
             RECORD_FILE,
-            f"says that {record.get('transform')} was folded into the model before it was quantized: its weights are not "
+            f"says that {raw.get('transform')} was folded into the model before it was quantized: its weights are not "
             "compared with the source's, everything else is checked",
         )
         run.source = None

@@ -118,16 +118,16 @@ def too_many_layers(config: Mapping[str, Any], names: Iterable[str], further: Co
     further  numbers of such that the config does not count
     """
     counts = [part.get("num_hidden_layers") for part in _parts(config)]
-    counted = [value for value in counts if type(value) is int]
+    said = [value for value in counts if type(value) is int]
     keys = _keys(config)
-    if not counted or any("nextn" in key or "mtp" in key for key in keys):
+    if not said or any("nextn" in key or "mtp" in key for key in keys):
         return ""
     numbered = {(match[1], int(match[2])) for match in map(_DECODER.match, names) if match and len(match[2]) < 7}
-    late = sorted((number, layers) for layers, number in numbered if number >= max(counted) and number not in further)
+    late = sorted((number, layers) for layers, number in numbered if number >= max(said) and number not in further)
     if not late:
         return ""
     return (
-        f"config.json says num_hidden_layers {max(counted)}, but the files have {late[0][1]}.{late[0][0]}; readers stop, "
+        f"config.json says num_hidden_layers {max(said)}, but the files have {late[0][1]}.{late[0][0]}; readers stop, "
         "or leave it out: take the config.json that belongs to them, or correct the number"
     )
 
