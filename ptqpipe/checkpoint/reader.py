@@ -83,7 +83,7 @@ class CheckpointReader:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors, as they lie in files."""
+        """Bytes of all tensors as they are stored."""
         if self._origin is not None:
             return self._origin.nbytes
         return sum(entry.nbytes for entry in self.entries.values())

@@ -350,7 +350,7 @@ class TensorWriter:
 
     @property
     def sha256(self) -> str:
-        """Of what is written so far, in hex."""
+        """Digest of the bytes written so far, in hex."""
         return self._digest.hexdigest()
 
 

@@ -144,7 +144,7 @@ def _scaling(
 def _rotation(
     base: CheckpointReader, structure: Structure, folding: Mapping[str, object], former: Mapping[str, Sequence[Op]]
 ) -> Change:
-    """Of the residual stream, or of the values of the edge that a folding names."""
+    """Rotates the residual stream, or the values of the edge that a folding names."""
     name, key, block = str(folding["transform"]), str(folding.get("edge", STREAM)), folding.get("block")
     edges = [edge for edge in structure.edges if edge.kind == "value" and edge.id == key]
     channels = structure.hidden if key == STREAM else sum(edge.channels for edge in edges)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_PIXELS = 1 << 25
-"""Of all images of one request, or one row of data, together: 5792 x 5792, which decodes to 96 MiB."""
+"""Limit for all images of one request, or one row of data, together: 5792 x 5792, which decodes to 96 MiB."""
 _LEAST_SIDE = 256  # that images are counted at, since processors enlarge small ones until both sides have a size
 _MOST_BYTES = 1 << 26
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")

@@ -300,7 +300,7 @@ class PipelineOptions:
 
     @property
     def asked(self) -> bool:
-        """Whether anything is given that a conversion alone does not do."""
+        """Whether the call needs the multi-stage pipeline."""
         return self != PipelineOptions(reader=self.reader, requantize=self.requantize)
 
 

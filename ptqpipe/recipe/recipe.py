@@ -139,9 +139,9 @@ class Recipe(CheckpointOptions):
         return [replace(self.rules[0], match=pattern, scheme=scheme) for pattern in patterns]
 
     def named(self, modules: Iterable[str]) -> Named:
-        """(rule's pattern, keep's pattern) where the rule means what is kept by default: of the model's ``modules`` it
-        matches some, not all, and none that this pattern does not keep. Such a rule wins, and other defaults still
-        hold: of a vision tower that a rule names, the embeddings stay."""
+        """(rule's pattern, keep's pattern) where the rule overrides a default keep: it matches some but not all of the
+        model's ``modules``, and only modules that this keep covers. Other defaults still hold: if a rule names a vision
+        tower, its embeddings stay unquantized."""
         every = list(modules)
         if all(rule.match == "*" for rule in self.rules):
             return frozenset()

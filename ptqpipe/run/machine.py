@@ -152,8 +152,8 @@ def threads(count: int, *, largest: int | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Python looks for no cycles meanwhile: what describes a large model is hundreds of thousands of small objects
-    without one, and looking through them takes a tenth of the time that deciding its conversion does."""
+    """Pauses the garbage collector: planning a large model allocates hundreds of thousands of small objects without
+    cycles, and collections take a tenth of the time of planning."""
     if not gc.isenabled():
         yield
         return
@@ -402,7 +402,7 @@ class _LinesAbove(io.TextIOBase):
             self.below.write(text)
 
     def flush(self) -> None:
-        """Of what has been written; a line that has no end yet waits for it."""
+        """Flushes complete lines; an unfinished line stays buffered."""
         self.below.flush()
 
     def finish(self) -> None:

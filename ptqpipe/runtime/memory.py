@@ -98,7 +98,7 @@ def _counts(folder: Path, mount: Path, names: tuple[str, str, str]) -> tuple[int
 
 
 def _lines(path: Path) -> list[str]:
-    """Of a file of the kernel's; none where it cannot be read."""
+    """Lines of a file of /proc or /sys; none where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:

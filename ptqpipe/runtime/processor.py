@@ -89,7 +89,7 @@ def _without_videos(processor: Any, path: Path) -> Any:
         """The class, which takes None for a part."""
 
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            """As it does, but for None."""
+            """The class's own check, which also accepts None."""
             return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
 
     loaders = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}

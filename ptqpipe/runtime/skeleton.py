@@ -144,8 +144,8 @@ class Skeleton:
         return streams * tokens <= self.room(memory_bytes)
 
     def room(self, memory_bytes: int) -> int:
-        """Of how many tokens a set of hidden states fits into memory together with the weights of a layer; negative
-        where those alone do not."""
+        """How many tokens' hidden states fit into memory beside the weights of the largest layer; negative where the
+        weights alone do not fit."""
         hidden: int = self.model.config.get_text_config().hidden_size
         left = memory_bytes - max(self.nbytes(name) for name, _ in self.blocks)
         return left // (hidden * torch.empty(0, dtype=self.dtype).element_size())

@@ -174,7 +174,7 @@ def follow_first(options: ServeOptions, place: RankInfo) -> None:
 
 
 def _all_reduce(options: ServeOptions, place: RankInfo) -> QuantAllReduce | None:
-    """What sums over the ranks, None for one. Sums of a decode step stay plain: they are small, and latency is all.
+    """The all-reduce of this service; None for one rank. Decode steps are never quantized: they are latency-bound.
 
     "off" is one that never quantizes, so that its sums are counted, too. "auto" measures, together with all ranks.
     """

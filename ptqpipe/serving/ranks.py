@@ -53,7 +53,7 @@ class RankInfo:
     def device(self, asked: str) -> str:
         """Where this rank computes: "cuda" is a GPU each, the local rank's. UsageError for one GPU and several ranks.
 
-        What is of CUDA here was tested with the driver's answers given, not on a GPU.
+        The CUDA branches were tested with a faked driver, never on hardware.
         """
         if asked == "cuda":
             return f"cuda:{self.local_rank}"

@@ -1,8 +1,8 @@
 """The part of an image-text model that only images pass: vision tower and projector, run by the first rank alone.
 
 They are loaded with the first image, since most requests have none. transformers' own forward of the whole model runs
-up to its decoder, with the tower's weights in memory and nothing else: so what it makes of images, where it puts that,
-the positions it counts and the tokens that see each other are transformers' own, of any family.
+up to its decoder, with only the tower's weights in memory: image features, their places in the prompt, positions and
+attention masks are transformers' own, for any family.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class Tower:
 
     @torch.inference_mode()
     def see(self, prompt: Sequence[int], images: Images) -> Seen:
-        """What the model makes of a prompt's images. UsageError for images that it does not take."""
+        """The features of a prompt's images. UsageError for images that the model does not take."""
         if self._model is None:
             self._model = self._load()
         try:

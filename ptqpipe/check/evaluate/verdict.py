@@ -104,8 +104,8 @@ def thresholds() -> str:
 
 
 class _Change(NamedTuple):
-    """Of a text's perplexity, relative to the baseline's; ``noise``: whether its interval has zero inside; None where
-    there is no interval."""
+    """Relative change of a text's perplexity; ``noise``: whether its confidence interval contains zero; None without an
+    interval."""
 
     relative: float
     noise: bool | None
@@ -123,7 +123,7 @@ class _Change(NamedTuple):
 
 
 def _place(row: Mapping[str, Any], change: _Change | None) -> int:
-    """Of a text's word in WORDS."""
+    """The index of a text's verdict in WORDS."""
     kl, same = float(row["mean"]), row.get("top1_agreement")
     rise = change.relative if change is not None and change.noise is False else 0.0
     reached = (

@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
     @property
     def perplexity(self) -> float | None:
-        """Of the text that it is judged by."""
+        """Perplexity on the text that the verdict is from."""
         rows = self.report.evaluation["perplexity"] if self.report.evaluation is not None and self.kl else ()
         return next((row["checkpoint"] for row in rows if self.kl is not None and row["data"] == self.kl["data"]), None)
 
@@ -121,7 +121,7 @@ def _sqnr(_row: Row, weights: Sequence[ReportedWeight]) -> float | None:
 
 
 def _output_error(row: Row, weights: Sequence[ReportedWeight]) -> float | None:
-    """Of plain rounding it is 1, and unknown of codes that tune chose."""
+    """Output error relative to plain rounding: 1 for plain rounding itself, unknown for learned codes."""
     learned = row.report.by_data and row.report.versus_rtn is None
     return None if learned else mean_known(1.0 if weight.plain else weight.versus_rtn for weight in weights)
 

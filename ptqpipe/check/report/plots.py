@@ -22,7 +22,7 @@ _BOLD = 7.0  # and of one beside a level
 
 
 def _size(wide: bool) -> tuple[float, float]:
-    """Of plots that stand in pairs on a wide page."""
+    """Width and height of plots that stand in pairs on a wide page."""
     return (WIDE / 2 + 30, 270) if wide else (NARROW, 230)
 
 

@@ -61,7 +61,7 @@ def _perplexity(report: Report, data: str) -> list[CardNumber]:
 
 
 def _known(report: Report) -> list[CardNumber]:
-    """What stands for quality while nobody has run the model: the error that its codes were chosen to make small."""
+    """The proxy for quality where the model was not evaluated: the error that its codes were chosen to minimize."""
     if report.versus_rtn is not None:
         beside = f"times that of plain rounding, on {report.judged}"
         return [CardNumber("Output error of the layers", numbers.ratio(report.versus_rtn), beside)]
@@ -90,7 +90,7 @@ def _verified(report: Report) -> list[CardNumber]:
 
 
 def drawn_texts(report: Report) -> list[tuple[Mapping[str, Any], Drawn | None, Drawn | None]]:
-    """Of each text that was scored: its row, the plot over tokens and the one over positions, where they are known."""
+    """For each scored text: its row, the plot over tokens and the plot over positions, where they are known."""
     rows = report.evaluation["kl"] if report.evaluation is not None else []
     return [(row, _over_tokens(row), _over_positions(row.get("positions") or ())) for row in rows]
 

@@ -80,7 +80,7 @@ def check_groups(ckpt: Source, findings: Findings, fuse: Sequence[Sequence[str]]
 
 
 def _check_blocks(ckpt: Source, findings: Findings, fuse: Sequence[Sequence[str]]) -> None:
-    """Of weights, and outputs of one weight, that readers put below each other only the last ends within a block."""
+    """Where readers concatenate weights, or outputs of one weight, by rows, only the last may end within a block."""
     rows_of = output_rows(ckpt.reader.config)
     last = {name for group in fused_groups(ckpt, fuse) for name in group[-1:]}
     fused = {name for group in fused_groups(ckpt, fuse) for name in group}

@@ -224,8 +224,8 @@ def output_rows(config: Mapping[str, Any]) -> Callable[[str, int], tuple[int, ..
 
 
 def head_counts(config: Mapping[str, Any]) -> frozenset[int]:
-    """How many heads of some kind a config.json gives attention, in any of its parts: a matrix of so many rows has one
-    output for each head."""
+    """The head counts of attention in a config.json, in any of its parts: a matrix with that many rows has one output
+    for each head."""
     counts = {value for key, value in config.items() if "heads" in key and type(value) is int}
     inner = (head_counts(value) for value in config.values() if isinstance(value, Mapping))
     return frozenset(counts).union(*inner)

@@ -203,8 +203,8 @@ class _Finder:
         return [qkv], [self.value_edge(f"{layer}.value", v, o)]
 
     def latent_attention(self, layer: str, leaves: Mapping[str, str], output: str) -> tuple[list[Matrix], list[Edge]]:
-        """Of DeepSeek: norms of the latent queries and of the latent keys and values are edges; values are not, whose
-        rows lie between those of keys."""
+        """DeepSeek's latent attention: norms of the latent queries and of the latent keys and values are edges; values
+        are not, since their rows lie between those of keys."""
         readers, edges = [], []
         for latent in ("q", "kv"):
             name = next((n for leaf, n in leaves.items() if leaf.startswith(f"{_ATTENTION}.{latent}_a_proj")), None)

@@ -212,7 +212,7 @@ class _Call:
         return out
 
     def _spans(self, out: torch.Tensor, parts: int, kept: int) -> None:
-        """Of the spans with many queries for 0 ``parts``, else of the others, into so many parts' sums if ``kept``."""
+        """Attends spans with many queries if ``parts`` is 0, else the others; ``kept``: that many partial sums are stored."""
         from ptqpipe.numerics.kernels import triton_pages
 
         where, (heads, dims) = self.where, (self.keys.shape[2], (self.keys.shape[3], self.values.shape[3]))
@@ -248,7 +248,7 @@ class _Call:
         )  # fmt: skip
 
     def _dims(self) -> tuple[int, int]:
-        """Of keys and of values, padded."""
+        """Padded head sizes of keys and of values."""
         return _padded(self.keys.shape[3]), _padded(self.values.shape[3])
 
 

@@ -240,7 +240,7 @@ class Geometry:
 
     @classmethod
     def of(cls, fmt: Format, shape: tuple[int, int]) -> "Geometry":
-        """Of a weight of this ``shape``; FormatError where blocks do not divide."""
+        """The geometry of a weight of this ``shape``; FormatError where blocks do not divide."""
         rows, columns = fmt.block_extent(shape)
         return cls(shape[1], rows, columns, fmt.scale_shape(shape)[1])
 

@@ -3,7 +3,8 @@
 Candidates are told from names, dtypes, shapes and config alone: a 2-D float matrix called ``<module>.weight``, or a 3-D
 stack of experts called ``...experts.<projection>`` (Step-3: ``...moe.<projection>.weight``; Granite: ``input_linear``
 and ``output_linear``). Stacks come in both orientations, [E, out, in] and [E, in, out];
-the shapes of the two projections of one MLP tell which. GPT-2's Conv1D keeps weights as [in, out]; its bias betrays it.
+the shapes of the two projections of one MLP tell which. GPT-2's Conv1D keeps weights as [in, out]: it is
+recognized by a bias as long as its columns.
 """
 
 import difflib

@@ -120,7 +120,7 @@ class QuantAllReduce:
 
     @min_bytes.setter
     def min_bytes(self, value: int) -> None:
-        """For those who measure by themselves; the same on all ranks."""
+        """Overrides the measured threshold; must be the same on all ranks."""
         self.thresholds = replace(self.thresholds, quantized=value)
 
     def should_use(self, numel: int, dtype: torch.dtype) -> bool:

@@ -40,7 +40,7 @@ class Workspace:
             self._bytes = torch.empty(WINDOW * rooms * self._size, dtype=torch.uint8)
 
     def whole(self, nbytes: int) -> torch.Tensor:
-        """The first bytes, for those who share them out by themselves."""
+        """The first ``nbytes`` of the buffer, for callers that divide them themselves."""
         if self._bytes.numel() < nbytes:
             self._bytes = torch.empty(nbytes, dtype=torch.uint8)
         return self._bytes[:nbytes]
@@ -178,7 +178,7 @@ class Exchange:
             self._send(message, p, chunk, 2 * chunk + 1)
 
     def _sum(self, chunk: int, span: range, mine: torch.Tensor | None, room: torch.Tensor) -> torch.Tensor:
-        """Of the parts that have come for ``span`` and this rank's; None is what it has, unrounded."""
+        """Sums the received parts of ``span`` and this rank's own; ``mine`` None: its unrounded numbers are used."""
         parts = self._parts.pop(chunk)
         self._wait([work for _, work in parts])
         begun = time.perf_counter()

@@ -54,7 +54,7 @@ class Pages:
 
     @property
     def scales(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of keys and of values, where there are codes."""
+        """Scales of keys and of values of a quantized cache; else None."""
         return None if self.key_scale is None or self.value_scale is None else (self.key_scale, self.value_scale)
 
 

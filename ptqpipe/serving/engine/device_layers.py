@@ -199,7 +199,7 @@ def _forward(
 
 
 def _dense(x: torch.Tensor, rows: int, width: int) -> bool:
-    """Whether a tensor is rows of so many bfloat16 numbers, one after another."""
+    """Whether a tensor is contiguous bfloat16 ``[rows, width]``."""
     return x.dtype == torch.bfloat16 and x.shape[-1] == width and x.numel() == rows * width and x.is_contiguous()
 
 

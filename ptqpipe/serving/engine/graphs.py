@@ -1,8 +1,8 @@
 """Decode steps on a GPU as recorded graphs: one launch in place of the thousand that a model's Python code makes.
 
 A step in which every sequence has one token and wants its logits is recorded when a batch of its size first comes,
-and replayed from then on. Batches go by sizes (`SIZES`): rows without a sequence are a token that sees itself alone in
-a page that is nobody's. What a step is given lies in one tensor that never moves. A recording counts only if its
+and replayed from then on. Batches go by sizes (`SIZES`): unused rows are padded with a dummy token in a spare
+page. A step's inputs lie in one tensor that never moves. A recording counts only if its
 logits are, bit for bit, those of the model's own launches; a model that cannot be recorded, because its code waits for
 the GPU, runs by its own launches as before. Must not know sequences' owners or sampling.
 """
@@ -96,7 +96,7 @@ class StepGraphs:
 
 
 def _say_unrecorded(size: int, why: str) -> None:
-    """Says that steps of so many sequences take the model's own launches."""
+    """Warns that steps of this batch size are not recorded as CUDA graphs."""
     warnings.warn(
         f"steps of {size} or fewer sequences are not recorded as a CUDA graph and take longer: {why}",
         PtqWarning,

@@ -85,7 +85,7 @@ class Seen:
 
 
 See = Callable[[Row[int], Images], Seen]
-"""(prompt, its images) -> what the tower makes of them. PtqError for images that the model does not take."""
+"""(prompt, its images) -> their features. PtqError for images that the model does not take."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

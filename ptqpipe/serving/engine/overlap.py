@@ -119,7 +119,7 @@ class _Half(greenlet):  # type: ignore[misc]  # has no types
         return waited
 
     def close(self) -> None:
-        """Ends it wherever it is. Returns when nobody writes to its tensors any more."""
+        """Cancels it. Returns when no thread writes to its tensors any more."""
         if self._pending is not None and not self._pending.cancel():
             wait([self._pending])
         if not self.dead:

@@ -206,7 +206,7 @@ def _record(model: Any, longest: int, *, masks: bool) -> _Recorder:
 
 @torch.inference_mode()
 def mtp_shape(model: Any) -> dict[int, LayerShape]:
-    """Of the keys and values of ``model.mtp`` (``runtime/mtp.py``), by its number in the cache."""
+    """Shapes of the keys and values of ``model.mtp`` (``runtime/mtp.py``), by its layer number in the cache."""
     recorder, one = _Recorder(), torch.zeros(1, 1, dtype=torch.int64)
     pairs = torch.zeros(1, 1, 2 * model.mtp.config.hidden_size, dtype=model.dtype, device=model.device)
     at = one.to(model.device)

@@ -99,7 +99,7 @@ class ModelRunner:
                 module.register_forward_pre_hook(self._with_features, with_kwargs=True)
 
     def _step_graphs(self, max_len: int) -> StepGraphs | None:
-        """On a GPU, of a model whose layers are attention alone, and whose forward nobody but this class waits for."""
+        """CUDA graphs, on a GPU, for models without recurrent states and without an MTP layer; else None."""
         if self.model.device.type != "cuda" or self.state_bytes or getattr(self.model, "mtp", None) is not None:
             return None
         return StepGraphs(self.model, self.attention, max_len=max_len, max_seqs=self.max_seqs, spare=self.blocks)

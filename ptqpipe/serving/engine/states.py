@@ -94,7 +94,7 @@ class Pieces:
     single: float = 0.0
 
     def compare(self, compute: Callable[[list[_Part]], Any], whole: _Part) -> None:
-        """Notes what a module makes of ``whole`` in pieces."""
+        """Records the error of computing ``whole`` in pieces."""
         expected = _tensor(compute([whole])).float()
         for name, cuts in (("several", (3, 4)), ("single", range(3, whole.last))):
             ends = [0, *cuts, whole.last]
@@ -195,7 +195,7 @@ def _forward(holder: RecurrentState, own: Callable[..., Any], kept: list[torch.T
 
 
 def _shape(part: _Part) -> tuple[int, int]:
-    """Of a part as a batch: sequences, tokens of each."""
+    """(sequences, tokens of each) of a part."""
     return len(part.rows), (part.last - part.first) // len(part.rows)
 
 
