@@ -80,7 +80,7 @@ def require_device_kernels() -> None:
 
 @dataclass(frozen=True, slots=True)
 class WorkerBudget:
-    """What the workers of a stage get of the memory.
+    """The number of workers of a stage and the memory of each.
 
     workers      how many compute at once: as many as were asked for, as there are jobs, or as memory has room for
     threads      workers plus read-ahead threads
@@ -98,7 +98,7 @@ class WorkerBudget:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How much of the machine a stage may use. ``memory_bytes`` limits resident memory of the process."""
+    """Limits for a stage: threads, memory, progress bars. ``memory_bytes`` limits resident memory of the process."""
 
     workers: int = field(default_factory=default_workers)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -197,7 +197,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one worker does in one go.
+    """A unit of work for one worker.
 
     id            names it in the journal and on the progress bar
     group         its place among the groups of the output's layout

@@ -96,7 +96,7 @@ def join_group(rank: int, size: int, *, timeout: timedelta | None = None) -> Non
 
 
 def join_remedy(error: Exception) -> str:
-    """What helps where `join_group` failed, as far as its error tells."""
+    """The remedy for a failure of `join_group`, as far as its error tells."""
     text = str(error).lower()
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         return "start all ranks with torchrun"

@@ -131,7 +131,7 @@ class ModelShell:
         return inputs[0]
 
     def head_input(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """What the language-model head sees where the last block returned ``x``; both [samples, tokens, hidden]."""
+        """The input of the language-model head where the last layer returned ``x``; both [samples, tokens, hidden]."""
         inputs: list[torch.Tensor] = []
 
         def stop(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:

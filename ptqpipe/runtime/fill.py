@@ -51,7 +51,7 @@ def watched(progress: Progress) -> Iterator[None]:
 
 
 def _counter(source: Source, names: Sequence[str]) -> Callable[[str], None]:
-    """What is called with the name of each weight once it was read; any further time it does nothing."""
+    """A callback for the name of each weight that was read; repeated names are ignored."""
     progress = _PROGRESS.get()
     if progress is None:
         return lambda name: None
@@ -70,7 +70,7 @@ def _counter(source: Source, names: Sequence[str]) -> Callable[[str], None]:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """What a model is filled with. Names of ``homes``, ``state`` and ``packed`` are the checkpoint's.
+    """The source of a model's tensors. Names of ``homes``, ``state`` and ``packed`` are the checkpoint's.
 
     state        from what transformers fills the parameters
     conversions  by what it makes parameters of the state

@@ -35,7 +35,7 @@ def _near(model: Any, module: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _views(name: str, p: torch.Tensor, shape: torch.Size, member: Member) -> Iterator[torch.Tensor]:
-    """Where [out, in] weights may lie in a parameter: whole, an expert, half of its rows or every other one; either
+    """Views of a parameter that may be [out, in] weights: whole, an expert, half of its rows or every other one; either
     orientation."""
     planes = [p]
     if p.dim() == 3:

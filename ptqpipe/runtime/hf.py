@@ -83,7 +83,7 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def from_dict(
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **unused: Any
     ) -> "PackedConfig | tuple[PackedConfig, dict[str, Any]]":
-        """As transformers calls it. Every key belongs to the description."""
+        """Called by transformers. Every key belongs to the description."""
         config = cls(config_dict)
         return (config, unused) if return_unused_kwargs else config
 

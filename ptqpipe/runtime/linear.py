@@ -64,7 +64,7 @@ class PackedLinear(torch.nn.Module):
 
     @property
     def operand(self) -> cpu_linear.Operand | None:
-        """What the compiled kernel multiplies with, of a layer that is this product with its bias and no more."""
+        """The operand of the compiled kernel, for a layer that is a plain product with bias."""
         more = self.quantizer is not None or self.low_rank is not None or self.unpacked is not None
         return None if more else self.packed.operand
 
@@ -119,7 +119,7 @@ class PackedLinear(torch.nn.Module):
         return w
 
     def extra_repr(self) -> str:
-        """As torch prints it."""
+        """The layer's part of ``print(model)``."""
         activation = "" if self.quantizer is None else f", input {self.quantizer.activation}"
         has_bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}{activation}"

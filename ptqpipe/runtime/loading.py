@@ -193,7 +193,7 @@ def config_of(source: Source, model_of: Callable[[Any, Path], Any] = causal_mode
 
 
 def positions_of(config: Any) -> int | None:
-    """How many tokens a model's config has positions for, at most; None where it has no such field, or null."""
+    """The longest context of a model's config, in tokens; None where it has no such field, or null."""
     text = config.get_text_config()
     if isinstance(getattr(type(text), _LONGEST, None), property):  # XLNet's -1: no number in the file
         return None

@@ -63,7 +63,7 @@ def _mem_available(root: Path) -> int | None:
 
 
 def cgroup_bytes(root: Path = _ROOT) -> int | None:
-    """What this process's cgroup, version 1 or 2, and those above it leave; None where nothing limits it.
+    """Memory left by the limits of this process's cgroup (version 1 or 2) and its parents; None without a limit.
 
     A container may see its own cgroup's files at the top whatever its path is called, so missing folders are skipped.
     """

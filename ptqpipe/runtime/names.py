@@ -20,7 +20,7 @@ _MERGING = {"MergeModulelist", "Concatenate"}
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where one tensor of a checkpoint goes.
+    """The parameter that a tensor of a checkpoint fills.
 
     parameter      the model's name of it
     merged         whether other tensors go there, too

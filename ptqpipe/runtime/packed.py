@@ -80,7 +80,7 @@ class PackedWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where the bytes are."""
+        """The device of the bytes."""
         return self.data.device
 
     @property

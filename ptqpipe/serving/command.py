@@ -36,7 +36,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What to serve and how; `None` is chosen from the model or the machine.
+    """Options of ``ptqpipe serve``; `None` is chosen from the model or the machine.
 
     name          of the model in the API
     allreduce     "off", a codec ("int8", ...), or "auto": quantized where it is measured to be faster

@@ -104,7 +104,7 @@ class RankZero:
             self.leader.close()
 
     def counts(self) -> dict[str, int] | None:
-        """What the sums over the ranks have cost so far, as ``/metrics`` shows it."""
+        """Counters of the all-reduces so far, for ``/metrics``."""
         if self.all_reduce is None:
             return None
         stats = self.all_reduce.stats()
@@ -198,7 +198,7 @@ def _all_reduce(options: ServeOptions, place: RankInfo) -> QuantAllReduce | None
 
 
 def _overlap(options: ServeOptions, place: RankInfo) -> Overlap | None:
-    """What overlaps the all-reduces of long steps with their computation; on GPUs nothing does yet."""
+    """Overlaps the all-reduces of long steps with their computation; None on GPUs."""
     if place.size == 1 or not options.overlap or options.device != "cpu":
         return None
     config = read_config(Path(options.ckpt)).get_text_config()
@@ -261,7 +261,7 @@ def _engine(options: ServeOptions, runner: ModelRunner, computes: Any, tokenizer
 
 
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:
-    """What ends a sequence: the generation config's tokens, else the config's, and the tokenizer's."""
+    """End-of-sequence tokens: the generation config's, else the config's, and the tokenizer's."""
     tokens: set[int] = set()
     text = model.config.get_text_config()
     for value in (model.generation_config.eos_token_id, getattr(text, "eos_token_id", None)):

@@ -51,7 +51,7 @@ class RankInfo:
     parent: int | None = None
 
     def device(self, asked: str) -> str:
-        """Where this rank computes: "cuda" is a GPU each, the local rank's. UsageError for one GPU and several ranks.
+        """The device of this rank: "cuda" is one GPU each, by local rank. UsageError for one GPU and several ranks.
 
         The CUDA branches were tested with a faked driver, never on hardware.
         """

@@ -74,7 +74,7 @@ class Tower:
 
 
 def _seen(model: Any, prompt: Sequence[int], images: Images, device: torch.device) -> Seen:
-    """The same, of a model with its tower."""
+    """Features of the images, by a model with its tower loaded."""
     count = len(prompt)
     ids = torch.tensor([list(prompt)], device=device)
     inputs = {name: _on(value, device, model.dtype) for name, value in images.inputs.items()}
@@ -113,7 +113,7 @@ def _positions(given: Any, count: int) -> torch.Tensor | None:
 
 
 def _decoder_arguments(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What a model's decoder is given in a forward. Text's embeddings are all `_TEXT`; masks have their `_RULE`."""
+    """The arguments of a model's decoder in a forward. Text's embeddings are all `_TEXT`; masks have their `_RULE`."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     arguments: dict[str, Any] = {}

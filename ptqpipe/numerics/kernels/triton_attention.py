@@ -212,7 +212,7 @@ class _Call:
         return out
 
     def _spans(self, out: torch.Tensor, parts: int, kept: int) -> None:
-        """Attends spans with many queries if ``parts`` is 0, else the others; ``kept``: that many partial sums are stored."""
+        """Attends spans with many queries if ``parts`` is 0, else the others; stores ``kept`` partial sums of each."""
         from ptqpipe.numerics.kernels import triton_pages
 
         where, (heads, dims) = self.where, (self.keys.shape[2], (self.keys.shape[3], self.values.shape[3]))

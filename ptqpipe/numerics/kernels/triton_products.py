@@ -216,7 +216,7 @@ def decoded(
 
 @triton.jit
 def parted(x: tl.tensor, ROWS: tl.constexpr, ITEMS: tl.constexpr, PER: tl.constexpr) -> tl.tuple:
-    """Splits ``x [ROWS, PER * ITEMS]`` into PER tensors ``[ROWS, ITEMS]``: first codes of all items, second codes, .."""
+    """Splits ``x [ROWS, PER * ITEMS]`` into PER of ``[ROWS, ITEMS]``: the first codes of all items, the second, ..."""
     parts: tl.tuple = tl.split(tl.reshape(x, (ROWS, ITEMS, 2, 2) if PER == 4 else (ROWS, ITEMS, 2)))
     if PER == 4:
         one, three = tl.split(parts[0])

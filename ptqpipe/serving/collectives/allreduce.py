@@ -128,7 +128,7 @@ class QuantAllReduce:
         return self.world > 1 and dtype in DTYPES and numel > 0 and numel * dtype.itemsize >= self.min_bytes
 
     def method_for(self, numel: int, dtype: torch.dtype) -> SumMethod:
-        """How such a tensor is summed: the same answer on every rank. "own" is ``plain``, or the group's own sum."""
+        """The sum method for such a tensor, the same on every rank. "own" is ``plain``, or the group's own sum."""
         if self.world == 1 or dtype not in DTYPES or not numel:
             return "own"
         nbytes = numel * dtype.itemsize
@@ -291,7 +291,7 @@ class QuantAllReduce:
         exchange.one_shot() if one_shot else exchange.two_shot()
 
     def layout(self, numel: int, dtype: torch.dtype, wire: Wire, *, one_shot: bool = False) -> Layout:
-        """How a message is cut."""
+        """How a message is split among ranks and chunks."""
         return cut(
             numel,
             1 if one_shot else self.world,
@@ -312,7 +312,7 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where a group's tensors live: the GPU for NCCL, the CPU for gloo and for groups of both."""
+    """The device of a group's tensors: the GPU for NCCL, the CPU for gloo and for groups of both."""
     if torch.device("cpu") in group._device_types:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -24,7 +24,7 @@ class Layout:
 
     @property
     def chunks(self) -> int:
-        """How many chunks there are."""
+        """Number of chunks."""
         return -(-self.stripe // self.chunk)
 
     def span(self, rank: int, chunk: int) -> range:

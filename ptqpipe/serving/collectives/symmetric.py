@@ -75,7 +75,7 @@ class SymmetricMemory:
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.buffers)
 
     def gave_up(self) -> bool:
@@ -253,7 +253,7 @@ def obstacle(group: dist.ProcessGroup) -> str | None:
 
 
 def _between(places: list[tuple[str, str, str]], rank: int, device: int) -> str | None:
-    """What keeps a rank with its device from writing to the others'."""
+    """The reason why a rank's device cannot write to the others' memory, if there is one."""
     gpus = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
     for peer, place in enumerate(places):
         if place[:2] != places[rank][:2]:

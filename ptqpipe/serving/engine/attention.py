@@ -261,7 +261,7 @@ class PagedAttention:
 
 
 def slots_of(batch: Batch, tables: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Where the keys of each token go, int64 [T]."""
+    """Slot of each token in the paged cache, int64 [T]."""
     if batch.tokens.shape[0] == len(batch.spans):  # one each
         last = [(span.blocks, span.total - 1) for span in batch.spans]
         return torch.tensor([blocks[at // block_size] * block_size + at % block_size for blocks, at in last])
@@ -294,7 +294,7 @@ def tables_of(spans: Sequence[Span]) -> torch.Tensor:
 
 
 def numbers_of(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What each E4M3 code stands for with a scale [heads or 1, 1], in a model's dtype; float32 [heads or 1, 256]."""
+    """Decoding table of E4M3 with a scale [heads or 1, 1], in a model's dtype; float32 [heads or 1, 256]."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(scale.device)
     return (codes * scale).to(dtype).float().contiguous()
 
@@ -359,7 +359,7 @@ def fused_attention(
 def explicit_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, terms: Terms
 ) -> torch.Tensor:
-    """The same written out, for soft caps and sinks: scores and sums in float32."""
+    """Attention in elementary operations, for soft caps and sinks: scores and sums in float32."""
     count, heads, dim = query.shape
     kv_heads = key.shape[1]
     q = query.float().view(count, kv_heads, heads // kv_heads, dim)

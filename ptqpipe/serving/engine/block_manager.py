@@ -32,7 +32,7 @@ class BlockManager:
         return len(self._free)
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks ``tokens`` tokens need."""
+        """Number of blocks for ``tokens`` tokens."""
         return -(-tokens // self.block_size)
 
     def share(self, seq: Sequence) -> None:

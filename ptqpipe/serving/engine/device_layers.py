@@ -77,7 +77,7 @@ class _Norm:
 
 
 def _norm_of(module: Any) -> _Norm | None:
-    """What a norm computes; None where that is no RMSNorm of bfloat16 numbers."""
+    """A module as an RMSNorm; None where it computes something else, or not in bfloat16."""
     weight, eps = getattr(module, "weight", None), epsilon_of(module)
     if not isinstance(weight, torch.Tensor) or weight.dtype != torch.bfloat16 or weight.dim() != 1 or not eps >= 0:
         return None
@@ -206,7 +206,7 @@ def _dense(x: torch.Tensor, rows: int, width: int) -> bool:
 def _answers(
     forward: Callable[..., Any], attention: PagedAttention, at: int, hidden: int, ends: Sequence[torch.nn.Module]
 ) -> list[torch.Tensor] | None:
-    """What `answer` gives, and before it what ``ends`` were given, rows of tokens; None where it gives nothing."""
+    """The inputs of ``ends``, [tokens, features] each, and the tensors of `answer`; None where that is None."""
     ends_inputs: list[torch.Tensor] = []
     hooks = [
         end.register_forward_pre_hook(lambda end, args: ends_inputs.extend(x.clone() for x in args[:1])) for end in ends

@@ -31,7 +31,7 @@ class ContextTooLong(UsageError):
 
 
 class ModelExecutor(Protocol):
-    """What the engine needs of a model: `runner.ModelRunner`, or the leader of several ranks."""
+    """Runs a model's forward for the engine: `runner.ModelRunner`, or rank 0 of several."""
 
     blocks: int
     block_size: int
@@ -71,7 +71,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """What one step gave to one sequence.
+    """The output of one step for one sequence (vLLM's RequestOutput).
 
     text             what may be shown; it lags behind ``tokens`` while a character or a stop string is incomplete
     finish           why this is the last piece; None if it is not
@@ -95,7 +95,7 @@ class TokenOutput:
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the start. Tokens are counted when they are computed or sampled.
+    """Counters since the start, for metrics. Tokens are counted when they are computed or sampled.
 
     drafts           how often a sequence had drafts in a step; ``draft_tokens`` how many
     accepted_tokens  how many of them were sampled, by their place among a sequence's drafts
@@ -347,7 +347,7 @@ class Engine:
         return piece if finish is None else self._end(stream, piece)
 
     def _text_of(self, stream: _Stream, token: int) -> tuple[str, Finish | None]:
-        """What a sequence's last token lets out, and why it ends with it if it does."""
+        """The new text of a sequence after its last token, and the finish reason if it ends."""
         seq, params, stops, detokenizer = stream.seq, stream.seq.params, stream.stops, stream.detokenizer
         may_end = seq.generated >= params.min_tokens
         if token in seq.end_tokens and may_end:

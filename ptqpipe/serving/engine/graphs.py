@@ -54,7 +54,7 @@ class StepGraphs:
         return None if replay is None else replay()[:count]
 
     def _record(self, size: int) -> Callable[[], torch.Tensor] | None:
-        """What computes the step of the inputs anew; None where that gives other logits or cannot be recorded."""
+        """Captures the step as a CUDA graph; None where it cannot be captured or its replay gives other logits."""
         try:
             own = self._compute(size).clone()  # compiles what is not compiled yet, too
             replay = self._graph(size)
@@ -105,7 +105,7 @@ def _say_unrecorded(size: int, why: str) -> None:
 
 
 class _Inputs:
-    """What a step of ``size`` sequences of up to ``pages`` pages is given: one int64 tensor on the device, in parts."""
+    """Static inputs of a step of ``size`` sequences of up to ``pages`` pages: views of one int64 device tensor."""
 
     def __init__(self, size: int, pages: int, device: torch.device) -> None:
         self._host = torch.zeros(size * (3 + pages), dtype=torch.int64, pin_memory=device.type == "cuda")

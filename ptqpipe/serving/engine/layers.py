@@ -69,7 +69,7 @@ class _Chain:
         self._first, self._outs, self._kept = 0, torch.empty(0), torch.empty(0)
 
     def run(self, at: int, x: torch.Tensor, rotary: Rotary, slots: torch.Tensor, where: Where) -> torch.Tensor | None:
-        """What layer ``at`` gives; None where it has no kernel."""
+        """The output of layer ``at``; None where it has no kernel."""
         of, behind = (where[1], *rotary), at - self._first
         if 0 < behind < len(self._outs) and all(a is b for a, b in zip(of, self._of, strict=True)):
             if torch.equal(x, self._kept[behind - 1]):

@@ -195,7 +195,7 @@ def halves(batch: Batch, least_tokens: int) -> tuple[Batch, Batch] | None:
 
 
 def _place(batch: Batch) -> int:
-    """Where to cut: near the middle."""
+    """Where to split the batch: near the middle."""
     count = len(batch.tokens)
     at = count // 2 // _TILE * _TILE or count // 2
     start = 0

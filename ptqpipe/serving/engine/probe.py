@@ -95,7 +95,7 @@ class _Alone(PagedAttention):
 
 
 def probe(model: Any, longest: int) -> Probed:
-    """What a model of sequences of ``longest`` tokens does. UsageError for what the engine cannot do."""
+    """How a model attends, with ``longest`` tokens of context. UsageError for one that the engine cannot serve."""
     register()
     try:
         probed = _record(model, longest, masks=True)
@@ -126,7 +126,7 @@ def probe(model: Any, longest: int) -> Probed:
 
 
 def kinds_of(config: Any) -> list[str]:
-    """What each layer does, in transformers' words."""
+    """The type of each layer, by transformers' names ("full_attention", ...)."""
     return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
 
 

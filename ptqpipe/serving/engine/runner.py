@@ -105,13 +105,13 @@ class ModelRunner:
         return StepGraphs(self.model, self.attention, max_len=max_len, max_seqs=self.max_seqs, spare=self.blocks)
 
     def _sequence_count(self, options: CacheOptions) -> int:
-        """How many sequences have states: those asked for, as far as half of ``max_bytes`` has room; one at least."""
+        """Number of sequences with recurrent states: as requested, within half of ``max_bytes``; at least one."""
         if not self.state_bytes:
             return options.max_seqs
         return max(1, min(options.max_seqs, options.max_bytes // 2 // self.state_bytes))
 
     def _block_count(self, options: CacheOptions) -> int:
-        """As many as the sequences can use, within ``max_bytes``. UsageError if one sequence does not fit."""
+        """Number of cache blocks: as many as sequences use, within ``max_bytes``. UsageError if one does not fit."""
         one = -(-(options.max_len + 1) // options.block_size)
         states = self.max_seqs * self.state_bytes
         count = one * self.max_seqs
@@ -147,7 +147,7 @@ class ModelRunner:
         return self._forward(batch) if self.overlap is None else self.overlap.run(batch, self._forward)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        """The same, of a batch or of a half of one."""
+        """The logits of a batch, or of a half of one."""
         by_graph = None if self.graphs is None else self.graphs.run(batch)
         if by_graph is not None:
             return by_graph.to(torch.float32, copy=True)

@@ -23,7 +23,7 @@ BEAT_S = 2.0  # an idle engine lets its other ranks know that it lives
 
 
 class State(StrEnum):
-    """What a service does."""
+    """State of a service."""
 
     LOADING = "loading"
     READY = "ready"
@@ -162,7 +162,7 @@ class Service:
         return self.ended.wait(timeout_s)
 
     def sequences(self) -> int:
-        """How many sequences are under way or waiting."""
+        """Number of running and waiting sequences."""
         return sum(entry.sequences for entry in list(self._pending.values()))
 
     def load(self) -> Load:

@@ -109,7 +109,7 @@ class Drafter:
         self._put_back(chunks)
 
     def _room(self, seq: Sequence, blocks: BlockManager) -> int:
-        """How many drafts are of use: the token after them is the model's own. None while the prompt is computed."""
+        """Number of useful drafts: the token after them is the model's own. None during prefill."""
         left = min(seq.params.max_tokens - seq.generated, self._max_len - len(seq.tokens)) - 1
         room = max(0, min(self.most, left)) if seq.remaining == 1 else 0
         return room if room < 2 or blocks.grow(seq, len(seq.tokens) + room) else 1

@@ -10,7 +10,7 @@ _LEAST = -9999.0
 
 
 class TokenNames:
-    """What single tokens are called: their text inside of a text, and where that is not whole, their number."""
+    """Names of single tokens: their text, or their number where that is an incomplete character."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

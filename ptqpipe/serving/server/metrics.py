@@ -196,7 +196,7 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("ptqpipe_engine_steps", "Passes through the model.", value=counters.steps)
 
     def _drafts(self, counters: Counters) -> Iterator[Metric]:
-        """What speculation drafted, by vLLM's names."""
+        """Counters of speculative decoding, by vLLM's names."""
         accepted = counters.accepted_tokens
         for name, text, value in (
             ("num_drafts", "Steps of a request that had drafts of its next tokens.", counters.drafts),

@@ -40,7 +40,7 @@ class StreamOptions(BaseModel):
 
 
 class Sampling(BaseModel):
-    """What both kinds of completion share."""
+    """Sampling fields of both kinds of completion."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), use_attribute_docstrings=True)
 

@@ -148,7 +148,7 @@ def _note_weight_only() -> None:
 
 
 class _Packed:
-    """What our methods have instead of vLLM's: packing after loading, and the forward."""
+    """Replaces vLLM's methods: packing after loading, and the forward."""
 
     ptqpipe_activation: Activation
     is_monolithic = False

@@ -88,7 +88,7 @@ def _supported() -> Verdict:
 
 
 class _OnCpu:
-    """What the kernels share: they run on a CPU and hand their layers to the operator."""
+    """Shared by the kernels: they run on a CPU and hand their layers to the operator."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Verdict:

@@ -20,7 +20,7 @@ from ptqpipe.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class PluginSettings:
-    """What the user asked for. ``codec`` is None when all-reduces stay plain."""
+    """The user's settings. ``codec`` is None when all-reduces stay plain."""
 
     codec: str | None = None
     block: int = 64
@@ -43,7 +43,7 @@ class PluginSettings:
         )
 
     def fingerprint(self) -> str:
-        """What changes the graph that vLLM compiles, for the key of its cache."""
+        """The settings that change vLLM's compiled graph, for its cache key."""
         return f"ptqpipe kernels={self.kernels} allreduce={self.codec is not None}"
 
 
