@@ -119,7 +119,7 @@ def recipe_of(options: Mapping[str, Any], *, format: str | None, ignore: Iterabl
 
 
 def mode_of(options: Mapping[str, Any]) -> Mode:
-    """How the output is opened. UsageError for resume and overwrite at once."""
+    """The output mode. UsageError for resume and overwrite at once."""
     resume, overwrite = (options.get(name, False) for name in RESTART)
     if resume and overwrite:
         raise UsageError("resume and overwrite contradict each other; give one of them")
@@ -149,7 +149,7 @@ def size_of(value: str | int, *, name: str) -> int:
 
 
 def pipeline_of(options: Mapping[str, Any], data: Sequence[str]) -> PipelineOptions:
-    """What a conversion does besides quantizing, among the keywords of a call. ``data``: by its names."""
+    """The pipeline options among the keywords of a call. ``data``: by its names."""
     texts = options.get("eval") or ()
     chosen = {name: value for name, value in options.items() if value is not None}
     chosen |= {"formats": names_in(chosen["formats"])} if "formats" in chosen else {}

@@ -74,7 +74,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _words(kind: Any) -> str:
-    """What a kind is called."""
+    """The name of a kind."""
     kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     if {str, int} <= set(kinds):
         return "a size such as 2GiB, or a number of bytes"

@@ -32,7 +32,7 @@ _QUANTIZATION = ("quantization_config", "compression_config", "text_config.quant
 
 
 class Same(StrEnum):
-    """How equal two tensors are."""
+    """Degrees of equality of two tensors."""
 
     BYTES = "same bytes"  # codes and scales, or the plain tensor
     NUMBERS = "same numbers"  # other bytes, the same float32 decode

@@ -92,7 +92,7 @@ class KeptRow:
 
 @dataclass(frozen=True, slots=True)
 class InspectReport:
-    """What is in a checkpoint.
+    """The content of a checkpoint.
 
     producer     who says to have written it, "" if nobody does
     record       a few facts of ptqpipe.json: source, recipe, versions
@@ -276,7 +276,7 @@ def _rule(rule: Mapping[str, Any]) -> str:
 
 
 def _contradictions(opened: Source) -> list[str]:
-    """What config.json says of the model and its tensors do not hold."""
+    """Contradictions between config.json and the tensors."""
     config, lines = opened.reader.config, [*unlike_model(opened), *doubts(opened.reader.config, opened.tensors)]
     try:
         check_config(config, opened.tensors)

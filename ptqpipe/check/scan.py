@@ -232,7 +232,7 @@ def scale_axis(codec: Codec) -> tuple[float, ...]:
 
 
 def _ways(fmt: Format) -> list[tuple[str, str, Callable[[float, Format], torch.Tensor]]]:
-    """What a format has, abs-max first: (name in the report, search, its global scale from the group's amax)."""
+    """The scale searches of a format, abs-max first: (name in the report, search, global scale of an amax)."""
     searches: list[tuple[str, str, Callable[[float, Format], torch.Tensor]]] = [(ABSMAX, "absmax", absmax_global)]
     if fmt.scale.name == "e8m0":
         searches.append(("OCP floor", "ocp_floor", absmax_global))

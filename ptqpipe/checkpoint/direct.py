@@ -121,7 +121,7 @@ class DirectFile:
 
 
 def _whole_pages(count: int, wanted: int) -> int:
-    """What a read of ``count`` bytes counts for, since the next one must begin on a page edge."""
+    """The bytes of a read that count: of a short one whole pages, since the next must begin on a page edge."""
     return count if count >= wanted else count // ALIGN * ALIGN
 
 

@@ -129,7 +129,7 @@ def check_folder(path: Path) -> Path:
 
 
 def name_of(folder: Path) -> str:
-    """What a folder is called: the last part of its path as it was typed, a link by the link's own name.
+    """A folder's name: the last part of its path as it was typed, a link by the link's own name.
 
     A snapshot in the hub's cache is called as the repository; "." and ".." as the folders that they stand for.
     """

@@ -38,7 +38,7 @@ class TensorSpec(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where a tensor's bytes go: the shard, the absolute offset in it, the size."""
+    """Place of a tensor's bytes: shard, absolute offset in it, size."""
 
     file: str
     offset: int
@@ -111,7 +111,7 @@ class ShardLayout:
 
     @cached_property
     def placements(self) -> Mapping[str, Placement]:
-        """Where the bytes of each tensor go. Made when it is first asked for: a dry run writes none of 100,000."""
+        """Place of each tensor's bytes. Computed on first use: a dry run of 100,000 tensors needs none."""
         placements: dict[str, Placement] = {}
         for shard in self.shards:
             offset = len(shard.header)

@@ -92,12 +92,12 @@ class Paths:
 
     @property
     def stages(self) -> Path:
-        """What a run of several stages makes on the way to the output."""
+        """Folder of intermediate results of a pipeline run."""
         return self.out.parent / f".{self.out.name}.stages"
 
     @property
     def gone(self) -> Path:
-        """What is being deleted of either."""
+        """The name under which either is deleted."""
         return self.out.parent / f".{self.out.name}.gone"
 
     @property
@@ -349,7 +349,7 @@ def _refuse_existing(paths: Paths) -> None:
 
 
 def _kind(names: Sequence[str]) -> str | None:
-    """What a folder of these names is; None for nothing that ptqpipe writes or reads."""
+    """The kind of a folder by its file names; None for one that ptqpipe neither writes nor reads."""
     for index_file, kind in KINDS.items():
         if index_file in names:
             return kind

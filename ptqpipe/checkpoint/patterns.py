@@ -70,7 +70,7 @@ class Expression:
 
 
 def _repeats(text: str) -> int:
-    """How often the parts of an expression are repeated by counts, at most: those within another's group multiply."""
+    """Upper bound of counted repetitions in an expression; nested ones multiply."""
     groups, last = [0], 0  # what the open groups hold so far, the outermost first; what the last part holds
     for token in _TOKEN.finditer(text):
         if token["count"]:

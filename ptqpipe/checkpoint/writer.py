@@ -152,7 +152,7 @@ class CheckpointWriter:
         return writer
 
     def _open_pieces(self) -> dict[tuple[str, int], TensorWriter]:
-        """What this thread has written since it last committed a unit."""
+        """This thread's uncommitted pieces."""
         pieces: dict[tuple[str, int], TensorWriter] | None = getattr(self._of_thread, "pieces", None)
         if pieces is None:
             pieces = self._of_thread.pieces = {}
@@ -363,6 +363,6 @@ def _as_bytes(data: torch.Tensor | bytes | bytearray | memoryview, spec: TensorS
 
 
 def _json_copy(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What will come back after a restart, so that a resumed run sees nothing else. Raises TypeError, ValueError."""
+    """A copy after a JSON round trip, so that a resumed run sees the same values. Raises TypeError, ValueError."""
     copied: dict[str, Any] = json.loads(json.dumps(record))
     return copied

@@ -60,7 +60,7 @@ class Given(SimpleNamespace):
 
     @property
     def mode(self) -> Literal["new", "resume", "overwrite"]:
-        """How the output is opened. UsageError for --resume and --overwrite at once."""
+        """The output mode. UsageError for --resume and --overwrite at once."""
         if self.resume and self.overwrite:
             raise UsageError("--resume and --overwrite contradict each other; give one of them")
         return "resume" if self.resume else "overwrite" if self.overwrite else "new"
@@ -172,7 +172,7 @@ _NO_THREAD = re.compile("can't start new thread|cannot create thread|ThreadPoolB
 
 
 def _out_of_resources(error: BaseException) -> str | None:
-    """What to say of an error that means that the system gives no memory, or no thread; None for others."""
+    """The message for an error that means a lack of memory or threads; None for others."""
     text = first_line(error)
     context = click.get_current_context(silent=True)
     options = {} if context is None else context.params

@@ -66,11 +66,11 @@ class Completed(click.ParamType[Any]):
         self.name = kind.name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """As the type that converts."""
+        """Delegates to the converting type."""
         return self._kind.convert(value, param, ctx)
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
-        """As the type that converts."""
+        """Delegates to the converting type."""
         return self._kind.get_metavar(param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

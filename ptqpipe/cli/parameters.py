@@ -295,7 +295,7 @@ def run_options(*, computes: bool = False, spills: str = "", restart: bool = Tru
 
 
 def window_options(samples: str, seed: str) -> Callable[[F], F]:
-    """How many windows of text are read or written, how long they are, and the seed that chooses them."""
+    """Options for the number and length of text windows, and the seed that chooses them."""
     return options(
         click.option("--samples", type=int, default=128, show_default=True, metavar="N", help=samples),
         click.option(

@@ -28,7 +28,7 @@ _ANSWER_S = 600.0  # without a sign of life
 
 
 class Conversation:
-    """What was said to a service and answered by it.
+    """The messages of a chat with a service.
 
     url       of the service, without /v1
     api_key   what it asks for, if anything
@@ -106,7 +106,7 @@ class Conversation:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """What a service says of a request that it refuses."""
+    """A service's error message for a refused request."""
     if error.code == 401:
         return f"the service refuses the key ({error.reason}); give the one it knows with --api-key"
     with error, suppress(ValueError, KeyError, TypeError):

@@ -179,7 +179,7 @@ class Conversion(Rewrite[OutputJob]):
             return True
         return all(self.rounding.file_of(member.key) is not None for member in job.unit.members)
 
-    def with_more(self, more: Mapping[str, Any], *, consumes: bool) -> "Conversion":
+    def with_record_entries(self, more: Mapping[str, Any], *, consumes: bool) -> "Conversion":
         """The same with further entries of the record. ``consumes``: its folder of learned codes shrinks as they are
         written, and with the output only the last file of it is left."""
         jobs = [job for job in self.jobs if isinstance(job, QuantizeUnit)]

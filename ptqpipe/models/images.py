@@ -140,5 +140,5 @@ def decode_images(raw: Sequence[bytes], where: str) -> "list[Image]":
 
 
 def digest_of(raw: bytes) -> bytes:
-    """What an image is known by."""
+    """The digest that identifies an image."""
     return blake2b(raw, digest_size=16).digest()

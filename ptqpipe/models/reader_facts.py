@@ -77,7 +77,7 @@ READERS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 class Evidence(NamedTuple):
-    """How it is known that a reader takes a format, and of which of its versions and when.
+    """Evidence that a reader takes a format: kind, version and date.
 
     mark  run: it computed with such a checkpoint. loads: its own loader put every number where its layers expect it,
           but its kernels were not run. read: its source code was read, nothing was run
@@ -102,7 +102,7 @@ _VLLM_RUNS = ("nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp8", "fp8_dynamic", "fp8_block
 
 
 def evidence(reader: str, scheme: str) -> Evidence:
-    """How it is known that a reader takes a format of its row of `READERS`. KeyError for one that is not in it."""
+    """The evidence for a format in a reader's row of `READERS`. KeyError for one that is not in it."""
     if scheme not in READERS[reader]:
         raise KeyError(scheme)
     return _VLLM_RUN if reader == "vllm" and scheme in _VLLM_RUNS else _EVIDENCE[reader]

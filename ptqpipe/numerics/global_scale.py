@@ -46,7 +46,7 @@ def absmax_global(amax: float, fmt: Format) -> torch.Tensor:
 
 
 def absmax_divisor(fmt: Format) -> float:
-    """What the abs-max global scale divides the amax by: the largest product, or the largest element alone."""
+    """The divisor of the amax in the abs-max global scale: the largest product, or the largest element alone."""
     narrow = fmt.scale.enumerable and fmt.scale.max <= 2.0**60
     return fmt.max_product if narrow else fmt.element.max
 

@@ -14,7 +14,7 @@ from ptqpipe.numerics.formats import Format, get_format
 
 
 class Activation(StrEnum):
-    """What the reader does with the input of a quantized linear layer."""
+    """How the reader quantizes the input of a quantized linear layer."""
 
     NONE = "none"  # stays bf16/fp16
     NVFP4_STATIC_GLOBAL = "nvfp4"  # E2M1 per 16, block scales at run time, one static global scale per layer

@@ -33,7 +33,7 @@ from ptqpipe.pipeline import call
 from ptqpipe.pipeline.budget.command import Budget, plan_mixed, write_recipe
 from ptqpipe.pipeline.ledger import Ledger
 from ptqpipe.pipeline.room import Disk, disk_of, memory_of, memory_text, pair_samples
-from ptqpipe.pipeline.table import Way, words_of
+from ptqpipe.pipeline.table import Way, describe
 from ptqpipe.pipeline.tune.command import tune
 from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.quantization.learned_codes import ROUNDING_FILE
@@ -148,7 +148,7 @@ class Pipeline:
         folded = f"{way and way.transform}: find scaling factors, and fold them into the weights"
         add(way and way.transform, "transform", folded, self._transform)
         add(work.budget, "plan", f"a format for every layer at {work.budget}", self._plan)
-        add(way and way.method, "tune", words_of(Way(method=way.method if way else "")), self._tune)
+        add(way and way.method, "tune", describe(Way(method=way.method if way else "")), self._tune)
         add(True, "convert", f"into {self.out}", self._convert)
         add(True, "verify", "check hashes and recorded claims of the result", self._verify)
         add(work.eval, "eval", f"KL divergence from the original model on {', '.join(work.eval)}", self._eval)
@@ -316,7 +316,7 @@ class Pipeline:
         mode: Mode = "overwrite" if self.ledger.replaces(paths.out) and not has_begun(paths) else "resume"
         where["requantize"] = self.work.requantize
         with prepare(self.floats, options=options, out=self.out, **where) as prepared:
-            job = prepared.with_more(self._entry(), consumes=self.work.keep_stages is None)
+            job = prepared.with_record_entries(self._entry(), consumes=self.work.keep_stages is None)
             conversion.convert(job, mode=mode, machine=self.machine)
 
     def _entry(self) -> dict[str, Any]:

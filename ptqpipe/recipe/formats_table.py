@@ -83,7 +83,7 @@ def named(kind: str) -> list[dict[str, str]]:
 
 
 def _folders(package: str) -> list[str]:
-    """Where the files of a package lie."""
+    """The folders of a package."""
     loaded = sys.modules.get(f"ptqpipe.{package}")  # has what was added to it
     if loaded is not None:
         return list(loaded.__path__)

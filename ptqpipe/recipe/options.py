@@ -102,7 +102,7 @@ def check_options(given: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeOptions:
-    """How the codes of weights are chosen. A rule of a recipe is these and the modules that it matches."""
+    """Options for the codes of weights. A rule of a recipe is these and a pattern of modules."""
 
     search: str = option(
         AUTO,
@@ -173,7 +173,7 @@ class CodeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointOptions:
-    """What is decided once for a whole checkpoint. A recipe is these and its rules."""
+    """Options for a whole checkpoint. A recipe is these and its rules."""
 
     container: str | None = option(
         None,
@@ -232,7 +232,7 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """What `convert` does in one run besides quantizing: calibrate on text, keep to a budget, fit a reader, measure."""
+    """Options of a pipeline run of `convert`: calibrate on text, keep to a budget, fit a reader, measure."""
 
     data: tuple[str, ...] = option(
         (),

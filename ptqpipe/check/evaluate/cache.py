@@ -86,7 +86,7 @@ class CachedLogits:
         return self.folder / f"{batch[0].start}-{batch[-1].stop}"
 
     def _read(self, batch: Sequence[Window]) -> torch.Tensor | None:
-        """What is stored of a batch; None where it is missing or damaged."""
+        """The cached log-probabilities of a batch; None where they are missing or damaged."""
         try:
             raw = bytearray(self._file(batch).read_bytes())
         except OSError:
@@ -166,7 +166,7 @@ def open_cache(
 
 
 def store_bytes(windows: Sequence[Window], vocabulary: int) -> int:
-    """What the store of a text takes on disk, at most."""
+    """Upper bound of a text's logit cache on disk."""
     files = len(list(batches(windows, vocabulary=vocabulary)))
     return sum(window.scored for window in windows) * (MOST * vocabulary + 4) + 4 * files
 

@@ -42,7 +42,7 @@ class Window:
 
     @property
     def scored(self) -> int:
-        """How many tokens are scored."""
+        """Number of scored tokens."""
         return self.stop - self.first
 
 

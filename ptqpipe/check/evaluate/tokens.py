@@ -22,8 +22,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def kl_histogram(scores: Scores) -> dict[str, Any]:
-    """How many tokens have which KL: ``counts[0]`` below ``first`` nats, then ``per_decade`` bins for each power of
-    ten, and what lies above them in the last one."""
+    """Histogram of the tokens' KL divergences: ``counts[0]`` below ``first`` nats, then ``per_decade`` bins for each
+    power of ten, then one bin for all above."""
     assert scores.kl is not None
     places = (scores.kl.double().clamp_min(FIRST / 10) / FIRST).log10().mul(PER_DECADE).floor().long() + 1
     counts = torch.bincount(places.clamp(0, BINS + 1), minlength=BINS + 2)

@@ -48,7 +48,7 @@ _BEYOND = 1.5  # times the first or the last of them, which are not like it any 
 
 
 class Verdict(NamedTuple):
-    """How a checkpoint compares with its baseline.
+    """Comparison of a checkpoint with its baseline.
 
     level  one of WORDS
     words  the numbers behind it, in words: KL, same top token, perplexity

@@ -217,7 +217,7 @@ def make_report(
 
 
 def target_of(ckpt: Path, *, out: Path | None, kind: str | None) -> tuple[Path, str]:
-    """Where a report goes, and its kind. UsageError for another ending, OutputError for a file that is no report."""
+    """The path and kind of a report. UsageError for another ending, OutputError for a file that is no report."""
     if kind is None:
         kind = "html" if out is None else KINDS.get(out.suffix.lower())
     if kind is None:
@@ -231,7 +231,7 @@ def target_of(ckpt: Path, *, out: Path | None, kind: str | None) -> tuple[Path, 
 
 
 def _told(target: Path, report: Report, source: Path | None, evaluation: Path | None) -> list[str]:
-    """What the terminal says of a report: what it is made of, its verdict, its notes, where it lies."""
+    """Lines for the terminal: a report's inputs, verdict, notes and path."""
     lines = [_summary(report)]
     if report.verdict is not None:
         lines.append(f"{report.verdict[1]}: {report.verdict[0]}")

@@ -53,7 +53,7 @@ def _check_one_model(ckpts: Sequence[Path]) -> None:
 
 
 def _notes(reports: Sequence[Report]) -> list[str]:
-    """What keeps the divergences from being compared."""
+    """Reasons why the divergences are not comparable."""
     missing = [report.name for report in reports if report.verdict is None]
     lines = [f"not measured: {', '.join(missing)}; run ptqpipe eval {missing[0]} --source MODEL"] if missing else []
     texts = {_text_of(report.evaluation) for report in reports if report.evaluation is not None and report.verdict}

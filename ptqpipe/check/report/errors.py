@@ -84,7 +84,7 @@ def worst_weights(report: Report) -> list[ReportedWeight]:
 
 
 def choice_dots(report: Report, rows: Sequence[RoleRow]) -> Drawn | None:
-    """What each choice left of the error of abs-max scales, by role."""
+    """Error of each scale search relative to abs-max scales, by role."""
     dots: list[charts.Dots] = []
     for row in rows:
         values = [
@@ -101,7 +101,7 @@ def choice_dots(report: Report, rows: Sequence[RoleRow]) -> Drawn | None:
 
 
 def choice_lines(report: Report) -> Drawn | None:
-    """What each choice left, by layer, a line per choice; None where fewer than two layers have choices."""
+    """Error of each scale search by layer, a line each; None where fewer than two layers have choices."""
     layers: dict[int, list[ReportedWeight]] = defaultdict(list)
     for weight in report.weights:
         if weight.layer is not None and weight.choices:
@@ -123,7 +123,7 @@ def choice_lines(report: Report) -> Drawn | None:
 
 
 def saved_by_global_scale(row: RoleRow) -> str:
-    """What the searched global scales saved of the squared error, as recorded; a dash where nothing says so."""
+    """Squared error saved by searched global scales, from the record; a dash where it is not recorded."""
     ratios = [w.versus_plain_global for w in row.weights if w.versus_plain_global is not None]
     return f"{100 * (1 - sum(ratios) / len(ratios)):.2f} %" if ratios else "–"
 

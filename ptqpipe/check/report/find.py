@@ -59,7 +59,7 @@ def find_evaluation(ckpt: Path) -> Path | None:
 
 
 def read_source(ckpt: Path) -> dict[str, Any]:
-    """What a checkpoint's record says of the model that it was made from: name and fingerprint; empty without it."""
+    """Name and fingerprint of the source model, from a checkpoint's record; empty without one."""
     record = _record(ckpt)
     before = record.get("transformed")  # what was quantized had factors folded in while it was read
     entry = before.get("from") if isinstance(before, dict) and "foldings" in before else record.get("source")

@@ -41,7 +41,7 @@ def _upright(axis: Axis, width: float) -> list[Markup]:
 
 
 def kl_histogram(row: Mapping[str, Any], *, wide: bool) -> Markup:
-    """How many tokens have which divergence, with its median, mean and 99th percentile marked.
+    """Histogram of the tokens' divergences, with median, mean and 99th percentile marked.
 
     row  of an eval file, with its ``histogram``
     """

@@ -67,7 +67,7 @@ class RoleRow:
 
     @property
     def codes(self) -> Codes:
-        """How its weights use their codes, together; None for what none of them counts."""
+        """Sums over its weights; None for counts that no weight has."""
         return Codes(*(_sum(getattr(w.codes, field.name) for w in self.weights) for field in fields(Codes)))  # type: ignore[arg-type]
 
     @property
@@ -77,7 +77,7 @@ class RoleRow:
 
     @property
     def reverted(self) -> int:
-        """How many of its weights keep plain rounding, since calibration did not help."""
+        """Number of its weights that keep plain rounding, since calibration did not help."""
         return sum(w.reverted for w in self.weights)
 
 

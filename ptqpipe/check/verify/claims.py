@@ -166,7 +166,7 @@ def check_identity(ckpt: Source, record: Record, findings: Findings) -> None:
 
 
 def conversion_parts(raw: Mapping[str, Any], recipe: Recipe, *, layout: str) -> dict[str, str]:
-    """What decides the bytes of a conversion, as ``convert`` binds it."""
+    """The parts of a run's identity that decide the bytes of a conversion, as in ``convert``."""
     parts = {
         "source": str(object_of(raw, "source").get("fingerprint")),
         "recipe": recipe.digest,

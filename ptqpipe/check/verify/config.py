@@ -36,7 +36,7 @@ _NO_KEY = object()
 
 
 def targets_of(ckpt: Source) -> list[Target]:
-    """What is stored quantized, as containers write configs from it."""
+    """The quantized modules, as containers take them to write configs."""
     return [Target(w.weight, w.scheme, w.experts, w.transposed) for w in ckpt.stored.values()]
 
 
@@ -215,7 +215,7 @@ def _check_groups(described: Mapping[str, Any], findings: Findings) -> None:
 
 
 def check_readers(ckpt: Source, source: Source | None, findings: Findings) -> None:
-    """What readers get wrong about this checkpoint: about its family, and what the container itself warns of."""
+    """Issues of readers with this checkpoint: those of its family, and the container's warnings."""
     if ckpt.container is None or not ckpt.stored:
         return
     base = source.reader.config if source is not None else ckpt.reader.config

@@ -26,7 +26,7 @@ _INPUTS = (PartKind.INPUT_GLOBAL, PartKind.INPUT_GLOBAL_DIVISOR)
 
 
 def scalar_fault(value: torch.Tensor) -> str | None:
-    """What is wrong with a global scale, None if it and its reciprocal are finite and positive."""
+    """The fault of a global scale; None if it and its reciprocal are finite and positive."""
     number = float(value.float().reshape(()))
     if math.isfinite(number) and number > 0 and math.isfinite(float(1.0 / value.float())):
         return None

@@ -132,7 +132,7 @@ def _learned(unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> boo
 
 
 def _unlike(ckpt: Source, member: Member, row: int, q: QTensor) -> str:
-    """What of a run of rows the stored ones have otherwise; empty when it is nothing."""
+    """The difference between stored rows and requantized ones, as text; empty where they are equal."""
     expert = member.source.expert if member.stack is not None else None
     stored = ckpt.quantized(member.weight, expert=expert, rows=(row, row + q.shape[0]))
     if stored.data.shape != q.data.shape or stored.scales.shape != q.scales.shape:
@@ -187,8 +187,8 @@ def judge_proof(name: str, proof: Optimality, claim: Claim | None, findings: Fin
 
 
 def replan(record: Record, source: Source) -> Outputs:
-    """What must have been written. Raises a PtqError where the recorded recipe is none, or makes nothing of this
-    source."""
+    """The outputs that the record's recipe plans for this source. PtqError where the recipe is invalid or does not fit
+    the source."""
     conversion = record.conversion
     if conversion is None:
         raise CheckpointError(f"{RECORD_FILE} has no recipe")

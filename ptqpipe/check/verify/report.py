@@ -59,7 +59,7 @@ class VerifyReport:
 
 
 def header(ckpt: Path, source: Path | None, nbytes: Sequence[int]) -> str:
-    """What will be checked, and against what; ``nbytes`` of each tensor."""
+    """Lines about the coming checks; ``nbytes`` of each tensor."""
     against = "by itself, without --source" if source is None else f"against {source}"
     return f"checking {ckpt}, {len(nbytes)} tensors in {disk_size(sum(nbytes))}, {against}"
 

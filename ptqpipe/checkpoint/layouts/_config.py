@@ -76,7 +76,7 @@ def without_quantization(base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def structure(fmt: Format) -> tuple[str, tuple[int, int], str, bool, bool]:
-    """What a layout can see of a format: float scales of any width are alike, names do not count."""
+    """The stored structure of a format: names and the width of float scales do not count."""
     scale = "float" if fmt.scale.dtype is not None else fmt.scale.name
     return fmt.element.name, fmt.block, scale, fmt.has_global, fmt.has_zeros
 
@@ -305,7 +305,7 @@ _BEHIND = {"falcon_h1": "num_hidden_layers", "zamba2": "hybrid_layer_ids"}
 
 
 def _readers_name(module: str, config: Mapping[str, Any]) -> str:
-    """What readers call a module of the model of a config.json."""
+    """Readers' name for a module of the model of a config.json."""
     kind = str(config.get("model_type"))
     layers = config.get(_BEHIND.get(kind, ""))
     first = len(layers) if isinstance(layers, list) else layers if isinstance(layers, int) else 0

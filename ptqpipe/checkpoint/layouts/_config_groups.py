@@ -165,7 +165,7 @@ def _unknown_keys(group: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _pairs(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says, flat; targets aside."""
+    """A group's settings as a flat mapping, without its targets."""
     flat: dict[str, Any] = {"format": group.get("format")}
     for part in ("weights", "input_activations"):
         arguments = group.get(part)
@@ -181,7 +181,7 @@ def _agreement(group: Mapping[str, Any], wanted: Mapping[str, Any]) -> int:
 
 
 def _difference(group: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """What readers act on and the group states differently, as text; empty when there is nothing."""
+    """The first decisive setting that differs, as text; empty where none does."""
     actual, expected = _pairs(group), _pairs(wanted)
     defaults = {"symmetric": True, "dynamic": False, "type": "float"}
     decisive = ("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "scale_dtype")

@@ -58,7 +58,7 @@ def called(module: str, *, roots: bool = True) -> list[str]:
 
 
 def wholes(names: Collection[str]) -> Iterator[str]:
-    """What readers call what they make of these modules and their neighbours: qkv_proj for q_proj."""
+    """Readers' names for the fused modules of these and their neighbours: qkv_proj for q_proj."""
     for pattern, whole in WHOLES:
         for name in names:
             if (other := re.sub(pattern, whole, name)) != name:
@@ -66,7 +66,7 @@ def wholes(names: Collection[str]) -> Iterator[str]:
 
 
 class Lists:
-    """What a description says of modules: which are excluded, and which of the others readers look for codes of."""
+    """The exclusions in a quantization config, and the modules that readers expect codes for."""
 
     def __init__(
         self,

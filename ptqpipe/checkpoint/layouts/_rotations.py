@@ -39,7 +39,7 @@ def described_rotations(targets: Sequence[Target], kept: Sequence[str]) -> dict[
 
 
 def stored_rotations(config: Mapping[str, Any], described: Mapping[str, Any]) -> Callable[[str], int]:
-    """What gives the columns that are rotated together of a module's input; 0: none.
+    """A function: module -> block size of its input's rotation in columns; 0: none.
 
     CheckpointError for a ``transform_config`` that changes inputs or outputs in any other way.
     """

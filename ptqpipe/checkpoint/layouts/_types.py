@@ -25,7 +25,7 @@ Load = Callable[[str, int | None, int | None], torch.Tensor]
 
 
 class PartKind(StrEnum):
-    """What a stored tensor of a quantized weight is: its codes, its scales ..."""
+    """Kinds of stored tensors of a quantized weight: codes, scales, ..."""
 
     DATA = "data"  # packed codes, row major
     SCALES = "scales"  # block scales, row major over the scale grid
@@ -127,7 +127,7 @@ def schemes_of(targets: Iterable[Target]) -> list[Scheme]:
 
 @dataclass(frozen=True, slots=True)
 class ConfigRequest:
-    """What the config files of a checkpoint are written from.
+    """The input for writing a checkpoint's config files.
 
     base          the source's config.json
     targets       the weights that are stored quantized

@@ -67,7 +67,7 @@ def _inside(described: Mapping[str, Any]) -> list[str]:
 
 
 def _described(described: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """What config.json says of a module, its own rule before the rest."""
+    """The settings of a module in config.json: its own rule overrides the others."""
     rule = _rule(described, module)
     own = {} if rule is None else described["dynamic"][rule]
     if not isinstance(own, Mapping):

@@ -300,7 +300,7 @@ def _read_algorithm(module: str, described: Mapping[str, Any]) -> str:
 
 
 def _entry(name: str, described: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What ``quantized_layers`` says of a module: an entry of a parent speaks for its children."""
+    """The entry of a module in ``quantized_layers``; an entry of a parent holds for its children."""
     layers = described.get("quantized_layers")
     while name and isinstance(layers, Mapping):
         entry = layers.get(name)

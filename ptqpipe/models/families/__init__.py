@@ -52,7 +52,7 @@ def is_known(config: Mapping[str, Any]) -> bool:
 
 
 def norms_of(config: Mapping[str, Any]) -> Norms | None:
-    """Where factors may move in the model of a config.json, or in its language model; None where that is not known."""
+    """The norms of the model of a config.json, or of its language model; None where they are unknown."""
     rows = (_BY_TYPE.get(str(part.get("model_type"))) for part in (config, *_text_parts(config)))
     return next((row.norms for row in rows if row is not None and row.norms is not None), None)
 
@@ -232,7 +232,7 @@ def head_counts(config: Mapping[str, Any]) -> frozenset[int]:
 
 
 def layer_count(config: Mapping[str, Any]) -> int | None:
-    """How many decoder layers a config.json says, those of multi-token prediction aside; None where it does not."""
+    """Number of decoder layers in a config.json, without MTP layers; None where it has none."""
     counts = (part.get("num_hidden_layers") for part in (config, *_text_parts(config)))
     return next((count for count in counts if type(count) is int), None)
 

@@ -98,8 +98,8 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def too_few_layers(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
-    """What is to be said of a count of layers that the files do not hold, or nothing. Of all lists of layers together,
-    since some families have several."""
+    """A complaint about fewer layers in the files than in the config, or "". Counted over all lists of layers, since
+    some families have several."""
     counts = [part.get("num_hidden_layers") for part in _parts(config)]
     count = next((value for value in counts if type(value) is int), 0)
     layers = {match[0] for match in map(_LAYER.match, shapes) if match}
@@ -112,7 +112,7 @@ def too_few_layers(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tu
 
 
 def too_many_layers(config: Mapping[str, Any], names: Iterable[str], further: Collection[int]) -> str:
-    """What is to be said of layers behind the last that the config counts, or nothing.
+    """A complaint about layers behind the last that the config counts, or "".
 
     names    without those of multi-token prediction layers
     further  numbers of such that the config does not count
@@ -133,7 +133,7 @@ def too_many_layers(config: Mapping[str, Any], names: Iterable[str], further: Co
 
 
 def unmerged(names: Collection[str]) -> str:
-    """What is to be said of an adapter's tensors beside the weights that it is of, or nothing."""
+    """A complaint about an adapter's tensors beside its base weights, or ""."""
     for name in names:
         match = _ADAPTER.search(name)
         if match is not None and (weight := f"{name[: match.start()]}.weight") in names:
@@ -142,7 +142,7 @@ def unmerged(names: Collection[str]) -> str:
 
 
 def another_layout(config: Mapping[str, Any], names: Iterable[str]) -> str:
-    """What is to be said of names that another program gives a model, or nothing."""
+    """A complaint about tensor names of another program's layout, or ""."""
     own = {str(part.get("model_type")) for part in _parts(config)} & _OF_MISTRAL
     for name in () if own else names:
         for pattern, whose in _LAYOUTS:
@@ -190,7 +190,7 @@ def is_plain_decoder(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, 
 
 
 def another_width(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
-    """What is to be said of an embedding whose width is no number of the config, or nothing."""
+    """A complaint about an embedding whose width is no number of the config, or ""."""
     numbers = {value for part in _parts(config) for value in part.values() if type(value) is int}
     for name, (_, shape) in shapes.items():
         if name.endswith("embed_tokens.weight") and len(shape) == 2 and "hidden_size" in _keys(config):

@@ -172,7 +172,7 @@ class _Finder:
             self.add(Edge(f"{layer}.{edge}", "norm", self.norm(layer, norm), tuple(readers), readers[0].shape[1]))
 
     def attention(self, layer: str, leaves: Mapping[str, str]) -> tuple[list[Matrix], list[Edge]]:
-        """What reads the layer's input, and the edges between there and the layer's output."""
+        """The matrices that read the layer's input, and the edges between them and the layer's output."""
         linear = [name for leaf, name in leaves.items() if _STATE_INPUT.fullmatch(leaf)]
         if linear:  # a layer with states: nothing is known of the channels between its projections
             self.writers.append(self.matrix(next(n for leaf, n in leaves.items() if _STATE_OUTPUT.fullmatch(leaf))))

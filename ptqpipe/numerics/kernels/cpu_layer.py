@@ -26,7 +26,7 @@ _Layer = lib.struct(
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """What a decoder layer consists of.
+    """The parts of a decoder layer.
 
     norms       before the attention and before the feed-forward: weight bfloat16 [hidden], epsilon
     products    query, key, value, output, gate, up and down with their biases

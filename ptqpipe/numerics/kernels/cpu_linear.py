@@ -37,7 +37,7 @@ class Operand:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """What decides how x is laid out: columns, element, panels."""
+        """The key of x's memory layout: columns, element, panels."""
         return int(self._job.k), int(self._job.element), int(self._job.panels)
 
     @property
@@ -217,7 +217,7 @@ def from_panels(panels: torch.Tensor, rows: int, width: int) -> torch.Tensor:
 
 
 def _kind(fmt: Format, scales: torch.Tensor | None) -> int | None:
-    """How the kernel reads the scales; None where it does not."""
+    """The kernel's kind of scales; None where it does not read them."""
     if fmt.element.name not in _ELEMENTS:
         return None
     if scales is None:

@@ -175,14 +175,14 @@ def _over(a: int, b: int) -> int:
 
 
 def _by_head(scales: tuple[torch.Tensor, torch.Tensor] | None) -> dict[str, bool]:
-    """What kernels know of scales."""
+    """Kernel constants for scales of keys and values."""
     keys, values = (False, False) if scales is None else (len(scale) > 1 for scale in scales)
     return {"CODES": scales is not None, "KEY_SCALES": keys, "VALUE_SCALES": values}
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What `attention` is given, with ``window`` a number."""
+    """The arguments of `attention`, with ``window`` a number."""
 
     query: torch.Tensor
     keys: torch.Tensor
@@ -279,5 +279,5 @@ def _codes(pages: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(out: torch.Tensor) -> torch.Tensor:
-    """What `put` stores to."""
+    """View of the output as the integers that `put` stores."""
     return out.view(torch.int16) if out.dtype == torch.bfloat16 else out

@@ -29,7 +29,7 @@ _NO_MINIFLOAT = Minifloat(0, 0, 0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """What the kernels know of a format: its elements, what a scale's bytes mean, whether the global scale divides."""
+    """Kernel constants of a format: its elements, what a scale's bytes mean, whether the global scale divides."""
 
     element: Minifloat
     scale_kind: int
