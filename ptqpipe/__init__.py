@@ -69,9 +69,9 @@ def __getattr__(name: str) -> Any:
         )
     for home in _HOMES:
         module = import_module(f"ptqpipe.{home}")
-        found = vars(module).get(name)
-        if getattr(found, "__module__", None) == module.__name__:  # and is not imported there from elsewhere
-            return found
+        value = vars(module).get(name)
+        if getattr(value, "__module__", None) == module.__name__:  # and is not imported there from elsewhere
+            return value
     raise AttributeError(f"'ptqpipe' lists {name!r}, which none of its modules defines")
 
 

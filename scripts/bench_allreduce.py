@@ -196,7 +196,7 @@ def measure(
         line: dict[str, object] = {"link": link, "ranks": dist.get_world_size(), "size": size, "codec": options.codec}
         line |= summary(forced, times, nbytes=given.nbytes, sent=sent)
         line |= interval(times)
-        line |= {"auto_way": auto.way(given.numel(), given.dtype), "auto_from": auto.min_bytes}
+        line |= {"auto_way": auto.method_for(given.numel(), given.dtype), "auto_from": auto.min_bytes}
         line |= {"auto_plain": auto.thresholds.plain, "auto_start_s": round(start_s, 2)}
         line |= {"error": round(error, 5), "identical": same, "phases": spent}
         print(json.dumps(line))

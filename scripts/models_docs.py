@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.models.families import COMMON, FAMILIES, Fact
+from ptqpipe.models.families import COMMON, FAMILIES, ReaderIssue
 from ptqpipe.models.reader_facts import READERS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
@@ -38,7 +38,7 @@ def page() -> str:
         "|---|---|---|---|---|",
     ]
     for family in FAMILIES:
-        kept = _patterns(fact for fact in family.facts if fact.by_default)
+        kept = _patterns(issue for issue in family.issues if issue.by_default)
         parts = [f"{len(part.rows)} outputs of `{part.pattern.replace('|', chr(92) + '|')}`" for part in family.outputs]
         fused = ", ".join([*(" + ".join(group) for group in family.fuse), *parts])
         rows = "interleaved" if family.interleaved else ""
@@ -48,7 +48,7 @@ def page() -> str:
         "",
         "## What readers get wrong, by family",
         "",
-        *_facts(f for family in FAMILIES for f in family.facts if f.fails),
+        *_facts(f for family in FAMILIES for f in family.issues if f.symptom),
         "",
         *(
             f"{reader} has no such models and stops: {', '.join(kind for family in missing for kind in family.types)}."
@@ -138,20 +138,19 @@ def _number(result: str, reasons: dict[str, int]) -> int:
     return reasons.setdefault(told, len(reasons) + 1)
 
 
-def _facts(facts: Iterable[Fact]) -> list[str]:
+def _facts(issues: Iterable[ReaderIssue]) -> list[str]:
     """A table of parts with their reasons and what readers do with them."""
     lines = ["| modules | why | below, or in | readers that fail where it is quantized, or kept |", "|---|---|---|---|"]
-    for fact in facts:
-        below = ", ".join(fact.formats) or (f"{fact.keep.bits} bits" if fact.keep.bits else "")
-        lines.append(
-            f"| {_patterns([fact])} | {fact.keep.reason}{', kept' * bool(fact.beside)} | {below} | {fact.fails} |"
-        )
+    for issue in issues:
+        below = ", ".join(issue.formats) or (f"{issue.keep.bits} bits" if issue.keep.bits else "")
+        why = issue.keep.reason + ", kept" * bool(issue.unless_quantized)
+        lines.append(f"| {_patterns([issue])} | {why} | {below} | {issue.symptom} |")
     return list(dict.fromkeys(lines))
 
 
-def _patterns(facts: Iterable[Fact]) -> str:
+def _patterns(issues: Iterable[ReaderIssue]) -> str:
     """The patterns of modules, as they stand in the table."""
-    return ", ".join("`" + fact.keep.pattern.removeprefix("re:").replace("|", "\\|") + "`" for fact in facts)
+    return ", ".join("`" + issue.keep.pattern.removeprefix("re:").replace("|", "\\|") + "`" for issue in issues)
 
 
 if __name__ == "__main__":

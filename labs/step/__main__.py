@@ -43,7 +43,7 @@ def steps(
 ) -> dict[bool, list[tuple[float, float]]]:
     """(seconds of a decode step, those in compiled calls) of steps without the model's forward, and with it."""
     engine: Any = child.engine
-    whole = engine.runner.whole
+    whole = engine.runner.decode_step
     found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
     for at, prompt in enumerate(prompts):
@@ -51,10 +51,10 @@ def steps(
     engine.step()
     for number in range(new - 1):
         without = number % 2 == 0
-        engine.runner.whole, spent.seconds, began = whole if without else None, 0.0, time.process_time()
+        engine.runner.decode_step, spent.seconds, began = whole if without else None, 0.0, time.process_time()
         engine.step()
         found[without].append((time.process_time() - began, spent.seconds))
-    engine.runner.whole = whole
+    engine.runner.decode_step = whole
     return {without: some[1:] for without, some in found.items()}  # the first of each warms up
 
 
@@ -71,7 +71,7 @@ def main() -> None:
     cpu_library.call = spent.call
     child = Child(arguments.checkpoint, arguments.prompt + arguments.new + 1, max(arguments.batches))
     runner: Any = child.engine.runner
-    if runner.whole is None:
+    if runner.decode_step is None:
         sys.exit(
             f"{arguments.checkpoint}: its steps are the model's own; give a Llama-shaped model and a CPU with panels"
         )

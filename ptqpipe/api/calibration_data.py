@@ -193,7 +193,7 @@ def recorded(model: Any, forward_loop: Callable[[Any], Any]) -> list[list[int]]:
     Calls that go on with a sequence (the steps of ``generate`` behind its prompt) are left out. UsageError where it
     calls it not once, or without token ids.
     """
-    found: list[list[int]] = []
+    rows: list[list[int]] = []
 
     def look(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         past = next((named[name] for name in CACHES if named.get(name) is not None), None)
@@ -202,7 +202,7 @@ def recorded(model: Any, forward_loop: Callable[[Any], Any]) -> list[list[int]]:
         ids = named.get("input_ids", given[0] if given else None)
         if not isinstance(ids, torch.Tensor):
             raise UsageError("forward_loop calls the model without input_ids; calibration runs on token ids alone")
-        found.extend(_tokens(ids, named.get("attention_mask"), "input_ids"))
+        rows.extend(_tokens(ids, named.get("attention_mask"), "input_ids"))
 
     handle = model.register_forward_pre_hook(look, with_kwargs=True)
     try:
@@ -210,6 +210,6 @@ def recorded(model: Any, forward_loop: Callable[[Any], Any]) -> list[list[int]]:
             forward_loop(model)
     finally:
         handle.remove()
-    if not found:
+    if not rows:
         raise UsageError("forward_loop did not call the model it was given; call it with input_ids, batch by batch")
-    return found
+    return rows

@@ -73,15 +73,15 @@ def recipe_keywords(*which: str) -> Keywords:
 
 def command(*groups: Keywords) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a function one of the API: its ``**options`` are the keywords of ``groups``, its errors speak Python."""
-    known = {name: entry for group in groups for name, entry in group.items()}
+    by_name = {name: entry for group in groups for name, entry in group.items()}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         plain = inspect.signature(function)
         own = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        names = [*(p.name for p in own), *known]
+        names = [*(p.name for p in own), *by_name]
         more = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-            for name, (kind, default) in known.items()
+            for name, (kind, default) in by_name.items()
         ]
 
         @wraps(function)
@@ -105,10 +105,10 @@ def command(*groups: Keywords) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def into(kind: type[T], options: Mapping[str, Any], **more: Any) -> T:
     """An option class from the keywords that are called as its fields are, and ``more``. Several names may be a text
     with commas, too."""
-    known = {one.name: one.default for one in fields(kind)}  # type: ignore[arg-type]  # kind is a dataclass
-    given = {name: value for name, value in options.items() if name in known}
-    given |= {name: names_in(value) for name, value in given.items() if isinstance(known[name], tuple)}
-    return kind(**given | more)
+    defaults = {one.name: one.default for one in fields(kind)}  # type: ignore[arg-type]  # kind is a dataclass
+    values = {name: value for name, value in options.items() if name in defaults}
+    values |= {name: names_in(value) for name, value in values.items() if isinstance(defaults[name], tuple)}
+    return kind(**values | more)
 
 
 def recipe_of(options: Mapping[str, Any], *, format: str | None, ignore: Iterable[str]) -> RecipeOptions:
@@ -118,7 +118,7 @@ def recipe_of(options: Mapping[str, Any], *, format: str | None, ignore: Iterabl
 
 
 def mode_of(options: Mapping[str, Any]) -> Mode:
-    """How the output is opened. UsageError for resume and overwrite at once."""
+    """The output mode. UsageError for resume and overwrite at once."""
     resume, overwrite = (options.get(name, False) for name in RESTART)
     if resume and overwrite:
         raise UsageError("resume and overwrite contradict each other; give one of them")
@@ -148,7 +148,7 @@ def size_of(value: str | int, *, name: str) -> int:
 
 
 def pipeline_of(options: Mapping[str, Any], data: Sequence[str]) -> PipelineOptions:
-    """What a conversion does besides quantizing, among the keywords of a call. ``data``: by its names."""
+    """The pipeline options among the keywords of a call. ``data``: by its names."""
     texts = options.get("eval") or ()
     chosen = {name: value for name, value in options.items() if value is not None}
     chosen |= {"formats": names_in(chosen["formats"])} if "formats" in chosen else {}

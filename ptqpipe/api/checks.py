@@ -53,7 +53,7 @@ def verify(
     """
     if stats is not None and source is None:
         raise UsageError("stats needs source: with both the weights are quantized again; give source")
-    found = verify_stage.verify(
+    outcome = verify_stage.verify(
         folder_of(ckpt),
         source=None if source is None else folder_of(source),
         statistics=path_or_none(stats),
@@ -62,15 +62,15 @@ def verify(
         progress=watched(progress),
         **options,
     )
-    faults = [fault.message for fault in found.faults]
+    faults = [fault.message for fault in outcome.faults]
     facts = {
         "verdict": f"{len(faults)} faults, the first: {faults[0]}" if faults else "no fault",
-        "weights": str(len(found.weights)),
-        "kept tensors": str(found.kept),
-        "notes": str(len(found.notes)),
+        "weights": str(len(outcome.weights)),
+        "kept tensors": str(outcome.kept),
+        "notes": str(len(outcome.notes)),
     }
-    record, path = verify_text.to_json(found), Path(ckpt)
-    return Result("verify", found, path=path, record=record, facts=facts, text=lambda: verify_text.render(found))
+    record, path = verify_text.to_json(outcome), Path(ckpt)
+    return Result("verify", outcome, path=path, record=record, facts=facts, text=lambda: verify_text.render(outcome))
 
 
 @command()
@@ -82,14 +82,14 @@ def inspect(ckpt: str | Path) -> Result:
     >>> ptqpipe.inspect("OUT")
     <inspect OUT: container compressed_tensors, parameters 1,443,584, size 1.19 MB (0.413 of bf16)>
     """
-    found = inspect_stage.inspect(folder_of(ckpt))
+    outcome = inspect_stage.inspect(folder_of(ckpt))
     facts = {
-        "container": found.container,
-        "parameters": f"{found.params:,}",
-        "size": f"{disk_size(found.nbytes)} ({number(found.ratio, 3)} of bf16)",
+        "container": outcome.container,
+        "parameters": f"{outcome.params:,}",
+        "size": f"{disk_size(outcome.nbytes)} ({number(outcome.ratio, 3)} of bf16)",
     }
-    record, path = inspect_stage.to_json(found), Path(ckpt)
-    return Result("inspect", found, path=path, record=record, facts=facts, text=lambda: inspect_stage.render(found))
+    record, path = inspect_stage.to_json(outcome), Path(ckpt)
+    return Result("inspect", outcome, path=path, record=record, facts=facts, text=lambda: inspect_stage.render(outcome))
 
 
 @command()
@@ -101,11 +101,11 @@ def diff(a: str | Path, b: str | Path) -> Result:
     >>> ptqpipe.diff("OUT", "OUT-modelopt").equal
     True
     """
-    found = diff_stage.diff(folder_of(a), folder_of(b))
-    verdict = "identical" if found.identical else "the same model" if found.equal else "different"
-    facts = {"verdict": verdict, "tensors": str(len(found.tensors)), "other": str(b)}
-    record, path = diff_stage.to_json(found), Path(a)
-    return Result("diff", found, path=path, record=record, facts=facts, text=lambda: diff_stage.render(found))
+    outcome = diff_stage.diff(folder_of(a), folder_of(b))
+    verdict = "identical" if outcome.identical else "the same model" if outcome.equal else "different"
+    facts = {"verdict": verdict, "tensors": str(len(outcome.tensors)), "other": str(b)}
+    record, path = diff_stage.to_json(outcome), Path(a)
+    return Result("diff", outcome, path=path, record=record, facts=facts, text=lambda: diff_stage.render(outcome))
 
 
 _NOT_OPTIONS = ("data", "tasks", "cache_limit", "command")  # of `evaluate`: keywords of its own, and what is recorded
@@ -148,18 +148,20 @@ def evaluate(
         measured = {"data": tuple(names), "tasks": named, "cache_limit": limit, **folders}
         chosen = into(evaluate_stage.Options, options, **measured)
         original = None if source is None else str(source)
-        found = evaluate_stage.evaluate(str(ckpt), source=original, options=chosen, progress=watched(progress))
-    evaluate_text.write(found, target, ckpt=Path(ckpt), warn=lambda line: warnings.warn(line, PtqWarning, stacklevel=4))
-    facts = {f"perplexity on {row['data']}": number(row["checkpoint"]) for row in found["perplexity"]}
-    facts |= {f"{row['task']} {row['metric']}": number(row["checkpoint"]) for row in found["tasks"]}
+        outcome = evaluate_stage.evaluate(str(ckpt), source=original, options=chosen, progress=watched(progress))
+    evaluate_text.write(
+        outcome, target, ckpt=Path(ckpt), warn=lambda line: warnings.warn(line, PtqWarning, stacklevel=4)
+    )
+    facts = {f"perplexity on {row['data']}": number(row["checkpoint"]) for row in outcome["perplexity"]}
+    facts |= {f"{row['task']} {row['metric']}": number(row["checkpoint"]) for row in outcome["tasks"]}
     return Result(
         "evaluate",
         None,
         path=target,
-        record=found,
+        record=outcome,
         facts=facts,
-        text=lambda: evaluate_text.render(found),
-        evaluation=found,
+        text=lambda: evaluate_text.render(outcome),
+        evaluation=outcome,
     )
 
 

@@ -235,9 +235,9 @@ def generate(
     own["length"] = tuple(length) if isinstance(length, Iterable) else (length,)
     machine = machine_of(options, memory=COMPUTING, waits=False)
     with data_names(prompts) as names:
-        asked = GenerateOptions(**own, prompts=tuple(names))
+        chosen = GenerateOptions(**own, prompts=tuple(names))
         done = generate_stage.generate(
-            model, Path(out), options=asked, overwrite=options.get("overwrite", False), machine=machine
+            model, Path(out), options=chosen, overwrite=options.get("overwrite", False), machine=machine
         )
     content = done.content
     facts = {"windows": f"{content['samples']} of {content['seqlen']} tokens", "held out": str(content["held_out"])}
@@ -350,11 +350,11 @@ def plan(
     <plan mixed.yaml: bits per weight ..., formats ..., size ... MB>
     """
     target, reader = Path(out), options.get("reader")
-    asked = PipelineOptions(formats=None if formats is None else names_in(formats), reader=reader)
-    chosen = formats_for(asked)
+    choices = PipelineOptions(formats=None if formats is None else names_in(formats), reader=reader)
+    chosen = formats_for(choices)
     plan_stage.check_recipe_target(target)
     tokens, seqlen = options.get("max_tokens"), options.get("seqlen")
-    found = plan_stage.plan_mixed(
+    outcome = plan_stage.plan_mixed(
         model,
         plan_stage.Budget.parse(budget),
         formats=chosen,
@@ -362,12 +362,12 @@ def plan(
         machine=machine_of(options),
         container=None if reader is None else container_of_all(reader, chosen),
     )
-    plan_stage.write_recipe(found, target)
-    counts = found.counts(found.solution)
+    plan_stage.write_recipe(outcome, target)
+    counts = outcome.counts(outcome.solution)
     facts = {
-        "bits per weight": number(found.bits(found.solution), 3),
+        "bits per weight": number(outcome.bits(outcome.solution), 3),
         "formats": " ".join(f"{count}x{name}" for name, count in counts.items()),
-        "size": disk_size(found.file_bytes),
+        "size": disk_size(outcome.file_bytes),
     }
-    record = plan_text.to_json(found)
-    return Result("plan", found, path=target, record=record, facts=facts, text=lambda: plan_text.render(found))
+    record = plan_text.to_json(outcome)
+    return Result("plan", outcome, path=target, record=record, facts=facts, text=lambda: plan_text.render(outcome))

@@ -74,7 +74,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _words(kind: Any) -> str:
-    """What a kind is called."""
+    """The name of a kind."""
     kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     if {str, int} <= set(kinds):
         return "a size such as 2GiB, or a number of bytes"
@@ -82,6 +82,6 @@ def _words(kind: Any) -> str:
         return "names: a text, or a list of texts"
     if any(get_origin(one) is Callable for one in kinds):
         return "a function"
-    found = next((words for one, words in _WORDS.items() if one in kinds), "")
+    name = next((words for one, words in _WORDS.items() if one in kinds), "")
     module = "a model in memory" if torch.nn.Module in kinds else ""
-    return ", or ".join(filter(None, (found, module)))
+    return ", or ".join(filter(None, (name, module)))

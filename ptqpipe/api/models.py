@@ -186,13 +186,13 @@ def save_checkpoint(model: torch.nn.Module, out: str | Path, *, overwrite: bool 
     >>> ptqpipe.save_checkpoint(packed, "SAVED")
     PosixPath('SAVED')
     """
-    found = _kept.get(model)
-    if found is None:
+    saved = _kept.get(model)
+    if saved is None:
         raise UsageError(
             f"this {type(model).__name__} was not packed by quantize_model; ptqpipe.convert writes the checkpoint of a "
             "folder"
         )
-    folder, sums = found
+    folder, sums = saved
     if _sums(model) != sums:
         raise UsageError("the model was changed since quantize_model packed it; save what quantize_model returned")
     target = Paths.of(Path(out)).out

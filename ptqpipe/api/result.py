@@ -74,13 +74,13 @@ class Result:
         rows = {"path": str(self.path), **self.facts} if self.path is not None else self.facts
         cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows.items())
         table = f"<table><caption>ptqpipe {escape(self.command)}</caption><tbody>{cells}</tbody></table>"
-        found = self.verdict
-        if found is not None:  # the level stands in the words, too: colour alone tells nobody
-            colour, sign = _COLOURS[found.level]
-            table = f'<p style="color: {colour}"><b>{sign} {found.level}</b></p>{table}'
+        judged = self.verdict
+        if judged is not None:  # the level stands in the words, too: colour alone tells nobody
+            colour, sign = _COLOURS[judged.level]
+            table = f'<p style="color: {colour}"><b>{sign} {judged.level}</b></p>{table}'
         return f"{table}<details><summary>as printed</summary><pre>{escape(str(self))}</pre></details>"
 
 
 def _measured(evaluation: Mapping[str, Any] | None) -> dict[str, str]:
-    found = None if evaluation is None else verdict(evaluation)
-    return {} if found is None else {"quality": str(found)}
+    judged = None if evaluation is None else verdict(evaluation)
+    return {} if judged is None else {"quality": str(judged)}

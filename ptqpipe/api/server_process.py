@@ -89,9 +89,9 @@ class ServiceProcess:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self.log.append(line.rstrip())
-            found = re.search(r"\bready\b.*?(https?://[^\s/]+)", line)
-            if found is not None and not self.url:
-                self.url = found[1]
+            match = re.search(r"\bready\b.*?(https?://[^\s/]+)", line)
+            if match is not None and not self.url:
+                self.url = match[1]
                 self._ready.set()
         self._ready.set()
 

@@ -64,16 +64,16 @@ class OnLoadQuantizer(PackedQuantizer):
 
     def open(self, folder: Path) -> Source:
         """The packed checkpoint that ``folder`` is converted to."""
-        asked = self.quantization_config
+        config = self.quantization_config
         self._folder = TemporaryDirectory(prefix="ptqpipe-load-")
         out = Path(self._folder.name, "packed")
-        quantize_model(folder, asked.format, out=out, **asked.options)
+        quantize_model(folder, config.format, out=out, **config.options)
         source = Source.open(out)
         self.quantization_config = PackedConfig(
             source.reader.config["quantization_config"],
-            packed=asked.packed,
-            activations=asked.activations,
-            all_reduce=asked.all_reduce,
+            packed=config.packed,
+            activations=config.activations,
+            all_reduce=config.all_reduce,
         )
         return source
 

@@ -61,8 +61,8 @@ class Assembly:
         """
         numbers = {k: torch.full((sizes[k], 1), -1.0) for k in self.keys}
         numbers[key] = torch.arange(sizes[key]).float().unsqueeze(1)
-        found = self.build(numbers).flatten()  # of the member, by row of the parameter
-        return torch.argsort(found, stable=True)[int((found < 0).sum()) :]
+        order = self.build(numbers).flatten()  # of the member, by row of the parameter
+        return torch.argsort(order, stable=True)[int((order < 0).sum()) :]
 
     def build(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The parameter, differentiable in ``weights``."""
@@ -89,16 +89,16 @@ def assemble(
     by_tensor: dict[str, list[str]] = defaultdict(list)
     for key, member in members.items():
         by_tensor[member.source.tensor].append(key)
-    found = []
+    assemblies = []
     for name, parameter in parameters.items():
         tensors = list(origins.get(name, ()))
         if not tensors or any(tensor not in by_tensor for tensor in tensors):
             continue
         for candidate in _candidates(name, parameter, tensors, by_tensor, members):
             if _fits(candidate, parameter, weights):
-                found.append(candidate)
+                assemblies.append(candidate)
                 break
-    return found
+    return assemblies
 
 
 def _candidates(

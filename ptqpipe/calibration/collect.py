@@ -37,8 +37,8 @@ class Slot:
     @property
     def group(self) -> str | None:
         """What stands in for each other: the same projection of all experts. None for what is no expert."""
-        found = of_all_experts(self.names[0])
-        return found if found != self.names[0] else None
+        shared_name = of_all_experts(self.names[0])
+        return shared_name if shared_name != self.names[0] else None
 
 
 class Collector:
@@ -142,14 +142,14 @@ class Collector:
 def sums_of_layers(skeleton: Skeleton, *, block: bool, full: bool, held_out: bool, experts: bool = True) -> list[int]:
     """The bytes in float64 that the moments of each decoder layer take while it runs, less where inputs are shared.
     ``held_out``: those sums, too. ``experts``: of all stacked experts together, else of one at a time."""
-    found = []
+    sums = []
     for name, module in (*skeleton.blocks, *skeleton.mtp):
         linear, stacked = [0], [0]
         for slot in find_slots(name, module, skeleton.origins):
             nbytes = RunningMoments.nbytes(slot.columns, block=block, full=full)
             (stacked if is_product(slot.id) else linear).append(nbytes)
-        found.append((2 if held_out else 1) * (sum(linear) + (sum if experts else max)(stacked)))
-    return found
+        sums.append((2 if held_out else 1) * (sum(linear) + (sum if experts else max)(stacked)))
+    return sums
 
 
 def find_attention(
@@ -158,10 +158,10 @@ def find_attention(
     """The names of the attention module of a block: in the block, and in the checkpoint. None where there is none."""
     for path, child in _named(name, module):
         if path != name and hasattr(child, "layer_idx") and "attention" in type(child).__name__.lower():
-            for parameter, found in origins.items():
+            for parameter, tensors in origins.items():
                 leaf = parameter.removeprefix(f"{path}.")
-                if parameter.startswith(f"{path}.") and found and found[0].endswith(f".{leaf}"):
-                    return path.removeprefix(f"{name}."), found[0].removesuffix(f".{leaf}")
+                if parameter.startswith(f"{path}.") and tensors and tensors[0].endswith(f".{leaf}"):
+                    return path.removeprefix(f"{name}."), tensors[0].removesuffix(f".{leaf}")
             return path.removeprefix(f"{name}."), path
     return None
 

@@ -31,7 +31,7 @@ from ptqpipe.calibration.pairs import most_tokens, nbytes as pairs_bytes
 from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.statistics import STATS_FILE, STATS_VERSION
 from ptqpipe.calibration.store import OUTPUTS, BlockRecord, digest_of, is_of_outputs, outputs_of, pairs_of, write_block
-from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, check_place, name_of, resolve_source
+from ptqpipe.checkpoint import Finished, LayerFolder, Mode, check_disjoint, check_place, name_of, resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.models.language_model import takes_images, with_note
 from ptqpipe.models.source import Source
@@ -119,7 +119,7 @@ def calibrate(
         collecting = Collecting(block, full, len(samples.held_out) > 0, ranks, tuple(devices) or (machine.device,))
         skeleton = Skeleton.of(source, dtype=_dtype_of(options.dtype, config), images=bool(samples.images))
         parts = _run_parts(source, samples, options)
-        folder = BlockFolder(
+        folder = LayerFolder(
             out, parts, source=source.reader, index_file=STATS_FILE, mode=mode, rank=ranks.rank, wait=ranks.barrier,
             lost_with=lambda unit: [OUTPUTS] if is_of_outputs(unit) else [],
         )  # fmt: skip
@@ -133,12 +133,12 @@ def calibrate(
                 for name, part in made.items() if ranks.rank == 0 else [(OUTPUTS, None)]:  # the outputs are the last
                     output.commit(name, part.to_json() if part is not None else {})
             with _open_runner(skeleton, samples, output, collecting, machine) as runner:
-                found = run_blocks(runner, output, collecting, samples, shown=machine.progress)
+                likeness = run_blocks(runner, output, collecting, samples, shown=machine.progress)
             if ranks.rank != 0:
                 return None
             content = _content(source, samples, options, output, skeleton, world=ranks.world)
             output.finish(content)
-    return Finished(out, content, time.monotonic() - begun, peak_bytes(), tuple(lines_of(found, samples)))
+    return Finished(out, content, time.monotonic() - begun, peak_bytes(), tuple(lines_of(likeness, samples)))
 
 
 def _samples_of(data: Sequence[str], path: Path, config: Mapping[str, Any], options: CalibrateOptions) -> Samples:
@@ -198,8 +198,8 @@ def _which(moments: Sequence[str]) -> tuple[bool, bool]:
 def _dtype_of(name: str, config: Any) -> torch.dtype:
     known = {**DTYPES, "float64": torch.float64}
     if name == "auto":
-        found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-        return found if isinstance(found, torch.dtype) else torch.float32
+        own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+        return own if isinstance(own, torch.dtype) else torch.float32
     if name not in known:
         raise UsageError(f"--dtype {name!r} is unknown; use {', '.join(known)} or auto")
     return known[name]
@@ -218,7 +218,7 @@ def _run_parts(source: Source, samples: Samples, options: CalibrateOptions) -> d
 
 
 def _open_runner(
-    skeleton: Skeleton, samples: Samples, output: BlockFolder, collecting: Collecting, machine: Machine
+    skeleton: Skeleton, samples: Samples, output: LayerFolder, collecting: Collecting, machine: Machine
 ) -> Runner:
     """This rank's share of the samples, every ``world``-th; what the sums of the largest block need is set aside."""
     share = slice(collecting.ranks.rank, None, collecting.ranks.world)
@@ -257,7 +257,7 @@ def _kinds(options: CalibrateOptions) -> list[str]:
 
 
 def _content(
-    source: Source, samples: Samples, options: CalibrateOptions, output: BlockFolder, skeleton: Skeleton, *, world: int
+    source: Source, samples: Samples, options: CalibrateOptions, output: LayerFolder, skeleton: Skeleton, *, world: int
 ) -> dict[str, Any]:
     """stats.json. ``world``: how many processes shared the samples."""
     names = [name for name, _ in (*skeleton.blocks, *skeleton.mtp)]
@@ -297,11 +297,11 @@ def _content(
 
 
 def run_blocks(
-    runner: Runner, output: BlockFolder, collecting: Collecting, samples: Samples, *, shown: bool
+    runner: Runner, output: LayerFolder, collecting: Collecting, samples: Samples, *, shown: bool
 ) -> dict[str, Likeness]:
     """Every block, then what enters the head, then the layer of multi-token prediction; blocks that are done already
     are run without collecting. Gives how likely this rank's share of each source is; nothing where the head is done."""
-    found: dict[str, Likeness] = {}
+    likeness: dict[str, Likeness] = {}
     head = runner.skeleton.head_name
     units = [*runner.names, *([HEAD] if head is not None else []), *(name for name, _ in runner.skeleton.mtp)]
     done = runner.tokens * sum(name in output.done for name in units)
@@ -324,12 +324,12 @@ def run_blocks(
             output.commit(HEAD, record.to_json() if record is not None else {})
             if collecting.ranks.rank == 0:
                 with runner.head():
-                    found = likeness_of(runner, samples, share=slice(0, None, collecting.ranks.world))
+                    likeness = likeness_of(runner, samples, share=slice(0, None, collecting.ranks.world))
         for last in runner.mtp_blocks() if any(name not in output.done for name, _ in runner.skeleton.mtp) else ():
             runner.on_tokens = partial(_advance, advance, 1, "multi-token prediction layer")
             record = _block(runner, [last], output, collecting)
             output.commit(last.name, record.to_json() if record is not None else {})
-    return found
+    return likeness
 
 
 def _advance(advance: Callable[[float, str], None], times: int, note: str, tokens: int) -> None:
@@ -337,7 +337,7 @@ def _advance(advance: Callable[[float, str], None], times: int, note: str, token
     advance(times * tokens, note)
 
 
-def _block(runner: Runner, copies: Sequence[Block], output: BlockFolder, collecting: Collecting) -> BlockRecord | None:
+def _block(runner: Runner, copies: Sequence[Block], output: LayerFolder, collecting: Collecting) -> BlockRecord | None:
     """Runs a block and writes what was seen; None on all ranks but the first."""
     name, observer = copies[0].name, runner.key_values
     inside, attention = find_attention(name, copies[0].module, copies[0].origins) or ("", None)
@@ -356,12 +356,12 @@ def _block(runner: Runner, copies: Sequence[Block], output: BlockFolder, collect
     observer.look_away(False)
     collector = merge_copies(collectors)
     merge_ranks(collector, world=collecting.ranks.world, held_out=collecting.held_out)
-    found = [merge_largest(t, world=collecting.ranks.world) for t in (observer.k_amax, observer.v_amax)]
+    largest = [merge_largest(t, world=collecting.ranks.world) for t in (observer.k_amax, observer.v_amax)]
     if collecting.ranks.rank != 0:
         return None
     key_values = None
-    if attention is not None and found[0] is not None and found[1] is not None:
-        key_values = (attention, found[0], found[1])
+    if attention is not None and largest[0] is not None and largest[1] is not None:
+        key_values = (attention, largest[0], largest[1])
     return write_block(output.paths.growing, name, collector, block=collecting.block, key_values=key_values)
 
 
@@ -375,7 +375,7 @@ def _switch(collector: Collector, runner: Runner) -> Callable[[int], None]:
     return before
 
 
-def _head(runner: Runner, name: str, output: BlockFolder, collecting: Collecting) -> BlockRecord | None:
+def _head(runner: Runner, name: str, output: LayerFolder, collecting: Collecting) -> BlockRecord | None:
     """The language-model head's input. A head that is the embedding goes by the embedding's name in the checkpoint."""
     skeleton = runner.skeleton
     module = skeleton.model.get_submodule(name)

@@ -229,11 +229,11 @@ def _shares(count: int, sources: Sequence[tuple[list[str], float | None]]) -> li
     """``count`` windows divided by the weights of the sources; what rounding leaves goes to the largest remainders."""
     weights = [weight or 1.0 for _, weight in sources]
     exact = [count * weight / sum(weights) for weight in weights]
-    found = [int(share) for share in exact]
-    order = sorted(range(len(exact)), key=lambda at: found[at] - exact[at])
-    for at in order[: count - sum(found)]:
-        found[at] += 1
-    return found
+    shares = [int(share) for share in exact]
+    order = sorted(range(len(exact)), key=lambda at: shares[at] - exact[at])
+    for at in order[: count - sum(shares)]:
+        shares[at] += 1
+    return shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,24 +332,24 @@ def _read(
     """
     most = math.inf if wanted is None else max(LONG, CHARACTERS * wanted * seqlen)
     of_image = 0 if wanted is None else int(most) // (_IMAGES * max(1, wanted))
-    found, counts, more, notes = _Thinned(most), list[int](), False, Notes()
+    thinned, counts, more, notes = _Thinned(most), list[int](), False, Notes()
     for number, name in enumerate(files):
         rows, size, whole = 0, 0, Path(name).expanduser().is_file()
         for where, value in read_rows(name, field=field, notes=notes):
             shown = see is not None and shows_images(value)
             for at, part in enumerate(pieces(value) if isinstance(value, str) else [value]):
-                found.add(_Row(number, where, part, at == 0), of_image if shown else size_of(part))
+                thinned.add(_Row(number, where, part, at == 0), of_image if shown else size_of(part))
                 size += of_image if shown else size_of(part)
             rows += 1
             if not whole and size > most:
                 more = True
                 break
         counts.append(rows)
-    every = found.every if found.every > 1 else None
-    worded = any(isinstance(row.value, str | Messages) for _, row in found.kept)
+    every = thinned.every if thinned.every > 1 else None
+    worded = any(isinstance(row.value, str | Messages) for _, row in thinned.kept)
     begin, begins = begin_token(tokenizer()) if worded else None, False
     pool = _Pool([], array("q"), [], [], [], seqlen, Counter(), more or every is not None)
-    of_file = itertools.groupby((row for _, row in found.kept), key=lambda row: row.file)
+    of_file = itertools.groupby((row for _, row in thinned.kept), key=lambda row: row.file)
     taken = {number: list(of_each) for number, of_each in of_file}
     for number, (name, rows) in enumerate(zip(files, counts, strict=True)):
         total = 0
@@ -428,14 +428,14 @@ def check_samples(names: Sequence[str], model: Path, *, samples: int, seqlen: in
     tokenizer, sources = cache(lambda: load_tokenizer(model)), _sources(names)
     read = partial(read_rows, field=field)
     for (files, _), count in zip(sources, _shares(samples, sources), strict=True):
-        found, lengths = 0, Counter[int]()
+        tokens, lengths = 0, Counter[int]()
         for where, value in itertools.chain.from_iterable(map(read, files)):
-            if found >= count * seqlen:
+            if tokens >= count * seqlen:
                 break
             lengths.update([seqlen] if shows_images(value) else map(len, row_tokens(tokenizer, value, where)))
-            found = sum(length * rows for length, rows in lengths.items())
-        if found < count * seqlen:
-            raise _too_few(found, seqlen, f"{count}", "the data" if len(sources) == 1 else files[0], lengths)
+            tokens = sum(length * rows for length, rows in lengths.items())
+        if tokens < count * seqlen:
+            raise _too_few(tokens, seqlen, f"{count}", "the data" if len(sources) == 1 else files[0], lengths)
 
 
 def _too_few(

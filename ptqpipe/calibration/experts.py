@@ -97,14 +97,14 @@ _Run = Callable[[int, torch.Tensor], torch.Tensor]
 
 def _runs_forward(module: Any, run: _Run, hidden_states: torch.Tensor) -> torch.Tensor:
     """[E * tokens, hidden] of the same: a run of rows for every expert. A row of zeros stays one."""
-    rows, places, found = len(hidden_states) // module.num_experts, [], []
+    rows, places, outputs = len(hidden_states) // module.num_experts, [], []
     for expert in range(module.num_experts):
         own = expert * rows + hidden_states[expert * rows : (expert + 1) * rows].any(dim=-1).nonzero().squeeze(-1)
         if own.numel():
             places.append(own)
-            found.append(run(expert, hidden_states[own]).to(hidden_states.dtype))
+            outputs.append(run(expert, hidden_states[own]).to(hidden_states.dtype))
     out = torch.zeros_like(hidden_states)
-    return out.index_put((torch.cat(places),), torch.cat(found)) if found else out
+    return out.index_put((torch.cat(places),), torch.cat(outputs)) if outputs else out
 
 
 def _tokens_forward(
@@ -115,16 +115,16 @@ def _tokens_forward(
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """[tokens, hidden] of rows [tokens, hidden], experts [tokens, k] and their weights [tokens, k]."""
-    places, found = [], []
+    places, outputs = [], []
     for expert in range(module.num_experts):
         token, place = torch.where(top_k_index == expert)
         if token.numel():
             places.append(token * top_k_index.shape[1] + place)
-            found.append(run(expert, hidden_states[token]).to(hidden_states.dtype))
+            outputs.append(run(expert, hidden_states[token]).to(hidden_states.dtype))
     parts = torch.zeros(
         top_k_index.numel(), hidden_states.shape[-1], dtype=hidden_states.dtype, device=top_k_index.device
     )
-    parts = parts.index_put((torch.cat(places),), torch.cat(found)) if found else parts
+    parts = parts.index_put((torch.cat(places),), torch.cat(outputs)) if outputs else parts
     parts = parts.view(*top_k_index.shape, -1)
     return (parts * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
@@ -154,10 +154,10 @@ def _activated(module: Any, first: torch.Tensor) -> torch.Tensor:
     """What the activation makes of an expert's first product."""
     if in_runs(module):
         gate, up = first.chunk(2, dim=-1)
-        found: torch.Tensor = up * module.act_fn(gate)
+        activated: torch.Tensor = up * module.act_fn(gate)
     else:
-        found = module._apply_gate(first) if getattr(module, "has_gate", True) else module.act_fn(first)
-    return found
+        activated = module._apply_gate(first) if getattr(module, "has_gate", True) else module.act_fn(first)
+    return activated
 
 
 def _product(module: Any, name: str, expert: int, x: torch.Tensor, w: torch.Tensor | None = None) -> torch.Tensor:

@@ -50,15 +50,15 @@ class Gradients:
 
 def rows_of(outputs: Sequence[torch.Tensor], places: torch.Tensor) -> list[torch.Tensor]:
     """``outputs`` of `Gradients` for a matrix whose rows are the outputs ``places`` int64 [n] of the module."""
-    found, size = [], len(outputs[0])
+    blocks, size = [], len(outputs[0])
     for run in torch.split(places, size):
         made = torch.zeros(len(run), len(run))
         for number, known in enumerate(outputs):
             here = (run // size == number).nonzero().squeeze(1)
             inside = run[here] - number * size
             made[here.unsqueeze(1), here] = known[inside.unsqueeze(1), inside]
-        found.append(made)
-    return found
+        blocks.append(made)
+    return blocks
 
 
 def nbytes(outputs: Sequence[int], experts: Sequence[int] = ()) -> int:
@@ -188,7 +188,7 @@ class BlockSums:
 
     def _of_experts(self, block: Block, tokens: float) -> dict[str, torch.Tensor]:
         """As `Gradients` has them. An expert that was given few tokens has the mean of its group."""
-        found: dict[str, torch.Tensor] = {}
+        moments: dict[str, torch.Tensor] = {}
         slots = {slot.id: slot for slot in find_slots(block.name, block.module, block.origins)}
         groups: dict[str | None, list[ExpertSums]] = {}
         for name, sums in self.experts.items():
@@ -202,24 +202,24 @@ class BlockSums:
             moment = torch.stack([each.parts[0] for each in of]).sum(0) / energy * max(given, 1.0) / tokens
             module = block.module.get_submodule(stack_of(name).removeprefix(f"{block.name}."))
             for checkpoint, rows in rows_of_names(module, slots[name], len(moment)).items():
-                found[checkpoint] = moment[rows].float().cpu()
-        return found
+                moments[checkpoint] = moment[rows].float().cpu()
+        return moments
 
 
 def by_checkpoint(block: Block, outputs: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, Sequence[torch.Tensor]]:
     """``outputs`` of `Gradients` by checkpoint modules, as its ``named``."""
     slots = {slot.id: slot for slot in find_slots(block.name, block.module, block.origins)}
-    found: dict[str, Sequence[torch.Tensor]] = {}
+    by_name: dict[str, Sequence[torch.Tensor]] = {}
     for place, runs in outputs.items():
         if not is_product(place):
             made_of = block.origins.get(f"{block.name}.{place}.weight", ())
-            found |= {made_of[0].removesuffix(".weight"): runs} if len(made_of) == 1 else {}
+            by_name |= {made_of[0].removesuffix(".weight"): runs} if len(made_of) == 1 else {}
         elif f"{block.name}.{place}" in slots:
             slot, module = slots[f"{block.name}.{place}"], block.module.get_submodule(stack_of(place))
             every = torch.arange(sum(map(len, runs)))
             named = rows_of_names(module, slot, len(every))
-            found |= {name: rows_of(runs, every[rows]) for name, rows in named.items()}
-    return found
+            by_name |= {name: rows_of(runs, every[rows]) for name, rows in named.items()}
+    return by_name
 
 
 def _matrix(linear: torch.nn.Module) -> torch.Tensor:

@@ -97,9 +97,9 @@ def whole(half: torch.Tensor) -> torch.Tensor:
     """The symmetric [b, b] of `lower_half`."""
     size = rows_of_half(len(half))
     rows, columns = torch.tril_indices(size, size)
-    found = half.new_empty(size, size)
-    found[rows, columns] = found[columns, rows] = half
-    return found
+    matrix = half.new_empty(size, size)
+    matrix[rows, columns] = matrix[columns, rows] = half
+    return matrix
 
 
 def rows_of_half(numbers: int) -> int:

@@ -50,10 +50,10 @@ class KeyValueObserver:
             self.v_amax = v if self.v_amax is None else torch.maximum(self.v_amax, v)
 
     def _largest(self, what: str, x: torch.Tensor) -> torch.Tensor:
-        found = x.detach().abs().amax(dim=(0, 2, 3)).float().cpu()
-        if not bool(torch.isfinite(found).all()):
+        amax = x.detach().abs().amax(dim=(0, 2, 3)).float().cpu()
+        if not bool(torch.isfinite(amax).all()):
             raise not_finite(f"the {what} of '{self._name}' are not finite", x.dtype)
-        return found
+        return amax
 
 
 def make_cache(observer: KeyValueObserver, config: Any) -> Any:

@@ -47,9 +47,9 @@ def likeness_of(runner: Runner, samples: Samples, *, share: slice = slice(None))
             name = names[origin]
             if left[name] and ids.shape[1] > 1:
                 left[name] -= 1
-                found = _sums(runner, ids[row : row + 1], runner.activations.get(batch)[row : row + 1])
-                sums[name] = sums.get(name, torch.zeros(3, dtype=torch.float64)) + found
-    return {name: Likeness(*(found[:2] / found[2]).tolist()) for name, found in sums.items()}
+                total = _sums(runner, ids[row : row + 1], runner.activations.get(batch)[row : row + 1])
+                sums[name] = sums.get(name, torch.zeros(3, dtype=torch.float64)) + total
+    return {name: Likeness(*(total[:2] / total[2]).tolist()) for name, total in sums.items()}
 
 
 def _names(samples: Samples) -> list[str]:
@@ -63,7 +63,7 @@ def _names(samples: Samples) -> list[str]:
 
 def _sums(runner: Runner, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Sum of losses, sum of entropies and number of tokens of one window [1, tokens]; float64 [3]."""
-    found = torch.zeros(3, dtype=torch.float64)
+    sums = torch.zeros(3, dtype=torch.float64)
     for start in range(0, ids.shape[1] - 1, HEAD_TOKENS):
         run = slice(start, min(start + HEAD_TOKENS, ids.shape[1] - 1))
         with torch.no_grad():
@@ -71,8 +71,8 @@ def _sums(runner: Runner, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         labels = ids[0, run.start + 1 : run.stop + 1].to(logs.device)
         loss = -logs.gather(1, labels.unsqueeze(1)).double().sum()
         entropy = -(logs.exp() * logs).double().sum()
-        found += torch.tensor([float(loss), float(entropy), float(len(labels))], dtype=torch.float64)
-    return found
+        sums += torch.tensor([float(loss), float(entropy), float(len(labels))], dtype=torch.float64)
+    return sums
 
 
 def lines_of(found: Mapping[str, Likeness], samples: Samples) -> list[str]:

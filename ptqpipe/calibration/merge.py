@@ -24,8 +24,8 @@ def merge_ranks(collector: Collector, *, world: int, held_out: bool = False) -> 
     collector.leaders = _agree(collector.leaders, collector, world)
     for leader in dict.fromkeys(collector.leaders.values()):
         columns = collector.slots[leader].columns
-        for found in (collector.moments, collector.held_out) if held_out else (collector.moments,):
-            moments = found.setdefault(leader, collector.empty(columns))
+        for by_leader in (collector.moments, collector.held_out) if held_out else (collector.moments,):
+            moments = by_leader.setdefault(leader, collector.empty(columns))
             count = torch.tensor([moments.tokens], dtype=torch.int64)
             torch.distributed.all_reduce(count)
             moments.tokens = int(count)
@@ -46,8 +46,8 @@ def merge_copies(collectors: Sequence[Collector]) -> Collector:
     for other in others:
         for mine, theirs in ((first.moments, other.moments), (first.held_out, other.held_out)):
             for leader, moments in theirs.items():
-                found = mine.setdefault(leader, first.empty(first.slots[leader].columns))
-                found.merge(moments.on(found.amax.device))
+                own = mine.setdefault(leader, first.empty(first.slots[leader].columns))
+                own.merge(moments.on(own.amax.device))
     return first
 
 
@@ -65,7 +65,7 @@ def merge_added(sums: Mapping[str, Added], *, world: int) -> None:
     for of in sums.values():
         shapes: list[list[torch.Size]] = [[]] * world
         torch.distributed.all_gather_object(shapes, [part.shape for part in of.parts])
-        shape = next((found for found in shapes if found), [])
+        shape = next((shape_there for shape_there in shapes if shape_there), [])
         of.parts = of.parts or [torch.zeros(size, dtype=torch.float64) for size in shape]
         of.parts = [_reduced(part, torch.distributed.ReduceOp.SUM) for part in of.parts]
         of.total = float(_reduced(torch.tensor(of.total, dtype=torch.float64), torch.distributed.ReduceOp.SUM))
@@ -76,10 +76,10 @@ def merge_windows(values: torch.Tensor, *, world: int) -> torch.Tensor:
     and so on."""
     if world == 1:
         return values.cpu()
-    found: list[Any] = [None] * world
-    torch.distributed.all_gather_object(found, values.cpu())
-    merged = values.new_empty(sum(map(len, found)), device="cpu")
-    for rank, of_rank in enumerate(found):
+    parts: list[Any] = [None] * world
+    torch.distributed.all_gather_object(parts, values.cpu())
+    merged = values.new_empty(sum(map(len, parts)), device="cpu")
+    for rank, of_rank in enumerate(parts):
         merged[rank::world] = of_rank
     return merged
 
@@ -97,11 +97,11 @@ def _agree(leaders: Mapping[str, str], collector: Collector, world: int) -> dict
     Each rank has moments under its own leader, the first of the modules that it saw with one tensor. Modules that are
     given one tensor are run together, so ranks that saw them saw the same of them.
     """
-    found: list[Any] = [None] * world
-    torch.distributed.all_gather_object(found, dict(leaders))
+    answers: list[Any] = [None] * world
+    torch.distributed.all_gather_object(answers, dict(leaders))
     merged: dict[str, str] = {}
     for slot in collector.slots:
-        leader = next((mine[slot] for mine in found if slot in mine), None)
+        leader = next((mine[slot] for mine in answers if slot in mine), None)
         if leader is not None:
             merged[slot] = leader
     return merged

@@ -97,8 +97,8 @@ class RunningMoments:
 
     def sums(self) -> list[torch.Tensor]:
         """What adds over processes, beside the tokens; ``amax`` is the one that does not."""
-        found = [self.total, self.squares, self.histogram, self.block_gram, self.gram]
-        return [tensor for tensor in found if tensor is not None]
+        tensors = [self.total, self.squares, self.histogram, self.block_gram, self.gram]
+        return [tensor for tensor in tensors if tensor is not None]
 
     def merge(self, other: "RunningMoments") -> None:
         """Adds the rows that ``other`` has seen."""
@@ -122,29 +122,29 @@ class RunningMoments:
     def tensors(self, *, block: bool) -> dict[str, torch.Tensor]:
         """The means over tokens by their names in a statistics folder: float32 on the CPU, outer products symmetric."""
         count = max(1, self.tokens)
-        found = {"amax": self.amax, "mean": self.total / count, "second_moment": self.squares / count}
+        means = {"amax": self.amax, "mean": self.total / count, "second_moment": self.squares / count}
         columns = self.amax.numel()
         if self.gram is not None:
             if block and columns % BLOCK == 0:
-                found["block_moment"] = _diagonal_blocks(self.gram) / count
+                means["block_moment"] = _diagonal_blocks(self.gram) / count
             # In place: this is the largest tensor of all. Rounding each half alone keeps it symmetric.
-            found["full_moment"] = self.gram.div_(count)
+            means["full_moment"] = self.gram.div_(count)
             self.gram = None
         elif self.block_gram is not None:
-            found["block_moment"] = self.block_gram / count
-        return {name: tensor.to("cpu", torch.float32).contiguous() for name, tensor in found.items()}
+            means["block_moment"] = self.block_gram / count
+        return {name: tensor.to("cpu", torch.float32).contiguous() for name, tensor in means.items()}
 
 
 def symmetric(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """x^T y [K, K] of rows [tokens, K] of which it is symmetric: what lies below the diagonal is not computed, but for
     a stripe beside it."""
     columns = x.shape[1]
-    found = x.new_empty(columns, columns)
+    product = x.new_empty(columns, columns)
     for start in range(0, columns, _STRIPE):
         stop = min(start + _STRIPE, columns)
-        found[start:stop, start:] = x[:, start:stop].t() @ y[:, start:]
-        found[stop:, start:stop] = found[start:stop, stop:].t()
-    return found
+        product[start:stop, start:] = x[:, start:stop].t() @ y[:, start:]
+        product[stop:, start:stop] = product[start:stop, stop:].t()
+    return product
 
 
 def _diagonal_blocks(gram: torch.Tensor) -> torch.Tensor:
@@ -182,5 +182,5 @@ def stand_in(measured: Sequence[RunningMoments]) -> tuple[RunningMoments, dict[f
     )
     for moments in measured:
         whole.merge(moments)
-    found = [moments.quantiles() for moments in measured]
-    return whole, {p: max(quantiles[p] for quantiles in found) for p in found[0]}
+    quantiles_of_each = [moments.quantiles() for moments in measured]
+    return whole, {p: max(quantiles[p] for quantiles in quantiles_of_each) for p in quantiles_of_each[0]}

@@ -10,10 +10,10 @@ from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.reverse import expert_products, linear_modules, reverse_model, thinned
 from ptqpipe.calibration.runner import Block
 from ptqpipe.calibration.store import BlockRecord, write_outputs
-from ptqpipe.checkpoint import BlockFolder
+from ptqpipe.checkpoint import LayerFolder
 from ptqpipe.checkpoint.tensor_names import layer_of
 from ptqpipe.models.source import Source
-from ptqpipe.recipe.origins import Origins
+from ptqpipe.recipe.weight_map import WeightMap
 from ptqpipe.run.machine import BASE_BYTES, Machine, Ranks, counting_bar
 from ptqpipe.runtime.compiled import pass_dtype
 from ptqpipe.runtime.skeleton import Skeleton
@@ -27,7 +27,7 @@ def learned_from(samples: Samples, world: int, *, pairs: bool = False) -> Sample
 def collect_outputs(
     source: Source,
     samples: Samples,
-    output: BlockFolder,
+    output: LayerFolder,
     machine: Machine,
     *,
     ranks: Ranks,
@@ -37,7 +37,7 @@ def collect_outputs(
     """Runs the model backwards on `learned_from`, and writes what of ``moments`` that gives: "kl" what gradients at
     outputs and of weights say, "pairs" those at inputs. Every rank runs its share of the samples; the first one writes,
     the others return nothing."""
-    weights = Origins.of(source).weights.items()
+    weights = WeightMap.of(source).weights.items()
     largest = max((math.prod(member.shape) for name, member in weights if layer_of(name) is not None), default=0)
     every = {"kl", "full"} <= set(moments)
 
@@ -46,7 +46,7 @@ def collect_outputs(
         return linear + (expert_products(block) if every else [])
 
     skeleton, pairs = Skeleton.of(source, dtype=pass_dtype(largest, machine.device)), "pairs" in moments
-    found = reverse_model(
+    gradients_of_layers = reverse_model(
         skeleton,
         learned_from(samples, ranks.world, pairs=pairs),
         seed=seed,
@@ -62,7 +62,7 @@ def collect_outputs(
     with counting_bar(len(skeleton.blocks), "layers", shown=shown, title="backwards") as advance:
 
         def counted() -> Iterator[tuple[str, Gradients]]:
-            for name, gradients in found:
+            for name, gradients in gradients_of_layers:
                 yield name, gradients
                 advance(1, name)
 

@@ -63,10 +63,10 @@ class PairedSums:
 
     def mean(self, tokens: int, name: str) -> Paired:
         """Over so many. NumericsError for inputs, those of ``name``, that are not finite."""
-        found = Paired(*((each / tokens).float() for each in self._sums))
-        if not bool(torch.isfinite(found.moment).all()) or not bool(torch.isfinite(found.cross).all()):
+        means = Paired(*((each / tokens).float() for each in self._sums))
+        if not bool(torch.isfinite(means.moment).all()) or not bool(torch.isfinite(means.cross).all()):
             raise NumericsError(f"the input of '{name}' is not finite; check the model's weights")
-        return found
+        return means
 
 
 class Known:
@@ -109,9 +109,9 @@ class Known:
 
     def inputs(self, batch: int, modules: Sequence[str]) -> dict[str, torch.Tensor] | None:
         """Module -> its input in the float model; None unless all of them are known. They are forgotten then."""
-        found = {name: _unchanged(self._inputs.pop((batch, name), None)) for name in modules}
-        known = {name: x for name, x in found.items() if x is not None}
-        return known if len(known) == len(found) else None
+        cached = {name: _unchanged(self._inputs.pop((batch, name), None)) for name in modules}
+        known = {name: x for name, x in cached.items() if x is not None}
+        return known if len(known) == len(cached) else None
 
     def settle(self, chosen: Collection[str]) -> None:
         """``chosen`` are the modules whose weights are: settled are those before the first of the others."""
@@ -119,8 +119,8 @@ class Known:
 
     def outputs(self, batch: int) -> dict[str, torch.Tensor]:
         """Module -> its output in the quantized model, of settled ones that have run in it."""
-        found = {name: _unchanged(self._outputs.get((batch, name))) for name in self.settled}
-        return {name: x for name, x in found.items() if x is not None}
+        cached = {name: _unchanged(self._outputs.get((batch, name))) for name in self.settled}
+        return {name: x for name, x in cached.items() if x is not None}
 
     def left(self, batch: int, quantizers: Mapping[str, _Q]) -> dict[str, _Q]:
         """Those of ``quantizers``, by place in the block, whose module runs again: its output is not known."""
@@ -178,12 +178,12 @@ def kept_batches(runner: Runner, batches: Iterable[int], memory_bytes: int, *, s
     measured, a quarter more."""
     left = runner.skeleton.room(memory_bytes) - streams * runner.tokens
     left = max(0, left) * 3 // 4 // kept_streams(runner.skeleton)  # tokens
-    found = []
+    fitting = []
     for batch in batches:
         if runner.batches[batch].numel() <= left:
-            found.append(batch)
+            fitting.append(batch)
             left -= runner.batches[batch].numel()
-    return found
+    return fitting
 
 
 def paired_moments(
@@ -240,10 +240,10 @@ def paired_inputs(
         leaders |= _leaders(modules, exact, quantizers)
         names = list(dict.fromkeys(leaders.values()))
     with known.reusing(block, batch):
-        found = _inputs(block, names, known.left(batch, quantizers), given(batch), batch, parameters)
+        in_quantized = _inputs(block, names, known.left(batch, quantizers), given(batch), batch, parameters)
     both = {}
     for name in names:
-        x, seen = (rows[name].reshape(-1, rows[name].shape[-1]).float() for rows in (exact, found))
+        x, seen = (rows[name].reshape(-1, rows[name].shape[-1]).float() for rows in (exact, in_quantized))
         both[name] = rotated(x, quantizers[name].rotation) if name in quantizers else x, seen
     return both
 
@@ -297,18 +297,18 @@ def _leaders(
     modules: Sequence[str], inputs: Mapping[str, torch.Tensor], quantizers: Mapping[str, Quantizer]
 ) -> dict[str, str]:
     """Module -> the first module that is given the same tensor, and does the same with it."""
-    found: dict[str, str] = {}
+    leaders: dict[str, str] = {}
     for name in modules:
         x = inputs[name]
         same = (
             other
-            for other in found
+            for other in leaders
             if inputs[other].data_ptr() == x.data_ptr()
             and inputs[other].shape == x.shape
             and quantizers.get(other) == quantizers.get(name)
         )
-        found[name] = next(same, name)
-    return found
+        leaders[name] = next(same, name)
+    return leaders
 
 
 @contextlib.contextmanager
@@ -351,8 +351,8 @@ def quantized_inputs(module: torch.nn.Module, quantizers: Mapping[str, Quantizer
 
 def _expert_quantizer(quantizers: Mapping[tuple[int, str], Quantizer]) -> Observer:
     def quantized(expert: int, side: str, x: torch.Tensor) -> torch.Tensor | None:
-        found = quantizers.get((expert, side))
-        return None if found is None else _straight_through(found, x)
+        quantizer = quantizers.get((expert, side))
+        return None if quantizer is None else _straight_through(quantizer, x)
 
     return quantized
 

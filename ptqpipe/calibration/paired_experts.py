@@ -102,11 +102,11 @@ class StackInputs:
         }
         left = known.left(batch, quantizers)
         with known.reusing(block, batch):
-            found = arguments(block, [stack], left, given(batch), batch, parameters)[stack]
-        places, experts, weights = routing(block.module.get_submodule(stack), found)
-        x, seen = exact[stack][places], found[0][places]
+            stack_arguments = arguments(block, [stack], left, given(batch), batch, parameters)[stack]
+        places, experts, weights = routing(block.module.get_submodule(stack), stack_arguments)
+        x, seen = exact[stack][places], stack_arguments[0][places]
         # Where each expert has rows of its own, the float model may have sent a token to another one.
-        both = x.any(dim=-1) if len(places) < len(found[0]) else slice(None)
+        both = x.any(dim=-1) if len(places) < len(stack_arguments[0]) else slice(None)
         self.exact.put(batch, x[both])
         self.seen.put(batch, seen[both])
         self.experts[batch], self.weights[batch] = experts[both].cpu(), weights[both].float().cpu()
@@ -130,9 +130,9 @@ class StackInputs:
         parts: dict[int, list[tuple[torch.Tensor, ...]]] = {expert: [] for expert in experts}
         for batch in batches:
             exact, seen = self.exact.get(batch), self.seen.get(batch)
-            for expert, found in parts.items():
+            for expert, rows_of_expert in parts.items():
                 token, place = torch.where(self.experts[batch] == expert)
-                found.append((exact[token], seen[token], self.weights[batch][token, place]))
+                rows_of_expert.append((exact[token], seen[token], self.weights[batch][token, place]))
         made: dict[int, ExpertInputs] = {}
         for expert in experts:
             exact, seen, weights = (torch.cat(part) for part in zip(*parts.pop(expert), strict=True))

@@ -36,12 +36,12 @@ def watched_modules(name: str, module: torch.nn.Module, origins: Mapping[str, tu
     from transformers.pytorch_utils import Conv1D
 
     slots = {slot.id: slot for slot in find_slots(name, module, origins)}
-    found = {}
+    names_of = {}
     for path, child in module.named_modules():
         slot = slots.get(f"{name}.{path}[0].up" if is_stacked(child) else f"{name}.{path}")
         if slot is not None and (is_stacked(child) or isinstance(child, torch.nn.Linear | Conv1D)):
-            found[path] = slot.group or slot.names[0]
-    return found
+            names_of[path] = slot.group or slot.names[0]
+    return names_of
 
 
 def most_tokens(blocks: Sequence[tuple[str, torch.nn.Module]], origins: Mapping[str, tuple[str, ...]]) -> int:
@@ -123,8 +123,8 @@ class PairCollector:
 
     def pairs(self) -> dict[str, Pair]:
         """Name in statistics of an input -> its pairs, in the order of the tokens. Consumes them."""
-        found = {}
+        pairs = {}
         for name in list(self._found):
             x, h = zip(*self._found.pop(name), strict=True)
-            found[name] = (torch.cat(x), torch.cat(h))
-        return found
+            pairs[name] = (torch.cat(x), torch.cat(h))
+        return pairs

@@ -206,25 +206,25 @@ def reverse_model(
 def linear_modules(block: Block, wanted: set[str] | None = None) -> list[str]:
     """Names in the block of the modules whose weight is a matrix that is made of checkpoint tensors, all of them
     ``wanted`` ones."""
-    found = []
+    names = []
     for name, module in block.module.named_modules():
         weight = module._parameters.get("weight")
         origins = block.origins.get(f"{block.name}.{name}.weight", ())
         if weight is not None and weight.dim() == 2 and origins and (wanted is None or wanted.issuperset(origins)):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def expert_products(block: Block, wanted: set[str] | None = None) -> list[str]:
     """The product of each of the block's stacked experts whose stack is made of checkpoint tensors, all of them
     ``wanted`` ones."""
-    found = []
+    products = []
     for name, module in block.module.named_modules():
         for leaf, side in zip((first_stack(module), "down_proj"), SIDES, strict=True) if is_stacked(module) else ():
             origins = block.origins.get(f"{block.name}.{name}.{leaf}", ())
             if origins and (wanted is None or wanted.issuperset(origins)):
-                found += [product_name(name, expert, side) for expert in range(len(module.get_parameter(leaf)))]
-    return found
+                products += [product_name(name, expert, side) for expert in range(len(module.get_parameter(leaf)))]
+    return products
 
 
 def _widths(module: torch.nn.Module) -> tuple[list[int], list[int]]:
@@ -284,7 +284,7 @@ def _from_head(runner: Runner, batch: int, seeds: Sequence[int]) -> torch.Tensor
     """
     x, ids = runner.activations.get(batch), runner.batches[batch]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    found = torch.empty_like(x)
+    gradient = torch.empty_like(x)
     for piece in pieces(x):
         rows = x[piece].to(runner.device).detach().requires_grad_(True)
         with torch.enable_grad():
@@ -297,8 +297,8 @@ def _from_head(runner: Runner, batch: int, seeds: Sequence[int]) -> torch.Tensor
             drawn = [draw_labels(p, g) for p, g in zip(chances.cpu(), generators[piece[0]], strict=True)]
             labels, counts = (torch.stack(part).unsqueeze(2).to(logits.device) for part in zip(*drawn, strict=True))
             slopes = chances.mul_(counts).scatter_add_(2, labels, -counts)  # of counts times the labels' losses
-            (found[piece],) = torch.autograd.grad(logits, rows, slopes)
-    return found
+            (gradient[piece],) = torch.autograd.grad(logits, rows, slopes)
+    return gradient
 
 
 def _through(
@@ -314,7 +314,7 @@ def _through(
         kept = contextlib.nullcontext() if pairs is None else pairs.batch(len(rows))
         with torch.enable_grad(), watched(block, x.shape[:-1], sums), kept:
             out = block.forward(x, batch)
-            (found,) = torch.autograd.grad(out, x, gradient)
-        if not bool(torch.isfinite(found).all()):
+            (slope,) = torch.autograd.grad(out, x, gradient)
+        if not bool(torch.isfinite(slope).all()):
             raise NumericsError(f"the gradients in '{block.name}' are not finite; check the model's weights")
-        leaving.put(batch, found)
+        leaving.put(batch, slope)

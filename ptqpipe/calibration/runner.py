@@ -26,7 +26,7 @@ from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.experts import check_known, is_stacked, observe
 from ptqpipe.calibration.kv import KeyValueObserver, make_cache
 from ptqpipe.errors import CheckpointError, UsageError, not_finite
-from ptqpipe.runtime.capture import Added, Arguments, Surroundings, moved, same
+from ptqpipe.runtime.capture import Added, Arguments, ModelShell, moved, same
 from ptqpipe.runtime.creating import WITHOUT_RUN
 from ptqpipe.runtime.loading import check_length
 from ptqpipe.runtime.skeleton import Skeleton
@@ -186,7 +186,7 @@ class Runner:
         self._moved: dict[torch.device, dict[int, Arguments]] = {}
         modules = [module for _, module in skeleton.blocks]
         self.cache = make_cache(self.key_values, skeleton.model.config)
-        self._around = Surroundings(skeleton.model, modules, device=device, cache=self.cache)
+        self._around = ModelShell(skeleton.model, modules, device=device, cache=self.cache)
 
     @classmethod
     def open(
@@ -333,7 +333,7 @@ class Runner:
         """The multi-token prediction layer, if there is one, its weights loaded; after the last block and the head."""
         skeleton, embedding = self.skeleton, self.skeleton.model.get_input_embeddings()
         for name, module in skeleton.mtp:
-            tokens = next(each for each, found in skeleton.model.named_modules() if found is embedding)
+            tokens = next(each for each, submodule in skeleton.model.named_modules() if submodule is embedding)
             names = (*skeleton.names_in(name), *skeleton.names_in(tokens))
             skeleton.load(names, self.device)
             module.to(self.device)

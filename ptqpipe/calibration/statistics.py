@@ -83,8 +83,8 @@ class Statistics(OpenFolder):
 
     @property
     def _modules(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.content["modules"]
-        return found
+        modules: dict[str, Any] = self.content["modules"]
+        return modules
 
     @property
     def modules(self) -> KeysView[str]:
@@ -143,8 +143,8 @@ class Statistics(OpenFolder):
 
     def columns(self, module: str) -> int:
         """K of a module's input: as many numbers as its second moment has, 0 where that is not there."""
-        found = self._reader.entries.get(f"{self._entry(module)['key']}.second_moment")
-        return 0 if found is None else math.prod(found.shape)
+        header = self._reader.entries.get(f"{self._entry(module)['key']}.second_moment")
+        return 0 if header is None else math.prod(header.shape)
 
     def has(self, module: str, moment: str) -> bool:
         """Whether ``moment`` ("amax", ..., "block_moment", "full_moment") of a module was collected."""
@@ -155,8 +155,8 @@ class Statistics(OpenFolder):
         """float32 [outputs] E[g^2] of the gradients of the model's loss at a module's outputs: how much the model minds
         an error there. None where that was not collected, or of a module of another size."""
         name = f"{module}.output_moment"
-        found = self._reader.entries.get(name)
-        if found is None or found.dtype != "F32" or found.shape != (outputs,):
+        header = self._reader.entries.get(name)
+        if header is None or header.dtype != "F32" or header.shape != (outputs,):
             return None
         return self._read(name)
 
@@ -168,20 +168,20 @@ class Statistics(OpenFolder):
         """float32 [b, b] E[g g^T] of the same gradients, of every run of so many outputs. None where they were not
         collected, or of a module of another size."""
         names = (f"{module}.output_moments.{i}" for i in range(outputs))
-        found = list(itertools.takewhile(lambda name: name in self._reader.entries, names))
-        headers = [self._reader.entries[name] for name in found]
+        stored = list(itertools.takewhile(lambda name: name in self._reader.entries, names))
+        headers = [self._reader.entries[name] for name in stored]
         sizes = [rows_of_half(math.prod(header.shape)) for header in headers]
         if any(header.dtype != "F32" for header in headers) or sum(sizes) != outputs or 0 in sizes:
             return None
-        return [whole(self._finite(name, f"an output moment of '{module}'")) for name in found]
+        return [whole(self._finite(name, f"an output moment of '{module}'")) for name in stored]
 
     def weight_gradients(self, module: str, shape: tuple[int, int]) -> WeightGradients | None:
         """Of a module's weight of this shape. None where they were not collected, or of another shape."""
         names = [f"{module}.gradient_{of}" for of in ("rows", "columns", "along")]
-        found = [self._reader.entries.get(name) for name in names]
-        windows = 0 if found[2] is None else math.prod(found[2].shape)
+        headers = [self._reader.entries.get(name) for name in names]
+        windows = 0 if headers[2] is None else math.prod(headers[2].shape)
         wanted = [shape[:1], shape[1:], (max(1, windows),)]
-        if any(e is None or (e.dtype, e.shape) != ("F32", size) for e, size in zip(found, wanted, strict=True)):
+        if any(e is None or (e.dtype, e.shape) != ("F32", size) for e, size in zip(headers, wanted, strict=True)):
             return None
         return WeightGradients(*map(self._read, names))
 
@@ -226,21 +226,21 @@ class Statistics(OpenFolder):
             kind = next((kind for kind in ("full", "block") if f"{kind}_moment" in moment), "")
             remedy = f" with --moments {kind}" if kind else ""
             raise UsageError(f"{self.path} has no {moment} of '{module}'; calibrate again{remedy}")
-        found = self._reader.entries[name]
+        header = self._reader.entries[name]
         wanted = _shape(moment, self.columns(module))
-        if found.dtype != "F32" or found.shape != wanted:
+        if header.dtype != "F32" or header.shape != wanted:
             raise CheckpointError(
-                f"{found.file} has {moment} of '{module}' as {found.dtype} {list(found.shape)}, expected F32 "
+                f"{header.file} has {moment} of '{module}' as {header.dtype} {list(header.shape)}, expected F32 "
                 f"{list(wanted)}; calibrate again"
             )
         return self._finite(name, f"{moment} of '{module}'")
 
     def _finite(self, name: str, what: str) -> torch.Tensor:
         """A tensor. CheckpointError, which says ``what`` it is, unless its numbers are finite."""
-        found = self._read(name)
-        if not is_finite(found):
+        tensor = self._read(name)
+        if not is_finite(tensor):
             raise CheckpointError(f"{self._reader.entries[name].file} has {what} that is not finite; calibrate again")
-        return found
+        return tensor
 
 
 def _shape(moment: str, columns: int) -> tuple[int, ...]:

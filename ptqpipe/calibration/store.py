@@ -95,7 +95,7 @@ def write_outputs(
             tensors[f"{module}.output_moment"] = torch.cat([run.diagonal() for run in gradients.outputs[name]])
             if name in gradients.weights:
                 tensors |= {f"{module}.gradient_{of}": t for of, t in asdict(gradients.weights[name]).items()}
-        tensors |= {f"{module}.output_moment": found for module, found in gradients.experts.items()}
+        tensors |= {f"{module}.output_moment": moment for module, moment in gradients.experts.items()}
         products = {
             f"{module}.output_moments.{i}": lower_half(run)
             for module, runs in gradients.named.items()
@@ -192,26 +192,26 @@ class BlockInputs:
         if block:
             raise ValueError("blocks are cut from the full moments")
         entry, key = self._modules[module], self.key(module)
-        found = self._tensors
+        tensors = self._tensors
         held = None
         if held_out and "held_tokens" in entry:
-            moment = found[f"{key}.held_full_moment"] if full else None
-            held = Moments(found[f"{key}.held_second_moment"], None, moment, tokens=int(entry["held_tokens"]))
+            moment = tensors[f"{key}.held_full_moment"] if full else None
+            held = Moments(tensors[f"{key}.held_second_moment"], None, moment, tokens=int(entry["held_tokens"]))
         return InputStatistics(
             tokens=int(entry["tokens"]),
             measured=bool(entry["measured"]),
-            amax=found[f"{key}.amax"],
-            mean=found[f"{key}.mean"],
-            second_moment=found[f"{key}.second_moment"],
+            amax=tensors[f"{key}.amax"],
+            mean=tensors[f"{key}.mean"],
+            second_moment=tensors[f"{key}.second_moment"],
             quantiles={float(p): value for p, value in entry["quantiles"].items()},
-            full_moment=found[f"{key}.full_moment"] if full else None,
+            full_moment=tensors[f"{key}.full_moment"] if full else None,
             held_out=held,
         )
 
     def output_moments(self, module: str, outputs: int) -> list[torch.Tensor] | None:
         """E[g g^T] of the gradients at a module's outputs, by runs; None where nothing is known of so many."""
-        found = list(self._outputs.get(module, ()))
-        return found if found and sum(map(len, found)) == outputs else None
+        moments = list(self._outputs.get(module, ()))
+        return moments if moments and sum(map(len, moments)) == outputs else None
 
 
 def _put(tensors: dict[str, torch.Tensor], key: str, moments: RunningMoments, *, block: bool) -> None:
@@ -219,8 +219,8 @@ def _put(tensors: dict[str, torch.Tensor], key: str, moments: RunningMoments, *,
 
 
 def _put_held(tensors: dict[str, torch.Tensor], key: str, held_out: RunningMoments, *, block: bool) -> None:
-    found = held_out.tensors(block=block)
-    tensors |= {f"{key}.held_{name}": tensor for name, tensor in found.items() if name.endswith("_moment")}
+    moments = held_out.tensors(block=block)
+    tensors |= {f"{key}.held_{name}": tensor for name, tensor in moments.items() if name.endswith("_moment")}
 
 
 def _entry(key: str, tokens: int, quantiles: Mapping[float, float], block: str, *, measured: bool) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def _stand_ins(collector: Collector) -> dict[str, tuple[RunningMoments, dict[flo
     for slot in collector.slots.values():
         if slot.group is not None:
             groups[slot.group].append(slot)
-    found = {}
+    stand_ins = {}
     for group, slots in groups.items():
         moments = [collector.moments.get(collector.leaders.get(slot.id, slot.id)) for slot in slots]
         counts = [0 if m is None else m.tokens for m in moments]
@@ -251,8 +251,8 @@ def _stand_ins(collector: Collector) -> dict[str, tuple[RunningMoments, dict[flo
         least = min(LEAST_TOKENS, max(counts))
         measured = [m for m in moments if m is not None and m.tokens and m.tokens >= least]
         if measured:
-            found[group] = stand_in(measured)
-    return found
+            stand_ins[group] = stand_in(measured)
+    return stand_ins
 
 
 def digest_of(blocks: Mapping[str, Mapping[str, Any]]) -> str:

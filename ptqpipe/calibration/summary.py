@@ -36,18 +36,18 @@ def by_role(done: Finished) -> list[dict[str, Any]]:
     rows = []
     with Statistics.open(done.out) as statistics:
         for role, names in groups.items():
-            found = [statistics.of(name) for name in names]
-            quantiles = sorted(one.quantiles[0.999] for one in found)
+            statistics_of_role = [statistics.of(name) for name in names]
+            quantiles = sorted(one.quantiles[0.999] for one in statistics_of_role)
             rows.append(
                 {
                     "role": role,
                     "modules": len(names),
-                    "columns": found[0].amax.numel(),
-                    "tokens": min(one.tokens for one in found),
-                    "stand_ins": sum(not one.measured for one in found),
-                    "amax": max(float(one.amax.max()) for one in found),
+                    "columns": statistics_of_role[0].amax.numel(),
+                    "tokens": min(one.tokens for one in statistics_of_role),
+                    "stand_ins": sum(not one.measured for one in statistics_of_role),
+                    "amax": max(float(one.amax.max()) for one in statistics_of_role),
                     "quantile_999": quantiles[len(quantiles) // 2],
-                    "rms": max(float(one.second_moment.mean().sqrt()) for one in found),
+                    "rms": max(float(one.second_moment.mean().sqrt()) for one in statistics_of_role),
                 }
             )
     return rows

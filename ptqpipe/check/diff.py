@@ -17,12 +17,12 @@ import torch
 
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.json_values import finite, json_differences
-from ptqpipe.checkpoint.layouts import HF_QUANT_CONFIG, Role, decode_input_global
+from ptqpipe.checkpoint.layouts import HF_QUANT_CONFIG, PartKind, decode_input_global
 from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
 from ptqpipe.conversion.card import CARD, is_ours
 from ptqpipe.models.slices import Member, Slice
 from ptqpipe.models.source import Source, SourceRows, row_runs
-from ptqpipe.recipe.origins import Origins
+from ptqpipe.recipe.weight_map import WeightMap
 from ptqpipe.run.quantities import number, sqnr_db, table
 
 _ROUNDED = 1e-6  # a reciprocal's reciprocal may be the next float32
@@ -32,7 +32,7 @@ _QUANTIZATION = ("quantization_config", "compression_config", "text_config.quant
 
 
 class Same(StrEnum):
-    """How equal two tensors are."""
+    """Degrees of equality of two tensors."""
 
     BYTES = "same bytes"  # codes and scales, or the plain tensor
     NUMBERS = "same numbers"  # other bytes, the same float32 decode
@@ -127,13 +127,13 @@ def _expanded(left: Source, right: Source) -> tuple[list[_Pair], list[str], list
     only_b = [name for name in right.tensors if name not in left.tensors]
     pairs: list[_Pair] = []
     for names, stacked, swap in ((only_b, left, False), (only_a, right, True)):
-        found = _members_of(names, stacked, other=left if swap else right)
-        for member in found:
+        members = _members_of(names, stacked, other=left if swap else right)
+        for member in members:
             own = Slice(member.weight)
             first, second = (own, member.source) if swap else (member.source, own)
             pairs.append((member.weight, first, second, member.shape))
-        whole = {member.source.tensor for member in found}
-        used = {member.weight for member in found}
+        whole = {member.source.tensor for member in members}
+        used = {member.weight for member in members}
         only_a = [name for name in only_a if name not in (used if swap else whole)]
         only_b = [name for name in only_b if name not in (whole if swap else used)]
     return pairs, only_a, only_b
@@ -144,7 +144,7 @@ def _members_of(names: Iterable[str], stacked: Source, *, other: Source) -> list
     wanted = set(names)
     if not any(".experts." in name for name in wanted):
         return []
-    origins = Origins.of(stacked)
+    origins = WeightMap.of(stacked)
     members = [
         member
         for name, member in origins.weights.items()
@@ -170,8 +170,8 @@ def _compare(left: Source, right: Source, name: str) -> TensorDiff:
         where = Slice(name, expert=expert, transposed=stored.transposed)
         error, energy = _distance(left, right, _within(left, where), _within(right, where), stored.shape)
         numbers = [numbers[0] + error, numbers[1] + energy]
-    found = _judged(name, kinds, *numbers)
-    return found if inputs or found.same is Same.NO else replace(found, same=Same.INPUT)
+    result = _judged(name, kinds, *numbers)
+    return result if inputs or result.same is Same.NO else replace(result, same=Same.INPUT)
 
 
 def _same_inputs(left: Source, right: Source, name: str) -> bool:
@@ -261,7 +261,7 @@ def _same_payload(left: Source, right: Source, name: str) -> bool:
         return False
     if a.scheme.rotation != b.scheme.rotation:
         return False
-    if (a.part(Role.GLOBAL_DIVISOR) is None) != (b.part(Role.GLOBAL_DIVISOR) is None):
+    if (a.part(PartKind.GLOBAL_DIVISOR) is None) != (b.part(PartKind.GLOBAL_DIVISOR) is None):
         return False
     for expert in a.planes:
         for (_, p), (_, q) in zip(left.runs(name, expert=expert), right.runs(name, expert=expert), strict=True):

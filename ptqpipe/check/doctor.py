@@ -56,16 +56,19 @@ def _cpu() -> Iterator[Check]:
     """The processor, and which kernels run on it."""
     model, flags = cpu_library.processor()
     cores = len(os.sched_getaffinity(0))
-    found = [flag for flag in FLAGS if flag in flags]
-    facts = {"model": model, "processors": cores, "flags": found}
+    known_flags = [flag for flag in FLAGS if flag in flags]
+    facts = {"model": model, "processors": cores, "flags": known_flags}
     yield Check(
-        "CPU", "ok", f"{model}, {counted(cores, 'processor')}; {', '.join(found) or 'no vector units'}", facts=facts
+        "CPU",
+        "ok",
+        f"{model}, {counted(cores, 'processor')}; {', '.join(known_flags) or 'no vector units'}",
+        facts=facts,
     )
     reason, isa = cpu_library.why_missing(), cpu_library.current_isa()
-    known = list(cpu_library.known_isas())
-    facts = {"isa": isa, "known": known, "library": str(cpu_library.LIBRARY)}
+    isas = list(cpu_library.known_isas())
+    facts = {"isa": isa, "known": isas, "library": str(cpu_library.LIBRARY)}
     if not reason:
-        yield Check("kernels", "ok", f"{isa} in use, of {', '.join(known)}", facts=facts)
+        yield Check("kernels", "ok", f"{isa} in use, of {', '.join(isas)}", facts=facts)
         return
     what, _, remedy = reason.partition("; ")
     yield Check("kernels", "missing", f"{what}: the same bytes come from torch, many times slower", remedy, facts)
@@ -117,11 +120,11 @@ def required() -> dict[str, list[str]]:
         lines = metadata.requires("ptqpipe") or []
     except metadata.PackageNotFoundError:
         return {}
-    found: dict[str, list[str]] = {}
+    packages: dict[str, list[str]] = {}
     for name, _, extra in (match.groups() for line in lines if (match := _REQUIRED.match(line))):
         if name != "ptqpipe":  # an extra that another one includes is reported by itself
-            found.setdefault(extra, []).append(name)
-    return found
+            packages.setdefault(extra, []).append(name)
+    return packages
 
 
 def _installed(name: str) -> bool:
@@ -178,9 +181,11 @@ def render(checks: list[Check], columns: int | None = None) -> str:
     width = max(len(one.name) for one in checks)
     lines = []
     for one in checks:
-        told = [one.text, *([f"to fix it: {one.remedy}"] if one.remedy else [])]
+        paragraphs = [one.text, *([f"to fix it: {one.remedy}"] if one.remedy else [])]
         room = max(20, (columns or sys.maxsize) - width - 8)
-        parts = [part for text in told for part in wrap(text, room, break_long_words=False, break_on_hyphens=False)]
+        parts = [
+            part for text in paragraphs for part in wrap(text, room, break_long_words=False, break_on_hyphens=False)
+        ]
         heads = [f"{_WORDS[one.state]:<4}  {one.name:<{width}}  ", *[" " * (width + 8)] * (len(parts) - 1)]
         lines += [head + part for head, part in zip(heads, parts, strict=True)]
     return "\n".join(lines)

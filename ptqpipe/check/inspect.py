@@ -15,7 +15,7 @@ import torch
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.checkpoint.layouts import (
     HF_QUANT_CONFIG,
-    Role,
+    PartKind,
     StoredWeight,
     is_kv_scale,
     quantization_config,
@@ -92,7 +92,7 @@ class KeptRow:
 
 @dataclass(frozen=True, slots=True)
 class InspectReport:
-    """What is in a checkpoint.
+    """The content of a checkpoint.
 
     producer     who says to have written it, "" if nobody does
     record       a few facts of ptqpipe.json: source, recipe, versions
@@ -175,7 +175,7 @@ def _weight_rows(opened: Source) -> tuple[RoleSummary, ...]:
 
 def _scale_counts(opened: Source, stored: StoredWeight) -> ScaleCounts:
     """Counts over the block scales of one stored weight."""
-    part, codec = stored.part(Role.SCALES), stored.scheme.fmt.scale
+    part, codec = stored.part(PartKind.SCALES), stored.scheme.fmt.scale
     if part is None:
         return ScaleCounts()
     rows, inner = (part.shape[0], part.shape[1:]) if part.shape else (1, ())
@@ -242,13 +242,13 @@ def _producer(opened: Source, record: Mapping[str, Any]) -> str:
     if record.get("ptqpipe"):
         return f"ptqpipe {record['ptqpipe']}"
     for key in ("ptqpipe", "producer"):
-        found = described.get(key)
-        if isinstance(found, Mapping):
-            return f"{found.get('producer') or found.get('name')} {found.get('version')}"
+        tool = described.get(key)
+        if isinstance(tool, Mapping):
+            return f"{tool.get('producer') or tool.get('name')} {tool.get('version')}"
     extra = opened.reader.read_json(HF_QUANT_CONFIG) or {}
-    found = extra.get("producer")
-    if isinstance(found, Mapping):
-        return f"{found.get('name')} {found.get('version')}"
+    tool = extra.get("producer")
+    if isinstance(tool, Mapping):
+        return f"{tool.get('name')} {tool.get('version')}"
     return f"{opened.container_name} {described['version']}" if "version" in described else ""
 
 
@@ -275,13 +275,13 @@ def _rule(rule: Mapping[str, Any]) -> str:
 
 
 def _contradictions(opened: Source) -> list[str]:
-    """What config.json says of the model and its tensors do not hold."""
-    config, found = opened.reader.config, [*unlike_model(opened), *doubts(opened.reader.config, opened.tensors)]
+    """Contradictions between config.json and the tensors."""
+    config, lines = opened.reader.config, [*unlike_model(opened), *doubts(opened.reader.config, opened.tensors)]
     try:
         check_config(config, opened.tensors)
     except CheckpointError as error:
-        found.append(str(error))
-    return found
+        lines.append(str(error))
+    return lines
 
 
 def _unused(opened: Source) -> list[str]:
@@ -290,7 +290,7 @@ def _unused(opened: Source) -> list[str]:
     for name, looks, _ in opened.dangling:
         kinds[name_pattern(name), looks].append(name)
     return [
-        f"{name} ({len(found)}) looks like {looks}, but no weight uses it" for (name, looks), found in kinds.items()
+        f"{name} ({len(names)}) looks like {looks}, but no weight uses it" for (name, looks), names in kinds.items()
     ]
 
 

@@ -125,16 +125,16 @@ def scan_weight(ckpt: Source, weight: str, *, expert: int | None, rows: SourceRo
     name = weight if expert is None else f"{weight}[{expert}]"
     scales = 1 << fmt.scale.bits if fmt.scale.enumerable else FLOAT_BINS
     codes, scale_codes = (torch.zeros(size, dtype=torch.int64) for size in (1 << fmt.element.bits, scales))
-    found = Scan(name, fmt.one_scale, codes, scale_codes)
+    scan = Scan(name, fmt.one_scale, codes, scale_codes)
     for start, q in ckpt.runs(weight, expert=expert):
-        found.count(q, scales=start == 0 or not fmt.shares_rows)
-        if rows is not None and not found.illegal:
+        scan.count(q, scales=start == 0 or not fmt.shares_rows)
+        if rows is not None and not scan.illegal:
             w = rows.rows(start, start + q.shape[0])
             check_finite(w, f"'{name}' of the source")
-            found.compare(q, w, start)
-    if found.illegal:
-        found.forget_source()
-    return found
+            scan.compare(q, w, start)
+    if scan.illegal:
+        scan.forget_source()
+    return scan
 
 
 def _code_counts(q: QTensor) -> torch.Tensor:
@@ -232,15 +232,15 @@ def scale_axis(codec: Codec) -> tuple[float, ...]:
 
 
 def _ways(fmt: Format) -> list[tuple[str, str, Callable[[float, Format], torch.Tensor]]]:
-    """What a format has, abs-max first: (name in the report, search, its global scale from the group's amax)."""
-    found: list[tuple[str, str, Callable[[float, Format], torch.Tensor]]] = [(ABSMAX, "absmax", absmax_global)]
+    """The scale searches of a format, abs-max first: (name in the report, search, global scale of an amax)."""
+    searches: list[tuple[str, str, Callable[[float, Format], torch.Tensor]]] = [(ABSMAX, "absmax", absmax_global)]
     if fmt.scale.name == "e8m0":
-        found.append(("OCP floor", "ocp_floor", absmax_global))
+        searches.append(("OCP floor", "ocp_floor", absmax_global))
     if fmt.element.name == "e2m1" and not fmt.scale.power_of_two:
-        found.append(("four over six", "four_over_six", _four_over_six_global))
+        searches.append(("four over six", "four_over_six", _four_over_six_global))
     if fmt.scale.enumerable or fmt.scale.dtype is not torch.float32:
-        found.append(("exact", "exact", absmax_global))
-    return found
+        searches.append(("exact", "exact", absmax_global))
+    return searches
 
 
 def _four_over_six_global(amax: float, fmt: Format) -> torch.Tensor:

@@ -6,11 +6,10 @@ held.py                                      a folder whose tensors are in memor
 hub.py, fingerprint.py, dtypes.py            which folder a name means, the fingerprint of its content, NaN in it
 layout.py, writer.py, finish.py              a folder being written: the place of every byte, its tensors, the end
 partial.py, journal.py, lock.py              the hidden folder until it is complete, what is written, who is writing
-block_folder.py, tensor_file.py              folders of statistics and learned codes: one file a decoder layer
+layer_folder.py, tensor_file.py              folders of statistics and learned codes: one file a decoder layer
 fields.py, single_file.py                    reading JSON files, and replacing one file atomically
 """
 
-from ptqpipe.checkpoint.block_folder import BlockFolder, Finished, OpenFolder
 from ptqpipe.checkpoint.direct import bytes_of, margin
 from ptqpipe.checkpoint.dtypes import NotFinite
 from ptqpipe.checkpoint.fields import COUNT, NUMBER, read_versioned
@@ -33,9 +32,10 @@ from ptqpipe.checkpoint.files import (
 )
 from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
 from ptqpipe.checkpoint.header import TensorEntry, parse_file, pread_exactly, shown
-from ptqpipe.checkpoint.held import holding
 from ptqpipe.checkpoint.hub import cached_file, check_disjoint, hub_name, name_of, nearest_path, resolve_source
+from ptqpipe.checkpoint.in_memory import holding
 from ptqpipe.checkpoint.journal import Journal, RunIdentity, journal_name, read_journal, run_id_of
+from ptqpipe.checkpoint.layer_folder import Finished, LayerFolder, OpenFolder
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.lock import RankLock, holder_of, locked, refuse_held
 from ptqpipe.checkpoint.partial import (

@@ -48,8 +48,8 @@ def is_adapter_file(name: str) -> bool:
 
 def are_adapters(names: Iterable[str]) -> bool:
     """Whether tensors are, by all of their names, those of an adapter; False of none."""
-    known = list(names)
-    return bool(known) and all(_NAME.match(name) for name in known)
+    listed = list(names)
+    return bool(listed) and all(_NAME.match(name) for name in listed)
 
 
 def adapter_error(folder: Path) -> CheckpointError:
@@ -80,7 +80,7 @@ def adapter_error(folder: Path) -> CheckpointError:
 def _read_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json; empty where there is none that can be read, since that it is an adapter is known anyhow."""
     try:
-        found = json.loads(read_regular(folder / ADAPTER_CONFIG, limit=MAX_JSON_BYTES))
+        config = json.loads(read_regular(folder / ADAPTER_CONFIG, limit=MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}

@@ -121,7 +121,7 @@ class DirectFile:
 
 
 def _whole_pages(count: int, wanted: int) -> int:
-    """What a read of ``count`` bytes counts for, since the next one must begin on a page edge."""
+    """The bytes of a read that count: of a short one whole pages, since the next must begin on a page edge."""
     return count if count >= wanted else count // ALIGN * ALIGN
 
 
@@ -201,10 +201,10 @@ _of_thread = threading.local()
 
 def _bounce_buffer() -> memoryview:
     """The calling thread's page-aligned buffer."""
-    found: memoryview | None = getattr(_of_thread, "bounce", None)
-    if found is None:
-        found = _of_thread.bounce = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))
-    return found
+    buffer: memoryview | None = getattr(_of_thread, "bounce", None)
+    if buffer is None:
+        buffer = _of_thread.bounce = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))
+    return buffer
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -65,13 +65,13 @@ def _in_object(value: Any, wanted: Mapping[str, Any], where: str) -> str:
         return _unlike(value, "an object", where)
     for name, kind in wanted.items():
         if name == "*":
-            found = next((p for key, item in value.items() if (p := _problem(item, kind, _below(where, key)))), "")
+            problem = next((p for key, item in value.items() if (p := _problem(item, kind, _below(where, key)))), "")
         elif (field := name.removesuffix("?")) in value:
-            found = _problem(value[field], kind, _below(where, field))
+            problem = _problem(value[field], kind, _below(where, field))
         else:
-            found = "" if name.endswith("?") else f"{shown(where)[1:-1] or 'it'} has no {name!r}"
-        if found:
-            return found
+            problem = "" if name.endswith("?") else f"{shown(where)[1:-1] or 'it'} has no {name!r}"
+        if problem:
+            return problem
     return ""
 
 

@@ -85,10 +85,10 @@ def scan_folder(folder: Path) -> FolderContent:
     Raises CheckpointError for a damaged file, a missing shard, a tensor in two files or in none, weight files that
     belong to no set, and an adapter without its model.
     """
-    index, found = _find_index(folder), _top_level_weights(folder)
-    present = [p for p in found if not _is_other_set(p.name)]
+    index, weight_files = _find_index(folder), _top_level_weights(folder)
+    present = [p for p in weight_files if not _is_other_set(p.name)]
     if index is None:
-        files = present or [p for p in found if p.name.startswith(_MISTRAL)]
+        files = present or [p for p in weight_files if p.name.startswith(_MISTRAL)]
         headers = _read_without_index(folder, files)
     else:
         headers = _read_indexed(folder, index)
@@ -144,11 +144,11 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def vouches_for_itself(raw: bytes) -> bool:
     """Whether the bytes of a record are those that its sha256 was made of; False as well where it has none."""
-    found = _SEAL.search(raw)
-    if found is None:
+    seal = _SEAL.search(raw)
+    if seal is None:
         return False
-    blank = raw[: found.start(1)] + _BLANK.encode() + raw[found.end(1) :]
-    return hashlib.sha256(blank).hexdigest().encode() == found[1]
+    blank = raw[: seal.start(1)] + _BLANK.encode() + raw[seal.end(1) :]
+    return hashlib.sha256(blank).hexdigest().encode() == seal[1]
 
 
 def file_sha256(path: Path) -> str:
@@ -187,8 +187,8 @@ def refuse_foreign_links(folder: Path, files: Iterable[Path], *, weights: Iterab
     blobs = {path.resolve().parent for path in weights}
     homes = [folder.resolve(), *(b for b in blobs if b.name == "blobs" and b.parent.name.startswith("models--"))]
     for path in files:
-        found = path.resolve()
-        if not any(found.is_relative_to(home) for home in homes):
+        target = path.resolve()
+        if not any(target.is_relative_to(home) for home in homes):
             raise CheckpointError(
                 f"{shown(str(path))} is a link that leaves the model's folder, to {shown(_target(path))}; its content "
                 "would become part of the output: copy the folder with cp -rL, or delete the link"
@@ -228,11 +228,11 @@ def _find_index(folder: Path) -> Path | None:
     """The standard index if there is one, else the only other one that is not of another set."""
     if (folder / INDEX_NAME).exists():
         return folder / INDEX_NAME
-    found = sorted(p for p in folder.glob(f"*{_SAFETENSORS}.index.json") if not _is_other_set(p.name))
-    if len(found) > 1:
-        names = ", ".join(p.name for p in found)
+    indexes = sorted(p for p in folder.glob(f"*{_SAFETENSORS}.index.json") if not _is_other_set(p.name))
+    if len(indexes) > 1:
+        names = ", ".join(p.name for p in indexes)
         raise CheckpointError(f"{shown(str(folder))} has the indexes {names}; keep one, named {INDEX_NAME}")
-    return found[0] if found else None
+    return indexes[0] if indexes else None
 
 
 def _read_without_index(folder: Path, files: list[Path]) -> tuple[FileHeader, ...]:
@@ -295,14 +295,14 @@ def _read_indexed(folder: Path, index: Path) -> tuple[FileHeader, ...]:
                 "download it again"
             )
         headers.append(parse_file(folder / file))
-    found: dict[str, str] = {}
+    files_by_name: dict[str, str] = {}
     for header in headers:
         file = header.path.relative_to(folder).as_posix()
         for entry in header.entries:
             if weight_map.get(entry.name) != file:
-                _raise_disagreement(index, entry.name, found=file, indexed=weight_map.get(entry.name))
-            found[entry.name] = file
-    for name in weight_map.keys() - found.keys():
+                _raise_disagreement(index, entry.name, file=file, indexed=weight_map.get(entry.name))
+            files_by_name[entry.name] = file
+    for name in weight_map.keys() - files_by_name.keys():
         raise CheckpointError(
             f"{shown(str(index))} names tensor {shown(name)}, which {shown(weight_map[name])} does not hold; "
             "write the index again or download the shard again"
@@ -310,10 +310,10 @@ def _read_indexed(folder: Path, index: Path) -> tuple[FileHeader, ...]:
     return tuple(headers)
 
 
-def _raise_disagreement(index: Path, name: str, *, found: str, indexed: str | None) -> None:
+def _raise_disagreement(index: Path, name: str, *, file: str, indexed: str | None) -> None:
     where = "does not name it" if indexed is None else f"places it in {shown(indexed)}"
     raise CheckpointError(
-        f"{shown(found)} holds tensor {shown(name)} but {shown(str(index))} {where}; write the index again"
+        f"{shown(file)} holds tensor {shown(name)} but {shown(str(index))} {where}; write the index again"
     )
 
 

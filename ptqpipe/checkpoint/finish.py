@@ -107,7 +107,7 @@ def checked_names(layout: ShardLayout, wanted: Iterable[str]) -> list[str]:
 
 
 def _remove_others(folder: Path, *, keep: frozenset[str]) -> None:
-    """What an earlier, interrupted `finish` left, which may be another set of files than this one's."""
+    """Removes files that an interrupted `finish` left, possibly of another layout."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

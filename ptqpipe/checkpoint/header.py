@@ -159,7 +159,7 @@ def _compact(value: object) -> str:
 
 
 def header_of(path: Path, entries: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> FileHeader:
-    """What `parse_file` would find at ``path`` if these tensors (name, dtype, shape) lay there. Reads nothing."""
+    """The header of a file at ``path`` with these tensors (name, dtype, shape). Reads nothing."""
     raw = header_bytes(entries, metadata)
     placed, position = [], len(raw)
     for name, dtype, shape in entries:
@@ -240,7 +240,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _keys(value: object) -> int:
-    """How many keys an object has, with those of the objects directly in it."""
+    """Number of keys of an object and of the objects directly in it."""
     if not isinstance(value, dict):
         return -1
     return len(value) + sum([len(part) for part in value.values() if type(part) is dict])
@@ -287,8 +287,8 @@ def _bad_tensor(path: Path, name: str, what: str, remedy: str = _AGAIN) -> NoRet
 def _fields(path: Path, name: str, value: object) -> tuple[str, tuple[int, ...], int, int]:
     """One tensor's dtype, shape, begin and end, each of the right type; the caller places them."""
     if not isinstance(value, dict) or value.keys() != _FIELDS:
-        found = sorted(value) if isinstance(value, dict) else type(value).__name__
-        _bad_tensor(path, name, f" with fields {shown(found)}, expected {sorted(_FIELDS)}")
+        got = sorted(value) if isinstance(value, dict) else type(value).__name__
+        _bad_tensor(path, name, f" with fields {shown(got)}, expected {sorted(_FIELDS)}")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or (dtype not in DTYPES and dtype not in SUB_BYTE_BITS):
         what = f" of dtype {shown(dtype)}, expected one of {', '.join([*DTYPES, *SUB_BYTE_BITS])}"

@@ -14,7 +14,7 @@ from typing import Any, Final
 from ptqpipe.checkpoint.adapter import ADAPTER_CONFIG, adapter_error, is_adapter_file
 from ptqpipe.checkpoint.files import FOLDING_FILE
 from ptqpipe.checkpoint.header import shown
-from ptqpipe.checkpoint.held import held_in
+from ptqpipe.checkpoint.in_memory import held_in
 from ptqpipe.checkpoint.partial import Paths
 from ptqpipe.errors import CheckpointError, UsageError, first_line, missing_package, nearest, read_failure
 
@@ -59,8 +59,8 @@ def cached_file(model: str, name: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return None
-    found = try_to_load_from_cache(model, name)
-    return Path(found) if isinstance(found, str) else None
+    cached = try_to_load_from_cache(model, name)
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def is_hub_name(model: str) -> bool:
@@ -121,15 +121,15 @@ def check_folder(path: Path) -> Path:
         )
     if any(name.lower().endswith(".gguf") for name in names):
         raise CheckpointError(f"{shown(str(path))} holds {_GGUF}")
-    found = f"{len(names)} other files" if names else "nothing"
+    content = f"{len(names)} other files" if names else "nothing"
     raise CheckpointError(
-        f"{shown(str(path))} has {found}, expected .safetensors files; name the model's own folder, or "
+        f"{shown(str(path))} has {content}, expected .safetensors files; name the model's own folder, or "
         "save_pretrained() the model with transformers if it is published in another format"
     )
 
 
 def name_of(folder: Path) -> str:
-    """What a folder is called: the last part of its path as it was typed, a link by the link's own name.
+    """A folder's name: the last part of its path as it was typed, a link by the link's own name.
 
     A snapshot in the hub's cache is called as the repository; "." and ".." as the folders that they stand for.
     """
@@ -203,9 +203,9 @@ def _why_not_fetched(error: Exception, errors: Any, meant: str) -> str:
         return "is refused by the hub: the token is not valid there; set HF_TOKEN or run hf auth login"
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         # huggingface_hub says so of an answer of the hub that it cannot use, too
-        asked = getattr(getattr(error.__cause__, "response", None), "status_code", None)
-        if asked is not None:
-            return f"is not in the hub's cache, and the hub answered {asked}; try again later or name a folder"
+        answer_code = getattr(getattr(error.__cause__, "response", None), "status_code", None)
+        if answer_code is not None:
+            return f"is not in the hub's cache, and the hub answered {answer_code}; try again later or name a folder"
         partly = getattr(errors, "IncompleteSnapshotError", None)
         if partly is not None and isinstance(error, partly):
             return (

@@ -119,22 +119,22 @@ def read_journals(folder: Path) -> JournalContent:
     return union
 
 
-def check_same_run(found: RunIdentity, wanted: RunIdentity, *, partial: Path) -> None:
+def check_same_run(former: RunIdentity, wanted: RunIdentity, *, partial: Path) -> None:
     """Raises OutputError, naming what changed, unless both describe the same run, of the very same files."""
-    if found.run_id == wanted.run_id and found.layout == wanted.layout:
-        _check_same_files(found, wanted, partial=partial)
+    if former.run_id == wanted.run_id and former.layout == wanted.layout:
+        _check_same_files(former, wanted, partial=partial)
         return
-    keys = sorted(found.parts.keys() | wanted.parts.keys())
-    changed = [key for key in keys if found.parts.get(key) != wanted.parts.get(key)]
-    what = " and ".join(changed) or ("the plan" if found.run_id != wanted.run_id else "the layout of the shards")
+    keys = sorted(former.parts.keys() | wanted.parts.keys())
+    changed = [key for key in keys if former.parts.get(key) != wanted.parts.get(key)]
+    what = " and ".join(changed) or ("the plan" if former.run_id != wanted.run_id else "the layout of the shards")
     raise OutputError(
         f"{shown(str(partial))} was started by another run: {what} changed since; "
         "restore it and --resume, or --overwrite to start over"
     )
 
 
-def _check_same_files(found: RunIdentity, wanted: RunIdentity, *, partial: Path) -> None:
-    before, now = found.files, wanted.files
+def _check_same_files(former: RunIdentity, wanted: RunIdentity, *, partial: Path) -> None:
+    before, now = former.files, wanted.files
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     if names:
         name = shown(names[0]) + (f" (one of {len(names)} files)" if len(names) > 1 else "")

@@ -38,7 +38,7 @@ class TensorSpec(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where a tensor's bytes go: the shard, the absolute offset in it, the size."""
+    """Place of a tensor's bytes: shard, absolute offset in it, size."""
 
     file: str
     offset: int
@@ -111,15 +111,15 @@ class ShardLayout:
 
     @cached_property
     def placements(self) -> Mapping[str, Placement]:
-        """Where the bytes of each tensor go. Made when it is first asked for: a dry run writes none of 100,000."""
-        found: dict[str, Placement] = {}
+        """Place of each tensor's bytes. Computed on first use: a dry run of 100,000 tensors needs none."""
+        placements: dict[str, Placement] = {}
         for shard in self.shards:
             offset = len(shard.header)
             for spec in shard.tensors:
                 nbytes = tensor_bytes(spec.dtype, spec.shape)
-                found[spec.name] = Placement(shard.file, offset, nbytes)
+                placements[spec.name] = Placement(shard.file, offset, nbytes)
                 offset += nbytes
-        return MappingProxyType(found)
+        return MappingProxyType(placements)
 
     @cached_property
     def file_bytes(self) -> int:

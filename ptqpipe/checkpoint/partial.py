@@ -92,12 +92,12 @@ class Paths:
 
     @property
     def stages(self) -> Path:
-        """What a run of several stages makes on the way to the output."""
+        """Folder of intermediate results of a pipeline run."""
         return self.out.parent / f".{self.out.name}.stages"
 
     @property
     def gone(self) -> Path:
-        """What is being deleted of either."""
+        """The name under which either is deleted."""
         return self.out.parent / f".{self.out.name}.gone"
 
     @property
@@ -207,7 +207,7 @@ def prepare(
         lock = lock_folder(paths.partial)
     try:
         with output_errors(paths.partial):
-            found = _settle(paths, identity, lock, mode=mode, index_file=index_file)
+            journals = _settle(paths, identity, lock, mode=mode, index_file=index_file)
             paths.growing.mkdir(exist_ok=True)
             fsync_folder(paths.partial)
             fsync_folder(paths.out.parent)
@@ -217,7 +217,7 @@ def prepare(
                 discard(paths, paths.partial)
         lock.release()
         raise
-    return lock, found.identity
+    return lock, journals.identity
 
 
 def _settle(
@@ -225,17 +225,17 @@ def _settle(
 ) -> JournalContent:
     """While the lock is held: put a former output back, then continue or discard the contents of the partial folder."""
     _put_back(paths)
-    found = JournalContent() if mode == "overwrite" else read_journals(paths.partial)
-    if found.identity is None or not paths.growing.exists():  # nothing was begun, or all of it has its name
+    journals = JournalContent() if mode == "overwrite" else read_journals(paths.partial)
+    if journals.identity is None or not paths.growing.exists():  # nothing was begun, or all of it has its name
         empty(paths.partial, keep=lock.name)
         _refuse_out(paths, identity, mode=mode, index_file=index_file)
         return JournalContent()
     if mode == "new":
         _refuse_unfinished(paths)
-    check_same_run(found.identity, identity, partial=paths.partial)
-    if not found.identity.replaces:
+    check_same_run(journals.identity, identity, partial=paths.partial)
+    if not journals.identity.replaces:
         _refuse_existing(paths)
-    return found
+    return journals
 
 
 def _put_back(paths: Paths) -> None:
@@ -349,7 +349,7 @@ def _refuse_existing(paths: Paths) -> None:
 
 
 def _kind(names: Sequence[str]) -> str | None:
-    """What a folder of these names is; None for nothing that ptqpipe writes or reads."""
+    """The kind of a folder by its file names; None for one that ptqpipe neither writes nor reads."""
     for index_file, kind in KINDS.items():
         if index_file in names:
             return kind
@@ -367,9 +367,9 @@ def _refuse_replacing(paths: Paths, index_file: str | None) -> None:
     with output_errors(out):
         names = os.listdir(out)
     shown_out = shown(str(out))
-    found, wanted = _kind(names), "a model" if index_file is None else KINDS[index_file]
-    if names and found != wanted:
-        what = f"is {found}" if found else f"has {shown(min(names))}"
+    kind, wanted = _kind(names), "a model" if index_file is None else KINDS[index_file]
+    if names and kind != wanted:
+        what = f"is {kind}" if kind else f"has {shown(min(names))}"
         raise OutputExists(
             f"{shown_out} {what}, so it is no {wanted.removeprefix('a ')} that --overwrite may replace; "
             "choose another -o, or move that folder away yourself"

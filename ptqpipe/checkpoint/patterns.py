@@ -47,14 +47,14 @@ class Expression:
         Raises ValueError, in one line, if that takes more than a second, or a tenth of a millisecond a name over many.
         """
         try:
-            found, seconds = self._timed(name)
+            matched, seconds = self._timed(name)
         except (RecursionError, MemoryError):
             raise ValueError(f"it needs too much memory on a name of {len(name)} letters; write it simpler") from None
         self._seconds_left = min(_SECONDS, self._seconds_left + _SECONDS_A_NAME - seconds)
         if self._seconds_left < 0:
             self._seconds_left = _SECONDS  # the next model starts anew
             raise ValueError(f"it takes too long on a name of {len(name)} letters; write it simpler")
-        return found
+        return matched
 
     def _timed(self, name: str) -> tuple[bool, float]:
         """Whether it matches, and the seconds of this thread that it took: other threads, and a machine that does other
@@ -62,15 +62,15 @@ class Expression:
         started, seconds = time.thread_time(), 0.0
         while seconds <= _SECONDS:
             try:
-                found = self._pattern.match(name, timeout=_SECONDS) is not None
-                return found, time.thread_time() - started
+                matched = self._pattern.match(name, timeout=_SECONDS) is not None
+                return matched, time.thread_time() - started
             except TimeoutError:
                 seconds = time.thread_time() - started
         return False, math.inf
 
 
 def _repeats(text: str) -> int:
-    """How often the parts of an expression are repeated by counts, at most: those within another's group multiply."""
+    """Upper bound of counted repetitions in an expression; nested ones multiply."""
     groups, last = [0], 0  # what the open groups hold so far, the outermost first; what the last part holds
     for token in _TOKEN.finditer(text):
         if token["count"]:
@@ -104,16 +104,16 @@ def alike(patterns: Iterable[str]) -> Callable[[str], str]:
 
     A model has tens of thousands of names of some thirty kinds.
     """
-    known: set[str] = set()
+    numbers: set[str] = set()
     for pattern in patterns:
         if not (_PLAIN if pattern.startswith("re:") else _PLAIN_GLOB).fullmatch(pattern):
             return lambda name: name
-        known.update(regex.findall(r"(?<![A-Za-z_\[\d])\d+(?![A-Za-z_\d\]])", pattern))
-    other = "0" * (1 + max(map(len, known), default=0))
+        numbers.update(regex.findall(r"(?<![A-Za-z_\[\d])\d+(?![A-Za-z_\d\]])", pattern))
+    other = "0" * (1 + max(map(len, numbers), default=0))
 
     def kind(name: str) -> str:
         first, *rest = name.split(".")
-        return ".".join([first, *[other if part.isdecimal() and part not in known else part for part in rest]])
+        return ".".join([first, *[other if part.isdecimal() and part not in numbers else part for part in rest]])
 
     return kind
 

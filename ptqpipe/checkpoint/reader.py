@@ -24,8 +24,8 @@ from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.files import OWN_FILES, FolderContent, read_json_object, refuse_foreign_links, scan_folder
 from ptqpipe.checkpoint.fingerprint import fingerprint_of
 from ptqpipe.checkpoint.header import FileHeader, TensorEntry, shown
-from ptqpipe.checkpoint.held import held_in
 from ptqpipe.checkpoint.hub import check_folder
+from ptqpipe.checkpoint.in_memory import held_in
 from ptqpipe.checkpoint.open_files import OpenFiles
 from ptqpipe.errors import CheckpointError, read_failure
 
@@ -83,7 +83,7 @@ class CheckpointReader:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors, as they lie in files."""
+        """Bytes of all tensors as they are stored."""
         if self._origin is not None:
             return self._origin.nbytes
         return sum(entry.nbytes for entry in self.entries.values())
@@ -147,12 +147,12 @@ class CheckpointReader:
             return buffer
         try:
             with self._opened.use(entry.file) as file:
-                found = file.read(memory(nbytes + direct.margin()), offset, nbytes)
+                raw = file.read(memory(nbytes + direct.margin()), offset, nbytes)
         except OSError as error:
             _raise_unreadable(entry.file, error)
-        if found is None:
+        if raw is None:
             _raise_changed(entry.file)
-        return found
+        return raw
 
     def read_into(self, name: str, buffer: memoryview | bytearray | torch.Tensor, *, start: int, stop: int) -> None:
         """Bytes ``[start, stop)`` of a tensor into the caller's contiguous buffer of exactly that size."""

@@ -66,7 +66,7 @@ def read_regular_text(path: Path, *, limit: int) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file says; None where it cannot be read, or is none. For files that may be anybody's."""
+    """The content of a JSON file; None where it cannot be read or parsed. For files of other programs."""
     try:
         return json.loads(read_regular(path, limit=MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):

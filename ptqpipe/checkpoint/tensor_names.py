@@ -39,6 +39,6 @@ def name_pattern(name: str) -> str:
 
 
 def _number(pattern: re.Pattern[str], name: str) -> int | None:
-    """What the pattern finds first; None for none, and for an absurd number."""
+    """The first number that the pattern matches; None without one, or for an absurd one."""
     match = pattern.search(name)
     return int(match[1]) if match is not None and len(match[1]) <= 6 else None

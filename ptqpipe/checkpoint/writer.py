@@ -98,13 +98,13 @@ class CheckpointWriter:
             raise ValueError(f"rank {rank} of {world}")
         paths = Paths.of(out)
         identity = RunIdentity(run_id, layout.digest, dict(run_parts), dict(source_files), replaces=mode == "overwrite")
-        lock, found = prepare(paths, identity, mode=mode) if rank == 0 else join(paths, identity, rank)
+        lock, identity_there = prepare(paths, identity, mode=mode) if rank == 0 else join(paths, identity, rank)
         try:
             if rank == 0:
                 check_space(paths, layout.file_bytes)
-            return cls(paths, layout, identity=found or identity, rank=rank, lock=lock)
+            return cls(paths, layout, identity=identity_there or identity, rank=rank, lock=lock)
         except BaseException:
-            if found is None and rank == 0:  # nothing of worth was begun
+            if identity_there is None and rank == 0:  # nothing of worth was begun
                 with contextlib.suppress(OSError):
                     discard(paths, paths.partial)
             lock.release()
@@ -148,15 +148,15 @@ class CheckpointWriter:
     def tensor(self, name: str, *, byte_offset: int = 0) -> TensorWriter:
         """Writes a tensor, or its part from byte ``byte_offset`` on, in pieces that follow each other, of the unit that
         this thread commits next. Begun again at the same byte, what was written there before is forgotten."""
-        found = self._open_pieces()[name, byte_offset] = TensorWriter(self, name, byte_offset)
-        return found
+        writer = self._open_pieces()[name, byte_offset] = TensorWriter(self, name, byte_offset)
+        return writer
 
     def _open_pieces(self) -> dict[tuple[str, int], TensorWriter]:
-        """What this thread has written since it last committed a unit."""
-        found: dict[tuple[str, int], TensorWriter] | None = getattr(self._of_thread, "pieces", None)
-        if found is None:
-            found = self._of_thread.pieces = {}
-        return found
+        """This thread's uncommitted pieces."""
+        pieces: dict[tuple[str, int], TensorWriter] | None = getattr(self._of_thread, "pieces", None)
+        if pieces is None:
+            pieces = self._of_thread.pieces = {}
+        return pieces
 
     def commit(self, unit_id: str, record: Mapping[str, Any]) -> None:
         """Records that a job's tensors are written, all of them by this thread. Durable once a batch has gathered, or
@@ -350,7 +350,7 @@ class TensorWriter:
 
     @property
     def sha256(self) -> str:
-        """Of what is written so far, in hex."""
+        """Digest of the bytes written so far, in hex."""
         return self._digest.hexdigest()
 
 
@@ -363,6 +363,6 @@ def _as_bytes(data: torch.Tensor | bytes | bytearray | memoryview, spec: TensorS
 
 
 def _json_copy(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What will come back after a restart, so that a resumed run sees nothing else. Raises TypeError, ValueError."""
+    """A copy after a JSON round trip, so that a resumed run sees the same values. Raises TypeError, ValueError."""
     copied: dict[str, Any] = json.loads(json.dumps(record))
     return copied

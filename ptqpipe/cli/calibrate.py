@@ -5,7 +5,7 @@ import json
 import click
 
 from ptqpipe.cli import next_steps
-from ptqpipe.cli.common import Given, command, devices_of, ranks_of, says_how_to_resume
+from ptqpipe.cli.common import Given, command, devices_of, ranks_of, resume_hint
 from ptqpipe.cli.parameters import (
     COMPUTES,
     DEVICE,
@@ -73,7 +73,7 @@ def calibrate(given: Given) -> None:
 
     devices = devices_of(given.device)
     machine = given.machine(devices[0], waits=False)
-    with says_how_to_resume(given.out, given.mode):
+    with resume_hint(given.out, given.mode):
         done = stage.calibrate(
             given.model,
             given.data,
@@ -219,7 +219,7 @@ def tune(given: Given) -> None:
         settings=of_tune.settings_of(given.steps, seed=given.seed),
     )
     machine = given.machine(given.device, waits=False)
-    with says_how_to_resume(given.out, given.mode):
+    with resume_hint(given.out, given.mode):
         done = stage.tune(
             given.model,
             given.data,
@@ -296,7 +296,7 @@ def plan(given: Given) -> None:
     costs = sensitivity(given.stats, given.measure, given.out, tokens=given.max_tokens, seqlen=given.seqlen)
     stage.check_recipe_target(given.out)
     formats = call.formats_for(given.pipeline)
-    found = stage.plan_mixed(
+    allocation = stage.plan_mixed(
         given.model,
         stage.Budget.parse(given.budget),
         formats=formats,
@@ -305,9 +305,9 @@ def plan(given: Given) -> None:
         container=None if given.reader is None else call.container_of_all(given.reader, formats),
         log=given.log,
     )
-    stage.write_recipe(found, given.out)
+    stage.write_recipe(allocation, given.out)
     if given.as_json:
-        click.echo(json.dumps(text.to_json(found)))
+        click.echo(json.dumps(text.to_json(allocation)))
         return
-    given.show(f"{text.render(found)}\n{given.out} is the recipe")
+    given.show(f"{text.render(allocation)}\n{given.out} is the recipe")
     next_steps.say_next(given, next_steps.plan)

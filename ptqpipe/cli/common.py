@@ -48,8 +48,8 @@ class Given(SimpleNamespace):
     @property
     def recipe(self) -> RecipeOptions:
         """Those that decide bytes (`recipe_options`)."""
-        known = recipe_fields()
-        given = {name: value for name, value in vars(self).items() if name in known}
+        names = recipe_fields()
+        given = {name: value for name, value in vars(self).items() if name in names}
         return RecipeOptions(self.scheme, self.ignore, **given)
 
     @property
@@ -60,7 +60,7 @@ class Given(SimpleNamespace):
 
     @property
     def mode(self) -> Literal["new", "resume", "overwrite"]:
-        """How the output is opened. UsageError for --resume and --overwrite at once."""
+        """The output mode. UsageError for --resume and --overwrite at once."""
         if self.resume and self.overwrite:
             raise UsageError("--resume and --overwrite contradict each other; give one of them")
         return "resume" if self.resume else "overwrite" if self.overwrite else "new"
@@ -156,8 +156,8 @@ def _errors_in_one_line(leaves: Callable[[], str]) -> Iterator[None]:
     except BrokenPipeError:  # nobody reads on: click ends in silence
         raise
     except OSError as error:
-        known = ": ".join(str(part) for part in (error.filename, failure(error)) if part)
-        _fail(_out_of_resources(error) or one_line(known), 1)
+        message = ": ".join(str(part) for part in (error.filename, failure(error)) if part)
+        _fail(_out_of_resources(error) or one_line(message), 1)
     except KeyboardInterrupt:
         say(f"\nInterrupted: {leaves()}.")
         sys.exit(INTERRUPTED)
@@ -172,7 +172,7 @@ _NO_THREAD = re.compile("can't start new thread|cannot create thread|ThreadPoolB
 
 
 def _out_of_resources(error: BaseException) -> str | None:
-    """What to say of an error that means that the system gives no memory, or no thread; None for others."""
+    """The message for an error that means a lack of memory or threads; None for others."""
     text = first_line(error)
     context = click.get_current_context(silent=True)
     options = {} if context is None else context.params
@@ -189,8 +189,8 @@ def _out_of_resources(error: BaseException) -> str | None:
         less += ["use --device cpu"] * ("device" in options)
         return f"out of memory on the GPU ({text}); {', '.join(['end other programs on it', *less])}"
     if is_no_memory(error):
-        known = "" if text == type(error).__name__ else f" ({text})"
-        return f"out of memory{known}; {remedy} (ulimit -v, or its container's)"
+        detail = "" if text == type(error).__name__ else f" ({text})"
+        return f"out of memory{detail}; {remedy} (ulimit -v, or its container's)"
     return f"a library gave up: {text}; check the model's tokenizer, and the text" if is_panic(error) else None
 
 
@@ -202,7 +202,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 @contextmanager
-def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
+def resume_hint(out: Path, mode: str) -> Iterator[None]:
     """Ctrl-C ends with the command that continues, where something is left of this run to continue from, and an error
     with what became of it.
 
@@ -305,9 +305,9 @@ def _environment(name: str, default: int | None, *, least: int) -> int:
     if text is None and default is not None:
         return default
     if text is None or not re.fullmatch(r"\d{1,9}", text.strip()) or int(text) < least:
-        found = "not set" if text is None else repr(text)
+        got = "not set" if text is None else repr(text)
         raise UsageError(
-            f"{name} in the environment is {found}, expected a number of {least} or more; start with torchrun, or "
+            f"{name} in the environment is {got}, expected a number of {least} or more; start with torchrun, or "
             "unset it"
         )
     return int(text)

@@ -60,18 +60,18 @@ class Completed(click.ParamType[Any]):
         self.name = kind.name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """As the type that converts."""
+        """Delegates to the converting type."""
         return self._kind.convert(value, param, ctx)
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
-        """As the type that converts."""
+        """Delegates to the converting type."""
         return self._kind.get_metavar(param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """The values that go on from what is typed, and files or folders."""
         before, comma, last = incomplete.rpartition(",")
-        found = [CompletionItem(before + comma + name) for name in self._values() if name.startswith(last)]
-        return [*found, *([CompletionItem(incomplete, type=self._also)] if self._also else [])]
+        items = [CompletionItem(before + comma + name) for name in self._values() if name.startswith(last)]
+        return [*items, *([CompletionItem(incomplete, type=self._also)] if self._also else [])]
 
 
 def complete_values(commands: Iterable[click.Command]) -> None:

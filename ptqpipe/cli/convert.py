@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ptqpipe.cli import next_steps
-from ptqpipe.cli.common import Given, command, machine_of, ranks_of, says_how_to_resume, this_call
+from ptqpipe.cli.common import Given, command, machine_of, ranks_of, resume_hint, this_call
 from ptqpipe.cli.parameters import (
     DEVICE,
     MODEL,
@@ -93,7 +93,7 @@ def convert(given: Given) -> None:
         if ranks.rank == 0:
             _warn(given, no_config)
         pushed = also_complete(given.push if ranks.rank == 0 else None)
-        with says_how_to_resume(prepared.out, mode), _stop_is_interrupt(), pushed:
+        with resume_hint(prepared.out, mode), _stop_is_interrupt(), pushed:
             if ranks.rank == 0 and not given.as_json:
                 check_output(prepared.out, mode=mode)  # before the header, which says what will be done
                 _warn(given, tables.missing_tokenizer(prepared))
@@ -139,7 +139,7 @@ def _pipeline(given: Given, work: PipelineOptions) -> None:
     mode, machine = given.mode, given.machine(given.device)
     prepared = prepare(given.model, given.recipe, given.recipe_path, given.out, work, mode, machine)
     prepared.command = this_call()
-    with says_how_to_resume(prepared.out, mode), _stop_is_interrupt(), also_complete(given.push):
+    with resume_hint(prepared.out, mode), _stop_is_interrupt(), also_complete(given.push):
         say = (lambda line: None) if given.as_json else given.show
         made = stage.run(prepared, say=say)
     given.tell(made, text)
@@ -184,7 +184,7 @@ def relayout(given: Given) -> None:
 
     container = given.container.lower().replace("_", "-")
     out = given.out if given.out is not None else Path(f"{name_of(given.ckpt)}-{container}")
-    with says_how_to_resume(out, given.mode):
+    with resume_hint(out, given.mode):
         done = stage.relayout(given.ckpt, out, container=given.container, **given.run)
     if done is not None:
         given.tell(done, stage)
@@ -211,7 +211,7 @@ def dequantize(given: Given) -> None:
     from ptqpipe.conversion import dequantize as stage
 
     out = given.out if given.out is not None else Path(f"{name_of(given.ckpt)}-{given.dtype}")
-    with says_how_to_resume(out, given.mode):
+    with resume_hint(out, given.mode):
         done = stage.dequantize(given.ckpt, out, dtype=given.dtype, **given.run)
     if done is not None:
         given.tell(done, stage)
@@ -284,7 +284,7 @@ def transform(given: Given) -> None:
     from ptqpipe.conversion.transform import command as stage
     from ptqpipe.conversion.transform.plan import TransformOptions
 
-    with says_how_to_resume(given.out, given.mode):
+    with resume_hint(given.out, given.mode):
         options = given.into(TransformOptions)
         done = stage.transform(given.model, given.out, stats=given.stats, options=options, **given.run)
     if done is not None:

@@ -70,10 +70,10 @@ _NUMBERS = {"integer": "N", "integer range": "N", "float": "X"}  # by the names 
 def in_groups(items: Mapping[str, T], groups: Mapping[str, Iterable[str]]) -> dict[str, list[T]]:
     """The items below the headings of their groups, each group in the order of ``items``; "More" has what is left."""
     heading = {name: title for title, names in groups.items() for name in names}
-    found: dict[str, list[T]] = {title: [] for title in (*groups, "More")}
+    members_of: dict[str, list[T]] = {title: [] for title in (*groups, "More")}
     for name, item in items.items():
-        found[heading.get(name, "More")].append(item)
-    return {title: members for title, members in found.items() if members}
+        members_of[heading.get(name, "More")].append(item)
+    return {title: members for title, members in members_of.items() if members}
 
 
 class Commands(click.Group):
@@ -106,9 +106,9 @@ class Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names in the order of the help."""
-        found = in_groups({name: name for name in self.commands}, COMMANDS)
+        groups = in_groups({name: name for name in self.commands}, COMMANDS)
         order = [name for names in COMMANDS.values() for name in names]
-        return sorted((name for names in found.values() for name in names), key=[*order, *self.commands].index)
+        return sorted((name for names in groups.values() for name in names), key=[*order, *self.commands].index)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """A section for each group."""

@@ -170,20 +170,20 @@ def _original(ckpt: str | Path) -> Call:
     """The model that a checkpoint was made from, where it is found, as an option."""
     from ptqpipe.check.report.find import find_source
 
-    found = find_source(Path(ckpt))
-    return () if found is None else ("--source", found)
+    source = find_source(Path(ckpt))
+    return () if source is None else ("--source", source)
 
 
 def diff(given: Given, equal: bool, backwards: bool = False) -> Iterator[Call]:
     """How much a difference is; nothing for none. ``backwards``: A is what was made, B what it was made from."""
-    made, source = (given.a, given.b) if backwards else (given.b, given.a)
-    if equal or not _continues_text(made):
+    derived, source = (given.a, given.b) if backwards else (given.b, given.a)
+    if equal or not _continues_text(derived):
         return
     if not _is_quantized(source):
-        yield "ptqpipe", "eval", made, "--source", source
-    elif original := _original(source) or _original(made):  # of two quantized ones neither is the other's measure
+        yield "ptqpipe", "eval", derived, "--source", source
+    elif original := _original(source) or _original(derived):  # of two quantized ones neither is the other's measure
         yield "ptqpipe", "eval", source, *original
-        yield "ptqpipe", "eval", made, *original
+        yield "ptqpipe", "eval", derived, *original
 
 
 def _is_quantized(path: str | Path) -> bool:

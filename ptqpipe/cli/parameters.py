@@ -85,8 +85,8 @@ class Existing(click.ParamType[Path]):
             remedy = f"; {meant}" if meant else ""
             self.fail(one_line(f"{str(path)!r} does not exist, expected a {self.name}{remedy}"), param, ctx)
         if folder != (self.name == "folder"):
-            found = "folder" if folder else "file"
-            self.fail(one_line(f"{str(path)!r} is a {found}, expected a {self.name}"), param, ctx)
+            actual = "folder" if folder else "file"
+            self.fail(one_line(f"{str(path)!r} is a {actual}, expected a {self.name}"), param, ctx)
         return path
 
 
@@ -189,7 +189,7 @@ def options(*which: Callable[[F], F]) -> Callable[[F], F]:
 
 def recipe_options(*which: str) -> Callable[[F], F]:
     """--format, --ignore and the options of the table that are called so, or all; `Given.recipe` has what was given."""
-    known = recipe_fields()
+    by_name = recipe_fields()
     return options(
         click.option(
             "--format",
@@ -204,14 +204,14 @@ def recipe_options(*which: str) -> Callable[[F], F]:
             metavar="PATTERN",
             help="Leave these modules unquantized, whatever a recipe says: a name, a glob, re:<regex>. Repeatable.",
         ),
-        *(_from_table(known[name]) for name in which or known),
+        *(_from_table(by_name[name]) for name in which or by_name),
     )
 
 
 def pipeline_options(*which: str) -> Callable[[F], F]:
     """The options of `PipelineOptions` that are called so, or all; `Given.pipeline` has what was given."""
-    known = pipeline_fields()
-    return options(*(_from_table(known[name]) for name in which or known))
+    by_name = pipeline_fields()
+    return options(*(_from_table(by_name[name]) for name in which or by_name))
 
 
 def _from_table(one: Field[Any]) -> Callable[[F], F]:
@@ -295,7 +295,7 @@ def run_options(*, computes: bool = False, spills: str = "", restart: bool = Tru
 
 
 def window_options(samples: str, seed: str) -> Callable[[F], F]:
-    """How many windows of text are read or written, how long they are, and the seed that chooses them."""
+    """Options for the number and length of text windows, and the seed that chooses them."""
     return options(
         click.option("--samples", type=int, default=128, show_default=True, metavar="N", help=samples),
         click.option(

@@ -14,7 +14,7 @@ from ptqpipe.cli.parameters import ACTIVATIONS, Size, computing_dtype, options, 
 from ptqpipe.errors import UsageError
 
 if TYPE_CHECKING:
-    from ptqpipe.serving.rank_processes import Place
+    from ptqpipe.serving.rank_processes import RankInfo
 
 # Options of ptqpipe serve -> flags of vLLM. Handed over when they were given.
 FLAGS = {
@@ -227,25 +227,25 @@ def serve(given: Given) -> None:
     stage.serve(serving, place, worker=worker, log=lambda line: given.show(line, err=True))
 
 
-def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "Place":
+def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "RankInfo":
     """Which rank this is: of a service that starts its own, or of a torchrun."""
-    from ptqpipe.serving.rank_processes import Place, parse_place
+    from ptqpipe.serving.rank_processes import RankInfo, parse_place
 
     if tp is not None and tp < 1:
         raise UsageError(f"--tp is {tp}, expected 1 or more")
     if rank_of is not None:
         return parse_place(rank_of, tp or 1, parent=parent)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    found = {name: os.environ.get(name, "") for name in names}
-    if not found["WORLD_SIZE"].isdigit() or not found["RANK"].isdigit() or int(found["WORLD_SIZE"]) == 1:
+    variables = {name: os.environ.get(name, "") for name in names}
+    if not variables["WORLD_SIZE"].isdigit() or not variables["RANK"].isdigit() or int(variables["WORLD_SIZE"]) == 1:
         size = tp or 1
-        return Place(0, size, size)
-    size = int(found["WORLD_SIZE"])
+        return RankInfo(0, size, size)
+    size = int(variables["WORLD_SIZE"])
     if tp is not None and tp != size:
         raise UsageError(f"--tp is {tp}, but torchrun started {size} ranks; leave --tp out")
-    local = int(found["LOCAL_WORLD_SIZE"]) if found["LOCAL_WORLD_SIZE"].isdigit() else size
-    local_rank = int(found["LOCAL_RANK"]) if found["LOCAL_RANK"].isdigit() else int(found["RANK"])
-    return Place(int(found["RANK"]), size, local, local_rank, torchrun=True)
+    local = int(variables["LOCAL_WORLD_SIZE"]) if variables["LOCAL_WORLD_SIZE"].isdigit() else size
+    local_rank = int(variables["LOCAL_RANK"]) if variables["LOCAL_RANK"].isdigit() else int(variables["RANK"])
+    return RankInfo(int(variables["RANK"]), size, local, local_rank, torchrun=True)
 
 
 def _handed_to_vllm(given: Given) -> bool:

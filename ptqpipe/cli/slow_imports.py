@@ -1,4 +1,4 @@
-"""Packages whose import takes seconds: a terminal shows what is being imported, and Python looks for no cycles in it.
+"""Packages whose import takes seconds: a terminal shows what is being imported, with the garbage collector paused.
 
 Must not import anything itself: what is imported, and when, is the commands' business.
 """

@@ -61,8 +61,8 @@ class Conversation:
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self._key}"} if self._key else {})
         proxies = urllib.request.ProxyHandler({} if "://127.0.0.1:" in self._url else None)
         try:
-            asked = urllib.request.Request(self._url + path, data, headers)
-            return urllib.request.build_opener(proxies).open(asked, timeout=600.0)
+            request = urllib.request.Request(self._url + path, data, headers)
+            return urllib.request.build_opener(proxies).open(request, timeout=600.0)
         except _FAILURES as error:
             with suppress(*_FAILURES):  # what is no refusal of a service has nothing to read
                 raise PtqError(one_line(str(json.loads(error.read())["error"]["message"]))) from None  # type: ignore

@@ -74,8 +74,8 @@ def front_matter(path: Path) -> dict[str, Any]:
     LARGEST_ORIGINAL: YAML takes seconds a megabyte."""
     try:
         text = read_regular(path, limit=_LARGEST_CARD).decode("utf-8", errors="replace")
-        found = re.match(r"---\r?\n(.*?)\r?\n---\s*(\n|$)", text, re.DOTALL)
-        content = yaml.load(found[1], Loader=_Loader) if found and len(found[1]) <= LARGEST_ORIGINAL else None
+        match = re.match(r"---\r?\n(.*?)\r?\n---\s*(\n|$)", text, re.DOTALL)
+        content = yaml.load(match[1], Loader=_Loader) if match and len(match[1]) <= LARGEST_ORIGINAL else None
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -138,8 +138,8 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_causal(source: Source) -> bool:
-    found = source.reader.config.get("architectures")
-    return isinstance(found, list) and any("CausalLM" in str(name) for name in found)
+    architectures = source.reader.config.get("architectures")
+    return isinstance(architectures, list) and any("CausalLM" in str(name) for name in architectures)
 
 
 def code(text: object) -> str:
@@ -154,8 +154,8 @@ def cell(text: str) -> str:
 
 def _name(source: Source, record: Mapping[str, Any]) -> str:
     made_from = record.get("source")
-    found = made_from.get("name") if isinstance(made_from, Mapping) else None
-    return str(found or name_of(source.reader.path))
+    source_name = made_from.get("name") if isinstance(made_from, Mapping) else None
+    return str(source_name or name_of(source.reader.path))
 
 
 def _kind(record: Mapping[str, Any], formats: Mapping[str, int]) -> str:
@@ -241,7 +241,7 @@ _BY_TUNE = ("algorithm", "weighting", "damping", "order", "scales", "refine")  #
 
 def _given(record: Mapping[str, Any], run: Mapping[str, Any]) -> str:
     """The options of a run of several stages that name its text."""
-    data = next((found for key in _FOLDERS if (found := text_data(record, key))), None)
+    data = next((text_entry for key in _FOLDERS if (text_entry := text_data(record, key))), None)
     if data is None:
         return ""
     size = "".join(f" --{key} {data[key]}" for key in ("samples", "seqlen") if isinstance(data.get(key), int))

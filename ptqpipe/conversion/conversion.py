@@ -17,7 +17,7 @@ from ptqpipe._version import __version__
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointWriter, NotFinite, TensorWriter, margin
 from ptqpipe.checkpoint.dtypes import DTYPES
-from ptqpipe.checkpoint.layouts import WHOLE_ROLES, Part, Role, encode_part, part_offset
+from ptqpipe.checkpoint.layouts import WHOLE_ROLES, Part, PartKind, encode_part, part_offset
 from ptqpipe.conversion.consume import Consumed
 from ptqpipe.conversion.input_moments import InputScales, describe_statistics, means_of, unit_extra_bytes
 from ptqpipe.conversion.job import CopyTensor, Rewrite, merged, named_source, write_whole
@@ -32,7 +32,7 @@ from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization import UnitResult, WeightError, check_decode, gathered_bytes
 from ptqpipe.quantization.learned_codes import TRAINED_REASON, Rounding
 from ptqpipe.recipe.plan import Unit
-from ptqpipe.run.machine import Share
+from ptqpipe.run.machine import WorkerBudget
 
 # A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.
 LOST = 0.5
@@ -79,11 +79,11 @@ class Conversion(Rewrite[OutputJob]):
     def warnings(self) -> tuple[str, ...]:
         """As `Rewrite`: of the source, of the container, and of parts that only a rule which names them quantizes."""
         outputs, config = self.outputs, self.source.reader.config
-        found = outputs.container.warnings(outputs.targets, config)
-        facts = (
-            f"{modules[0]} ({len(modules)} of this kind): {fact.fails}" for fact, modules in outputs.failing(config)
+        warnings = outputs.container.warnings(outputs.targets, config)
+        issues = (
+            f"{modules[0]} ({len(modules)} of this kind): {issue.symptom}" for issue, modules in outputs.failing(config)
         )
-        return (*self.doubts, *found, *facts)
+        return (*self.doubts, *warnings, *issues)
 
     def cache_bytes(self, job: OutputJob) -> int:
         """As `Rewrite`: a unit's weights as they are in memory, which most searches read more than once."""
@@ -104,7 +104,7 @@ class Conversion(Rewrite[OutputJob]):
         whole = self.source.whole_bytes(dict.fromkeys(member.source.tensor for member in unit.members))
         return whole + codes
 
-    def do(self, job: OutputJob, writer: CheckpointWriter, share: Share) -> Mapping[str, Any]:
+    def do(self, job: OutputJob, writer: CheckpointWriter, share: WorkerBudget) -> Mapping[str, Any]:
         """As `Rewrite`. NumericsError for damaged weights, and for what a format would lose."""
         if isinstance(job, QuantizeUnit):
             return self._quantize(job, writer, share)
@@ -113,7 +113,7 @@ class Conversion(Rewrite[OutputJob]):
         assert self.statistics is not None  # `check_cached`
         return {"kept": write_scales(job.module, job.specs, self.statistics, writer)}
 
-    def _quantize(self, job: QuantizeUnit, writer: CheckpointWriter, share: Share) -> dict[str, Any]:
+    def _quantize(self, job: QuantizeUnit, writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
         """Quantizes a unit, writes its parts, and returns its record."""
         unit = job.unit
         size = self.cache_bytes(job)
@@ -179,7 +179,7 @@ class Conversion(Rewrite[OutputJob]):
             return True
         return all(self.rounding.file_of(member.key) is not None for member in job.unit.members)
 
-    def with_more(self, more: Mapping[str, Any], *, consumes: bool) -> "Conversion":
+    def with_record_entries(self, more: Mapping[str, Any], *, consumes: bool) -> "Conversion":
         """The same with further entries of the record. ``consumes``: its folder of learned codes shrinks as they are
         written, and with the output only the last file of it is left."""
         jobs = [job for job in self.jobs if isinstance(job, QuantizeUnit)]
@@ -291,7 +291,7 @@ class PartWriter:
         self._last[member] = q
         for part in self._job.parts[member]:
             if part.role not in WHOLE_ROLES:
-                if part.role is Role.SCALES and row > 0 and q.fmt.shares_rows:
+                if part.role is PartKind.SCALES and row > 0 and q.fmt.shares_rows:
                     continue  # one scale for all rows, written with the first run
                 self._put(member, part, q, row)
 

@@ -109,12 +109,12 @@ def warnings_of(work: Conversion) -> list[str]:
 def _decoded(work: Conversion) -> list[str]:
     """That weights which the source stores quantized are kept, and so become floats, though nobody asked for it."""
     stored, asked = work.source.stored, (IGNORED, BY_RECIPE)
-    found = [kept for kept in work.outputs.plan.kept if kept.name in stored and kept.reason not in asked]
-    if not found:
+    decoded = [kept for kept in work.outputs.plan.kept if kept.name in stored and kept.reason not in asked]
+    if not decoded:
         return []
-    name, reason = one_line(found[0].name, limit=300), one_line(found[0].reason, limit=300)
+    name, reason = one_line(decoded[0].name, limit=300), one_line(decoded[0].reason, limit=300)
     return [
-        f"{len(found)} weights that the source stores quantized become bfloat16, {name} ({reason}) among them; "
+        f"{len(decoded)} weights that the source stores quantized become bfloat16, {name} ({reason}) among them; "
         "`ptqpipe relayout` carries codes to another container as they are, and another --format may fit"
     ]
 
@@ -302,8 +302,8 @@ def _calibrated(weights: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, A
 def kept_damaged(record: Mapping[str, Any]) -> list[str]:
     """A warning of each tensor that is kept with NaN or infinities."""
     return [
-        f"warning: {one_line(name)} is kept and has {found}; the source checkpoint is damaged"
-        for name, found in kept_not_finite(record).items()
+        f"warning: {one_line(name)} is kept and has {numbers}; the source checkpoint is damaged"
+        for name, numbers in kept_not_finite(record).items()
     ]
 
 

@@ -16,11 +16,11 @@ import torch
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, TensorSpec, check_disjoint
 from ptqpipe.checkpoint.dtypes import FLOATS
-from ptqpipe.checkpoint.layouts import DECODED_ROLES, Role, StoredWeight, kv_scale, without_quantization
+from ptqpipe.checkpoint.layouts import DECODED_ROLES, PartKind, StoredWeight, kv_scale, without_quantization
 from ptqpipe.conversion import CopyTensor, Done, Rewrite, Run, merged, named_source, parts_of_stage, rewrite
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.models.source import Source
-from ptqpipe.run.machine import Job, Share
+from ptqpipe.run.machine import Job, WorkerBudget
 
 RUN_ELEMENTS = 1 << 20  # weights that are decoded at a time: their float32 and its temporaries take some 20 bytes each
 
@@ -62,7 +62,7 @@ class Dequantization(Rewrite[DecodeWeight | CopyTensor]):
         """As `Rewrite`."""
         return parts_of_stage("dequantize", self.head, layout=self.layout.digest)
 
-    def do(self, job: DecodeWeight | CopyTensor, writer: CheckpointWriter, share: Share) -> dict[str, Any]:
+    def do(self, job: DecodeWeight | CopyTensor, writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
         """As `Rewrite`. NumericsError where fp16 would overflow."""
         name = job.spec.name
         if isinstance(job, CopyTensor):
@@ -76,7 +76,7 @@ class Dequantization(Rewrite[DecodeWeight | CopyTensor]):
 
     def _rows(self, stored: StoredWeight, expert: int | None) -> Iterable[torch.Tensor]:
         """A weight, or an expert of a stack, in the output's dtype and orientation, in runs that follow each other."""
-        shared = stored.part(Role.GLOBAL_DIVISOR) or stored.part(Role.GLOBAL)
+        shared = stored.part(PartKind.GLOBAL_DIVISOR) or stored.part(PartKind.GLOBAL)
         if shared is not None:
             self.source.number(shared, expert=expert)  # raises for one that is no scale
         dtype, runs = FLOATS[self.dtype][1], self.source.runs(stored.weight, expert=expert, elements=RUN_ELEMENTS)
@@ -126,7 +126,7 @@ def _prepare(source: Source, out: Path, dtype: str) -> Dequantization:
         if stored is not None:
             parts = tuple(part.name for part in stored.parts if part.role in DECODED_ROLES)
             unused = (part for part in stored.parts if part.role not in DECODED_ROLES)
-            dropped += [part.name for part in unused if part.role is not Role.SHAPE]
+            dropped += [part.name for part in unused if part.role is not PartKind.SHAPE]
             size = sum(source.reader.entries[part].nbytes for part in parts)
             jobs.append(DecodeWeight(name, len(jobs), size, TensorSpec(name, FLOATS[dtype][0], shape), stored))
         elif kv_scale(name, stored_dtype, shape) is not None:

@@ -121,7 +121,7 @@ class InputScales:
         amax = 0.0
         for module in first.values():
             known = statistics.of(module)
-            found = static_amax(
+            bound = static_amax(
                 known.amax,
                 known.second_moment,
                 known.quantiles,
@@ -129,7 +129,7 @@ class InputScales:
                 largest=largest,
                 name=module,
             )
-            amax = max(amax, found)
+            amax = max(amax, bound)
         return amax
 
 
@@ -183,19 +183,19 @@ def open_statistics(
 def inputs_of(unit: Unit, statistics: KnownInputs) -> list[Moments]:
     """The moments of every member's input, in order, and of the gradients at its outputs where those are known, and
     GPTQ has the full moments; members that share an input share its tensors."""
-    found: dict[str, Moments] = {}
+    by_key: dict[str, Moments] = {}
     needed = _needed(unit)
     for member in unit.members:
         module = module_of(member)
         key = statistics.key(module)
-        if key not in found:
+        if key not in by_key:
             full = "full_moment" in needed
             block = not full and statistics.has(module, "block_moment")
             known = statistics.of(module, block=block, full=full, held_out=True)
-            found[key] = known.rotated(unit.scheme.rotation)
+            by_key[key] = known.rotated(unit.scheme.rotation)
     both = unit.rule.algorithm == "gptq" and two_sided.possible(unit.scheme.fmt)
     outputs = [statistics.output_moments(module_of(m), m.shape[0]) if both else None for m in unit.members]
-    inputs = [found[statistics.key(module_of(m))] for m in unit.members]
+    inputs = [by_key[statistics.key(module_of(m))] for m in unit.members]
     if any(known is None for known in outputs):  # what one costs would be less than others do
         return inputs
     return [replace(moments, outputs=known) for moments, known in zip(inputs, outputs, strict=True)]
@@ -203,8 +203,8 @@ def inputs_of(unit: Unit, statistics: KnownInputs) -> list[Moments]:
 
 def _needed(unit: Unit) -> tuple[str, ...]:
     """The moments that choosing the codes of a unit reads: those of rotated inputs follow from the full one."""
-    found = unit.rule.moments
-    return tuple(dict.fromkeys((*found, "full_moment"))) if found and unit.scheme.rotation else found
+    moments = unit.rule.moments
+    return tuple(dict.fromkeys((*moments, "full_moment"))) if moments and unit.scheme.rotation else moments
 
 
 def unit_extra_bytes(unit: Unit, statistics: Statistics | None) -> int:

@@ -46,7 +46,7 @@ from ptqpipe.run.machine import (
     Machine,
     MemoryPool,
     Ranks,
-    Share,
+    WorkerBudget,
     one_thread_each,
     peak_bytes,
     progress_bar,
@@ -83,7 +83,7 @@ class Rewrite(ABC, Generic[J]):
         """What decides the bytes, by name: an unfinished run is continued only by one with the same parts."""
 
     @abstractmethod
-    def do(self, job: J, writer: CheckpointWriter, share: Share) -> Mapping[str, Any]:
+    def do(self, job: J, writer: CheckpointWriter, share: WorkerBudget) -> Mapping[str, Any]:
         """Writes the tensors of a job at their places; its journal entry (JSON). Called on many threads."""
 
     def begin(self, writer: CheckpointWriter, machine: Machine) -> None:
@@ -129,7 +129,7 @@ class Rewrite(ABC, Generic[J]):
         extra, most = self._largest_extra
         return BASE_BYTES + WORKER_BYTES + extra, most if extra else None
 
-    def share_of(self, machine: Machine, jobs: Sequence[J]) -> Share:
+    def share_of(self, machine: Machine, jobs: Sequence[J]) -> WorkerBudget:
         """What the workers get of a machine's memory for these jobs."""
         reserved = self._largest_extra[0] if jobs is self.jobs else max(map(self.extra_bytes, jobs), default=0)
         return machine.divide_memory(self._largest_cache, len(jobs), reserved_bytes=reserved)
@@ -150,7 +150,7 @@ class Rewrite(ABC, Generic[J]):
     def _largest_cache(self) -> int:
         return max(map(self.cache_bytes, self.jobs), default=0)
 
-    def at_once(self, job: J, share: Share) -> int:
+    def at_once(self, job: J, share: WorkerBudget) -> int:
         """How many jobs that need as much as this one are done at the same time."""
         extra = self.extra_bytes(job)
         return share.workers if not extra else max(1, min(share.workers, share.pool_bytes // extra))
@@ -294,20 +294,20 @@ def _damaged(jobs: Sequence[J], work: Rewrite[J], writer: CheckpointWriter, mach
 
     OutputError for one that cannot be.
     """
-    found: set[str] = set()
+    damaged: set[str] = set()
 
     def look(job: J) -> None:
         if not writer.is_sound(job.id):
-            found.add(job.id)
+            damaged.add(job.id)
 
     run_jobs(jobs, look, threads=machine.workers)
-    lost = next((job for job in jobs if job.id in found and not work.can_redo(job)), None)
+    lost = next((job for job in jobs if job.id in damaged and not work.can_redo(job)), None)
     if lost is not None:
         raise OutputError(
             f"{writer.paths.partial} has other bytes of '{lost.id}' than were written, and what they were made of is "
             "deleted; --overwrite starts over"
         )
-    return found
+    return damaged
 
 
 def _finish(work: Rewrite[J], writer: CheckpointWriter) -> dict[str, Any]:
@@ -340,12 +340,12 @@ def write_whole(name: str, numbers: torch.Tensor, writer: CheckpointWriter, reas
 
 def records_of(jobs: Iterable[Job], done: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The record of every job, in the order of the jobs. OutputError where one is missing."""
-    found = []
+    records = []
     for job in jobs:
         if job.id not in done:
             raise OutputError(f"unit '{job.id}' is missing from the journal; run again with --resume")
-        found.append(done[job.id])
-    return found
+        records.append(done[job.id])
+    return records
 
 
 def merged(done: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def cache_specs(
     """
     if kind == "none":
         return {}
-    style = container.ABILITIES.kv_cache
+    style = container.CAPABILITIES.kv_cache
     if style is None or not style.written:
         remedy = " or ".join(_containers(per_head=False))
         raise UsageError(f"{container_name} cannot store KV-cache scales; use --container {remedy}")
@@ -48,7 +48,7 @@ def cache_specs(
     if heads and not style.per_head:
         remedy = " or ".join(_containers(per_head=True))
         raise UsageError(f"{container_name} has one KV-cache scale per layer; use --kv-cache fp8, or {remedy}")
-    config, found = source.reader.config, {}
+    config, specs_of = source.reader.config, {}
     other, drafts, layer = outside_language_model(config, source.tensors), in_mtp_layers(config), mtp_layer(config)
     for name in source.tensors:
         if name in other or (
@@ -57,16 +57,16 @@ def cache_specs(
             continue
         module, leaf = name.removesuffix(".weight").rpartition(".")[::2]
         if leaf == "k_proj" and f"{module}.v_proj.weight" in source.tensors and not _is_linear(module, source):
-            found[module] = (_spec(module, "k", heads, container), _spec(module, "v", heads, container))
-    if not found:
+            specs_of[module] = (_spec(module, "k", heads, container), _spec(module, "v", heads, container))
+    if not specs_of:
         raise UsageError(
             "the source has no attention with k_proj and v_proj side by side (other kinds cache something else, or "
             "have one matrix of both); leave --kv-cache out"
         )
-    taken = next((spec.name for specs in found.values() for spec in specs if spec.name in source.tensors), None)
+    taken = next((spec.name for specs in specs_of.values() for spec in specs if spec.name in source.tensors), None)
     if taken is not None:
         raise UsageError(f"the source already has {taken}; leave --kv-cache out to keep its scales")
-    return found
+    return specs_of
 
 
 def _is_linear(module: str, source: Source) -> bool:
@@ -78,7 +78,7 @@ def _is_linear(module: str, source: Source) -> bool:
 
 def _containers(*, per_head: bool) -> list[str]:
     """The containers that scales of a KV cache can be written to; ``per_head`` those with one for each head."""
-    styles = {name: get_container(name).ABILITIES.kv_cache for name in container_names()}
+    styles = {name: get_container(name).CAPABILITIES.kv_cache for name in container_names()}
     return [n for n, style in styles.items() if style is not None and style.written and style.per_head >= per_head]
 
 

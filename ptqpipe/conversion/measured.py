@@ -90,17 +90,17 @@ def changes_of(
     weights: Sequence[SourceRows], fmt: Format, changed: Mapping[tuple[int, int], Changes]
 ) -> list[dict[str, Any]]:
     """What the record says of the changes of each weight, from what `counting` found."""
-    by_member = [[found for (member, _), found in changed.items() if member == i] for i in range(len(weights))]
-    sums = [Changes.sum(found, fmt) for found in by_member]
-    return [{CHANGES: found._asdict()} if w.below_8_bits else {} for w, found in zip(weights, sums, strict=True)]
+    by_member = [[changes for (member, _), changes in changed.items() if member == i] for i in range(len(weights))]
+    sums = [Changes.sum(changes, fmt) for changes in by_member]
+    return [{CHANGES: changes._asdict()} if w.below_8_bits else {} for w, changes in zip(weights, sums, strict=True)]
 
 
 def certificate(entries: Mapping[str, Mapping[str, Any]]) -> str:
     """What the record certifies of all weights that were stored below 8 bits; empty where none was."""
-    found = [Changes(**entry[CHANGES]) for entry in entries.values() if CHANGES in entry]
-    total = Changes.sum(found)
+    changes = [Changes(**entry[CHANGES]) for entry in entries.values() if CHANGES in entry]
+    total = Changes.sum(changes)
     text = f"{total.weights} weights changed; {total.blocks} blocks requantized, largest error {total.largest_error:g}"
-    return text if found else ""
+    return text if changes else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,14 +318,14 @@ def _lines(
         runs = row_runs(shape, fmt)
     else:
         runs = [(line * height, min((line + 1) * height, shape[0])) for line in lines]
-    found = (
+    runs_of_rows = (
         (start, q, rows.rows(start, start + q.shape[0])) for start, q in ckpt.runs(weight, expert=expert, runs=runs)
     )
     if height > 1 or len(lines) == grid[0]:
-        for start, q, w in found:
+        for start, q, w in runs_of_rows:
             yield list(range(start // height, -(-(start + q.shape[0]) // height))), q, w
     else:
-        pieces = list(found)
+        pieces = list(runs_of_rows)
         data, scales = (torch.cat([getattr(q, name) for _, q, _ in pieces]) for name in ("data", "scales"))
         q = replace(pieces[0][1], shape=(len(pieces), shape[1]), data=data, scales=scales)
         yield lines, q, torch.cat([w for _, _, w in pieces])

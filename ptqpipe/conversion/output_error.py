@@ -55,14 +55,14 @@ def samples_text(held_out: Sequence[bool]) -> str:
 def tuned_blocks(record: Mapping[str, Any]) -> tuple[TunedBlock, ...]:
     """The decoder layers of a checkpoint that learned codes were written into; none for another's, or a damaged one."""
     blocks = _mapping(_mapping(record.get("rounding")).get("blocks"))
-    found = []
+    tuned = []
     for name, raw in blocks.items():
         entry = _mapping(raw)
         before, after = _number(entry.get("start_loss")), _number(entry.get("learned_loss"))
         if before is not None and after is not None and before > 0:
             kept = entry.get("kept") is True
-            found.append(TunedBlock(name, after / before if kept else 1.0, entry.get("held_out") is True))
-    return tuple(found)
+            tuned.append(TunedBlock(name, after / before if kept else 1.0, entry.get("held_out") is True))
+    return tuple(tuned)
 
 
 def tuned_from(record: Mapping[str, Any]) -> str:

@@ -26,22 +26,22 @@ from ptqpipe.checkpoint.layouts import (
     Part,
     Target,
     get_container,
+    memoized_parts,
     merged_config,
-    remembered,
 )
 from ptqpipe.checkpoint.tensor_names import experts_of
 from ptqpipe.conversion.job import CopyTensor, write_whole
 from ptqpipe.conversion.kv_cache import WriteCacheScales, cache_specs, config_with_cache
 from ptqpipe.errors import CheckpointError, NumericsError, UnfitFormat, UsageError
-from ptqpipe.models.families import UNLIKE_EXPERTS, Fact, fails_either_way, family_of
+from ptqpipe.models.families import UNLIKE_EXPERTS, ReaderIssue, fails_either_way, family_of
 from ptqpipe.models.reader_facts import check_experts, check_rotation
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.quantization import Sink, Weight
+from ptqpipe.quantization import RowWriter, Weight
 from ptqpipe.quantization.learned_codes import TRAINED_REASON
 from ptqpipe.recipe.plan import Kept, Plan, Unit, make_plan
-from ptqpipe.recipe.recipe import Recipe, failing_facts
+from ptqpipe.recipe.recipe import Recipe, reader_issues
 from ptqpipe.run.machine import Job
 
 BIAS_REASON = "bias corrected by the mean error of its weight"
@@ -52,14 +52,14 @@ def corrected_biases(plan: Plan, source: Source, recipe: Recipe) -> dict[str, st
     if not recipe.bias_correction:
         return {}
     kept = {item.name for item in plan.kept}
-    found = {}
+    biases = {}
     for unit in plan.units:
         for member in unit.members:
             name = f"{member.module}.bias"
             fits = name in kept and source.tensors[name][1] == (member.shape[0],)
             if fits and source.tensors[name][0] in FLOAT_DTYPES and member.source.expert is None:
-                found[member.weight] = name
-    return found
+                biases[member.weight] = name
+    return biases
 
 
 def with_reasons(plan: Plan, biases: Mapping[str, str], *, trained: Collection[str] = ()) -> Plan:
@@ -72,12 +72,12 @@ def with_reasons(plan: Plan, biases: Mapping[str, str], *, trained: Collection[s
 class MeanErrors:
     """A sink that passes rows on and sums (W - What) E[x] of every row. A row that is sent again counts once."""
 
-    def __init__(self, weights: Sequence[Weight], means: Sequence[torch.Tensor | None], sink: Sink) -> None:
+    def __init__(self, weights: Sequence[Weight], means: Sequence[torch.Tensor | None], sink: RowWriter) -> None:
         self._weights, self._means, self._sink = weights, means, sink
         self._shifts = [torch.zeros(weight.shape[0], dtype=torch.float64) for weight in weights]
 
     def take(self, member: int, row: int, q: QTensor) -> None:
-        """As `Sink`."""
+        """As `RowWriter`."""
         self._sink(member, row, q)
         mean = self._means[member]
         if mean is not None:
@@ -140,15 +140,15 @@ class Outputs:
         provenance = {"producer": "ptqpipe", "version": version}
         return self.container.configs(ConfigRequest(base, self.targets, self.plan.kept_modules, provenance))
 
-    def failing(self, config: Mapping[str, Any]) -> list[tuple[Fact, list[str]]]:
+    def failing(self, config: Mapping[str, Any]) -> list[tuple[ReaderIssue, list[str]]]:
         """What other programs get wrong about the model of this config.json as it is written, and the modules of it."""
-        if self.container.ABILITIES.own_reader:
+        if self.container.CAPABILITIES.own_reader:
             return []
         schemes = {target.module: target.scheme for target in self.targets}
         unlike = self._unlike_experts()
         kept = self.plan.kept_modules
-        found = failing_facts(config, schemes, container=self.container_name, kept=kept)
-        return [*found, *([(UNLIKE_EXPERTS, unlike)] if unlike else [])]
+        issues = reader_issues(config, schemes, container=self.container_name, kept=kept)
+        return [*issues, *([(UNLIKE_EXPERTS, unlike)] if unlike else [])]
 
     def _unlike_experts(self) -> list[str]:
         """Patterns of the experts of layers that are not all stored in one format."""
@@ -163,7 +163,7 @@ class Outputs:
             layer = experts_of(kept.name) if kept.matrix and not kept.name.endswith("bias") else ""
             if layer in schemes:
                 schemes[layer].add("")
-        return [f"{layer}.*" for layer, found in schemes.items() if len(found) > 1]
+        return [f"{layer}.*" for layer, formats in schemes.items() if len(formats) > 1]
 
     def check_reader(self, reader: str, config: Mapping[str, Any]) -> None:
         """UsageError, with module and remedy, where this program has no such model, or fails on a weight of it as it is
@@ -171,18 +171,19 @@ class Outputs:
         if reader in family_of(config).missing:
             kind = config.get("model_type")
             raise UsageError(f"--for {reader}: {reader} has no {kind!r} model; leave --for out, or name another reader")
-        for fact, modules in self.failing(config):
-            if reader in fact.readers:
-                if fails_either_way(config, fact):
+        for issue, modules in self.failing(config):
+            if reader in issue.readers:
+                if fails_either_way(config, issue):
                     remedy = "name another reader"
-                elif fact.beside:
+                elif issue.unless_quantized:
                     without = "without --ignore or a rule that keeps it, in a format that divides it"
                     remedy = "quantize it (--mtp fp8)" if "mtp" in modules[0].split(".") else f"quantize it ({without})"
                 else:
                     remedy = f"keep it (--ignore '{modules[0]}', or a rule with format: keep)"
                 raise UsageError(
                     f"--for {reader}: {modules[0]} ({len(modules)} of this kind) would be "
-                    f"{'kept' if fact.beside else 'quantized'}, and {fact.fails}; {remedy}, or leave --for out"
+                    f"{'kept' if issue.unless_quantized else 'quantized'}, and {issue.symptom}; {remedy}, "
+                    "or leave --for out"
                 )
         experts = (target.scheme.name for target in self.targets if target.experts or experts_of(target.module))
         check_experts(reader, dict.fromkeys(experts), container=self.container_name)
@@ -200,7 +201,7 @@ def container_of(recipe: Recipe, name: str) -> Container:
         reason = container.supports(scheme)
         if reason is not None:
             raise UnfitFormat(reason)
-    if recipe.rotations and not container.ABILITIES.rotation:
+    if recipe.rotations and not container.CAPABILITIES.rotation:
         raise UnfitFormat(f"no reader of {name} rotates inputs; use --container compressed_tensors, or no --rotate")
     return container
 
@@ -218,7 +219,7 @@ def outputs_of(
     """
     name = container_name or recipe.container_name
     container = container_of(recipe, name)
-    plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=container.ABILITIES)
+    plan = make_plan(source.tensors, source.reader.config, recipe=recipe, capabilities=container.CAPABILITIES)
     biases = corrected_biases(plan, source, recipe)
     plan = with_reasons(plan, biases, trained=trained)
     groups, jobs = _groups_and_jobs(plan, source, container, biases)
@@ -240,7 +241,7 @@ def _groups_and_jobs(
     """Groups of tensors that are written together, and the jobs of units and kept tensors, in the source's order."""
     tensors = source.tensors
     order = {name: index for index, name in enumerate(tensors)}
-    corrected, parts_of = set(biases.values()), remembered(container.parts)
+    corrected, parts_of = set(biases.values()), memoized_parts(container.parts)
     todo: list[tuple[int, Unit | Kept]] = [(min(order[m.source.tensor] for m in u.members), u) for u in plan.units]
     todo += [(order[kept.name], kept) for kept in plan.kept if kept.name not in corrected]
     todo.sort(key=lambda item: item[0])
@@ -286,10 +287,10 @@ def check_read_back(
     remedy = f"choose another --container than {container_name}"
     try:
         config = merged_config(files["config.json"], files.get(HF_QUANT_CONFIG))
-        found = container.stored_weights(config, names)
+        stored = container.stored_weights(config, names)
     except CheckpointError as error:
         raise CheckpointError(f"the output could not be read back: {error}; {remedy}") from None
-    unlike = found.keys() ^ {target.weight for target in targets}
+    unlike = stored.keys() ^ {target.weight for target in targets}
     if unlike:
         raise CheckpointError(f"the output could not be read back: {min(unlike)!r} is ambiguous in it; {remedy}")
 

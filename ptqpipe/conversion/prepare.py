@@ -28,7 +28,7 @@ from ptqpipe.conversion import (
 )
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError
-from ptqpipe.models.families import doubts, facts_of, is_known
+from ptqpipe.models.families import doubts, is_known, issues_of
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.numerics.search import get_search
@@ -71,15 +71,15 @@ def with_searches(recipe: Recipe, *, data: bool) -> Recipe:
     """
     rules = []
     for rule in recipe.rules:
-        found = replace(rule, search="exact") if data and rule.search == AUTO else rule
-        get_search("exact" if found.search == AUTO else found.search)
-        scheme = found.scheme
-        if found.search == "enlarged" and scheme is not None and (found.calibrated or data or scheme.fmt.one_scale):
+        checked = replace(rule, search="exact") if data and rule.search == AUTO else rule
+        get_search("exact" if checked.search == AUTO else checked.search)
+        scheme = checked.scheme
+        if checked.search == "enlarged" and scheme is not None and (checked.calibrated or data or scheme.fmt.one_scale):
             why = (
                 f"{scheme.fmt.name} has one scale for all" if scheme.fmt.one_scale else "the data say what errors cost"
             )
             raise UsageError(f"--search enlarged is for nearest codes without data, and {why}; leave it out")
-        rules.append(found)
+        rules.append(checked)
     return replace(recipe, rules=tuple(rules))
 
 
@@ -203,8 +203,8 @@ def _recipe(options: RecipeOptions, path: Path | None, codes: Rounding | None, *
 
 def _check_mtp(outputs: Outputs, source: Source) -> None:
     """UsageError where multi-token prediction layers are to be quantized and there is nothing of them."""
-    facts = [fact for fact in facts_of(source.reader.config) if fact.mtp]
-    patterns = [fact.keep.pattern for fact in facts]
+    issues = [issue for issue in issues_of(source.reader.config) if issue.mtp]
+    patterns = [issue.keep.pattern for issue in issues]
     units = (unit for unit in outputs.plan.units if unit.rule.match in patterns)
     if outputs.recipe.mtp == "keep" or next(units, None) is not None:
         return
@@ -213,7 +213,7 @@ def _check_mtp(outputs: Outputs, source: Source) -> None:
         raise UsageError(
             f"{given} would change nothing: what it could quantize is kept for other reasons; leave it out"
         )
-    counted = next((fact.counted_by for fact in facts if fact.counted_by), None)
+    counted = next((issue.counted_by for issue in issues if issue.counted_by), None)
     if counted is not None:
         raise UsageError(
             f"{given}: {path} has no tensor of the layers that {counted} in its config.json counts; add the files with "
@@ -301,11 +301,11 @@ def _check_plan(codes: Rounding, source: Source, plan: Plan, recipe: Recipe) -> 
     if own == recipe:
         wanted = _fates(plan)
     else:
-        abilities = get_container(own.container_name).ABILITIES
-        wanted = _fates(make_plan(source.tensors, source.reader.config, recipe=own, abilities=abilities))
-    found = _fates(plan)
-    for key in dict.fromkeys([*codes.content["weights"], *wanted, *found]):
-        was, now = wanted.get(key), found.get(key)
+        capabilities = get_container(own.container_name).CAPABILITIES
+        wanted = _fates(make_plan(source.tensors, source.reader.config, recipe=own, capabilities=capabilities))
+    fates = _fates(plan)
+    for key in dict.fromkeys([*codes.content["weights"], *wanted, *fates]):
+        was, now = wanted.get(key), fates.get(key)
         if (now is None and not codes.has(key)) or (now is not None and now == was):
             continue
         before, after = ("kept" if fate is None else f"in {fate[0]}" for fate in (was, now))

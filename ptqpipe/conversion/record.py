@@ -40,8 +40,8 @@ class Claim:
     @property
     def enlarged(self) -> float:
         """What the weights were multiplied by before they were rounded."""
-        found = self.entry.get("enlarged")
-        return float(found) if isinstance(found, float | int) and not isinstance(found, bool) else 1.0
+        factor = self.entry.get("enlarged")
+        return float(factor) if isinstance(factor, float | int) and not isinstance(factor, bool) else 1.0
 
     @property
     def nearest(self) -> bool:
@@ -78,8 +78,8 @@ class Record:
     @property
     def conversion(self) -> Mapping[str, Any] | None:
         """Recipe and container of the conversion, also where a relayout followed; None where there was none of ours."""
-        found = self.raw if self.converted else self.raw.get("converted_as")
-        return found if isinstance(found, Mapping) and isinstance(found.get("recipe"), Mapping) else None
+        entry = self.raw if self.converted else self.raw.get("converted_as")
+        return entry if isinstance(entry, Mapping) and isinstance(entry.get("recipe"), Mapping) else None
 
 
 # What a record has. Of each kind: what it always has, beside `_ALWAYS`.
@@ -172,18 +172,18 @@ def _files(raw: Mapping[str, Any]) -> dict[str, str]:
 
 def object_of(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The object under a key of the record. CheckpointError where there is none."""
-    found = raw.get(key)
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"{RECORD_FILE}: {key} is {type(found).__name__}, expected an object")
-    return found
+    value = raw.get(key)
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{RECORD_FILE}: {key} is {type(value).__name__}, expected an object")
+    return value
 
 
 def text_of(raw: Mapping[str, Any], key: str, where: str) -> str:
     """The text under a key of what lies at ``where``. CheckpointError where there is none."""
-    found = raw.get(key)
-    if not isinstance(found, str):
-        raise CheckpointError(f"{where}: {key} is {found!r:.60}, expected text")
-    return found
+    value = raw.get(key)
+    if not isinstance(value, str):
+        raise CheckpointError(f"{where}: {key} is {value!r:.60}, expected text")
+    return value
 
 
 def _claim(name: str, entry: Any) -> Claim:
@@ -216,6 +216,6 @@ def _kept(name: str, entry: Any) -> tuple[str, int]:
 
 def text_data(raw: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
     """What a record says of the text of its "statistics" or of its learned codes ("rounding"); None for nothing."""
-    found = raw.get(key)
-    data = found.get("data") if isinstance(found, Mapping) else None
+    entry = raw.get(key)
+    data = entry.get("data") if isinstance(entry, Mapping) else None
     return data if isinstance(data, Mapping) else None

@@ -12,7 +12,7 @@ from ptqpipe.calibration.statistics import KnownInputs
 from ptqpipe.conversion.input_moments import inputs_of
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.quantization import Sink, Task, UnitResult, Weight, quantizer
+from ptqpipe.quantization import RowWriter, Task, UnitResult, Weight, quantizer
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.quantization.recheck import Recheck
 from ptqpipe.recipe.options import ALGORITHMS, LEARNED
@@ -22,7 +22,7 @@ from ptqpipe.recipe.plan import Unit
 def quantize_unit(
     unit: Unit,
     weights: Sequence[Weight],
-    sink: Sink,
+    sink: RowWriter,
     *,
     statistics: KnownInputs | None = None,
     codes: Sequence[QTensor] | None = None,

@@ -53,8 +53,8 @@ def render(job: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # of any kind: what goes wrong in the author's program
         return {"error": str(error)[:10_000] or type(error).__name__, "compiles": compiles}
     if len(text) > MOST_CHARACTERS:
-        told = f"it makes a text of {len(text)} characters, expected at most {MOST_CHARACTERS}"
-        return {"error": told, "compiles": True}
+        message = f"it makes a text of {len(text)} characters, expected at most {MOST_CHARACTERS}"
+        return {"error": message, "compiles": True}
     return {"text": text}
 
 

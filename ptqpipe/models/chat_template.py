@@ -86,21 +86,21 @@ class _Renderer:
         sent = pickle.dumps(job | {"seconds": RENDER_S})
         with self._lock:
             try:
-                found = self._exchange(sent)
+                reply = self._exchange(sent)
             except BaseException:  # an interrupt: what the process answers now belongs to no later text
                 self._end()
                 raise
-            code = self._end() if found is None else None
-        if found is None:
+            code = self._end() if reply is None else None
+        if reply is None:
             if code == -signal.SIGALRM:
                 raise TemplateError(f"it does not end within {RENDER_S:g} s", ends=False)
             raise UsageError(
                 f"the process that renders chat templates ended with code {code}; see that there is memory left, and "
                 f"that {sys.executable} can import transformers"
             )
-        if "error" in found:
-            raise TemplateError(one_line(found["error"]), compiles=found["compiles"])
-        text: str = found["text"]
+        if "error" in reply:
+            raise TemplateError(one_line(reply["error"]), compiles=reply["compiles"])
+        text: str = reply["text"]
         return text
 
     def _exchange(self, sent: bytes) -> dict[str, Any] | None:
@@ -117,10 +117,10 @@ class _Renderer:
             return None
         body = answers.read(struct.unpack("<Q", head)[0])
         try:
-            found: dict[str, Any] = json.loads(body)
+            reply: dict[str, Any] = json.loads(body)
         except ValueError:  # cut short
             return None
-        return found
+        return reply
 
     def _end(self) -> int | None:
         """Ends the process; its exit code."""

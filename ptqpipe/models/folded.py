@@ -63,10 +63,10 @@ def decoded(text: object, count: int, what: str) -> torch.Tensor:
         raw = bytearray()
     if len(raw) != 8 * count:
         raise CheckpointError(f"the {what} are damaged, expected {count} numbers in base64; {_AGAIN}")
-    found = torch.frombuffer(raw, dtype=torch.float64)
-    if not bool(torch.isfinite(found).all()):
+    numbers = torch.frombuffer(raw, dtype=torch.float64)
+    if not bool(torch.isfinite(numbers).all()):
         raise CheckpointError(f"the {what} are not all finite numbers: they are damaged; {_AGAIN}")
-    return found
+    return numbers
 
 
 def open_folded(folder: Path) -> CheckpointReader:
@@ -104,11 +104,11 @@ def folded(base: CheckpointReader, foldings: object) -> CheckpointReader:
         if not isinstance(folding, Mapping):
             raise _of_another(base)
         rotates = folding.get("transform") in ROTATIONS
-        found, sets = (_rotation if rotates else _scaling)(base, structure, folding, ops)
+        pairs, sets = (_rotation if rotates else _scaling)(base, structure, folding, ops)
         used += sets
         for name in (name for names in sets for name in names):
             ops.setdefault(name, [])
-        for name, op in found:
+        for name, op in pairs:
             ops[name].append(op)
     origins = {name: structure.embeddings[0] for name in heads if structure.tied and name in ops}
     tensors |= {name: tensors[origin] for name, origin in origins.items()}
@@ -144,7 +144,7 @@ def _scaling(
 def _rotation(
     base: CheckpointReader, structure: Structure, folding: Mapping[str, object], former: Mapping[str, Sequence[Op]]
 ) -> Change:
-    """Of the residual stream, or of the values of the edge that a folding names."""
+    """Rotates the residual stream, or the values of the edge that a folding names."""
     name, key, block = str(folding["transform"]), str(folding.get("edge", STREAM)), folding.get("block")
     edges = [edge for edge in structure.edges if edge.kind == "value" and edge.id == key]
     channels = structure.hidden if key == STREAM else sum(edge.channels for edge in edges)
@@ -161,10 +161,10 @@ def _rotation(
     def read(tensor: str) -> torch.Tensor:
         return apply(base.read(tensor), former.get(tensor, ()))
 
-    found = get_rotation(name).fold(
+    changes = get_rotation(name).fold(
         structure, edges, writers=writers, embeddings=embeddings, block=block, read=read, matrices={key: matrices}
     )
-    return found, rotated_tensors(edges, writers, embeddings)
+    return changes, rotated_tensors(edges, writers, embeddings)
 
 
 def _of_another(base: CheckpointReader) -> CheckpointError:
@@ -194,9 +194,9 @@ class _Folding:
         width = entry.nbytes // _tall(entry)
         turns = any(isinstance(op, Rotate) for op in self.ops[entry.name])
         for first, last in _runs(entry, start // width, -(-stop // width), turns=turns):
-            made = torch.frombuffer(bytes_of(self._rows(entry, first, last)), dtype=torch.uint8)
+            content = torch.frombuffer(bytes_of(self._rows(entry, first, last)), dtype=torch.uint8)
             low, high = max(first * width, start), min(last * width, stop)
-            out[low - start : high - start].copy_(made[low - first * width : high - first * width])
+            out[low - start : high - start].copy_(content[low - first * width : high - first * width])
 
     def _rows(self, entry: TensorEntry, first: int, last: int) -> torch.Tensor:
         """Rows [first, last) of the tensor seen as one tall matrix, all of them of one plane of a stack, as they are

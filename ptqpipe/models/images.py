@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_PIXELS = 1 << 25
-"""Of all images of one request, or one row of data, together: 5792 x 5792, which decodes to 96 MiB."""
+"""Limit for all images of one request, or one row of data, together: 5792 x 5792, which decodes to 96 MiB."""
 _LEAST_SIDE = 256  # that images are counted at, since processors enlarge small ones until both sides have a size
 _MOST_BYTES = 1 << 26
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -44,23 +44,23 @@ def split_content(content: Any, where: str) -> tuple[list[dict[str, Any]], list[
     if content is None or isinstance(content, str):
         return [{"type": "text", "text": content or ""}], []
     parts: list[dict[str, Any]] = []
-    found: list[str] = []
+    places: list[str] = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
         elif kind in _KINDS:
-            given = next((part[name] for name in ("image_url", "image", "url", "path") if name in part), None)
-            given = given.get("url") if isinstance(given, Mapping) else given
-            if not isinstance(given, str):
+            place = next((part[name] for name in ("image_url", "image", "url", "path") if name in part), None)
+            place = place.get("url") if isinstance(place, Mapping) else place
+            if not isinstance(place, str):
                 raise UsageError(
                     f'{where} has an image without a place, expected {{"url": "data:image/png;base64,..."}}'
                 )
             parts.append({"type": "image"})
-            found.append(given)
+            places.append(place)
         else:
             raise UsageError(f"{where} has a part of type {kind!r}, expected text, image_url or image")
-    return parts, found
+    return parts, places
 
 
 def read_image(place: str, folder: Path | None, *, remedy: str, within: bool = True) -> bytes:
@@ -119,8 +119,8 @@ def decode_images(raw: Sequence[bytes], where: str) -> "list[Image]":
                 f"image {number} of {where} has far more pixels than {MOST_PIXELS}; make it smaller"
             ) from None
         except Exception:  # of what kind depends on the format's code
-            known = ", ".join(_FORMATS)
-            raise UsageError(f"image {number} of {where} is none that can be decoded; expected {known}") from None
+            formats = ", ".join(_FORMATS)
+            raise UsageError(f"image {number} of {where} is none that can be decoded; expected {formats}") from None
         short, long = sorted(max(1, side) for side in image.size)
         pixels += short * long if short >= _LEAST_SIDE else _LEAST_SIDE**2 * long // short
         if pixels > MOST_PIXELS:
@@ -129,16 +129,16 @@ def decode_images(raw: Sequence[bytes], where: str) -> "list[Image]":
                 f"{_LEAST_SIDE}, expected at most {MOST_PIXELS} together; send fewer, or make them smaller"
             )
         opened.append(image)
-    found = []
+    upright = []
     for number, image in enumerate(opened, 1):
         try:
-            found.append(ImageOps.exif_transpose(image).convert("RGB"))
+            upright.append(ImageOps.exif_transpose(image).convert("RGB"))
         except Exception as error:
             reason = one_line(str(error), limit=100)
             raise UsageError(f"image {number} of {where} does not decode: {reason}; save it again") from None
-    return found
+    return upright
 
 
 def digest_of(raw: bytes) -> bytes:
-    """What an image is known by."""
+    """The digest that identifies an image."""
     return blake2b(raw, digest_size=16).digest()

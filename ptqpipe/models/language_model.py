@@ -70,8 +70,8 @@ def _named(config: Any) -> str:
 def cache_name(module: Any) -> str | None:
     """What a module's forward calls transformers' cache: by its name of today or an older one; None where it takes
     none."""
-    known = signature(module.forward).parameters
-    return next((name for name in CACHES if name in known), None)
+    parameters = signature(module.forward).parameters
+    return next((name for name in CACHES if name in parameters), None)
 
 
 def with_cache(module: Any, cache: Any) -> dict[str, Any]:
@@ -108,18 +108,18 @@ def _with_images(config: Any) -> Any:
 
 def _takes_text_alone(model_class: Any, config: Any) -> bool:
     """Whether it continues text that comes without an image."""
-    known = signature(model_class.forward).parameters
-    image = known.get("pixel_values")
+    parameters = signature(model_class.forward).parameters
+    image = parameters.get("pixel_values")
     optional = image is None or image.default is not Parameter.empty
-    if config.model_type in _NEED_IMAGES or "input_ids" not in known or not optional:
+    if config.model_type in _NEED_IMAGES or "input_ids" not in parameters or not optional:
         return False
     return not (config.is_encoder_decoder or config.get_text_config().is_encoder_decoder)
 
 
 def image_model_of(config: Any, path: Path) -> tuple[Any, Any]:
     """`causal_model_of`, with the parts for images where transformers has a class with them."""
-    found = causal_model_of(config, path)
-    return (_with_images(config), config) if takes_images(config, path) else found
+    text_model = causal_model_of(config, path)
+    return (_with_images(config), config) if takes_images(config, path) else text_model
 
 
 def takes_images(config: Any, path: Path) -> bool:
@@ -166,12 +166,12 @@ def left_out_of(model: Any) -> tuple[str, ...]:
 
 def _outside(module: Any, kept: set[Any], prefix: str) -> list[str]:
     """Names of the modules with weights below ``module`` that neither are kept nor hold one that is."""
-    found = []
+    names = []
     for leaf, child in module.named_children():
         if child in kept or next(child.parameters(), None) is None:
             continue
         if kept.isdisjoint(child.modules()):
-            found.append(f"{prefix}{leaf}")
+            names.append(f"{prefix}{leaf}")
         else:
-            found += _outside(child, kept, f"{prefix}{leaf}.")
-    return found
+            names += _outside(child, kept, f"{prefix}{leaf}.")
+    return names

@@ -77,7 +77,7 @@ READERS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 class Evidence(NamedTuple):
-    """How it is known that a reader takes a format, and of which of its versions and when.
+    """Evidence that a reader takes a format: kind, version and date.
 
     mark  run: it computed with such a checkpoint. loads: its own loader put every number where its layers expect it,
           but its kernels were not run. read: its source code was read, nothing was run
@@ -102,7 +102,7 @@ _VLLM_RUNS = ("nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp8", "fp8_dynamic", "fp8_block
 
 
 def evidence(reader: str, scheme: str) -> Evidence:
-    """How it is known that a reader takes a format of its row of `READERS`. KeyError for one that is not in it."""
+    """The evidence for a format in a reader's row of `READERS`. KeyError for one that is not in it."""
     if scheme not in READERS[reader]:
         raise KeyError(scheme)
     return _VLLM_RUN if reader == "vllm" and scheme in _VLLM_RUNS else _EVIDENCE[reader]
@@ -162,17 +162,17 @@ def container_for(reader: str, schemes: Sequence[Scheme], *, container: str | No
     UsageError for a scheme that the reader does not run, with those that it does, and for a container that it does not
     read this scheme from.
     """
-    known, common = formats_of(reader), None
+    formats, common = formats_of(reader), None
     for scheme in schemes:
-        if scheme.name not in known:
-            raise UsageError(f"{reader} does not run {scheme.name}; it runs {', '.join(known)}")
-        found = READERS[reader][scheme.name]
-        if container is not None and container not in found:
+        if scheme.name not in formats:
+            raise UsageError(f"{reader} does not run {scheme.name}; it runs {', '.join(formats)}")
+        containers = READERS[reader][scheme.name]
+        if container is not None and container not in containers:
             raise UsageError(
                 f"--container {container} contradicts --for {reader}, which runs {scheme.name} from "
-                f"{' or '.join(found)}; leave --container out"
+                f"{' or '.join(containers)}; leave --container out"
             )
-        common = found if common is None else tuple(name for name in common if name in found)
+        common = containers if common is None else tuple(name for name in common if name in containers)
     if container is not None or not common:
         if container is None:
             names = ", ".join(scheme.name for scheme in schemes)

@@ -9,7 +9,7 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Where the rows of a weight lie in a source tensor: rows start, start+step, ... of [out, in].
+    """A view of a weight's rows in a source tensor: rows start, start+step, ... of [out, in].
 
     ``expert`` selects from a 3-D stack; ``transposed`` says the tensor (or each expert) is [in, out]. The columns of
     [out, in] are rotated by blocks of ``rotation`` when they are read (``rotation.py``).
@@ -43,10 +43,10 @@ class Member:
 
     @property
     def key(self) -> str:
-        """What names it in records: the weight's name, with the expert in brackets in a stack."""
+        """Its name in records: the weight's name, with the expert in brackets in a stack."""
         return self.weight if self.stack is None else f"{self.weight}[{self.source.expert}]"
 
     @property
     def elements(self) -> int:
-        """How many weights it holds."""
+        """Number of weights."""
         return self.shape[0] * self.shape[1]

@@ -20,7 +20,7 @@ from ptqpipe.checkpoint.layouts import (
     Container,
     Dangling,
     Part,
-    Role,
+    PartKind,
     StoredWeight,
     dangling,
     decode,
@@ -67,8 +67,8 @@ class Source:
         reader = open_folded(path) if (path / FOLDING_FILE).is_file() else CheckpointReader.open(path)
         try:
             source = cls._detect(reader)
-            if not dangling and (found := source.dangling):
-                raise CheckpointError(_refused(source, found))
+            if not dangling and (unread := source.dangling):
+                raise CheckpointError(_refused(source, unread))
             return source
         except BaseException:
             reader.close()
@@ -179,8 +179,8 @@ class Source:
     def global_scales(self, stored: StoredWeight) -> torch.Tensor:
         """float32 [n]: what multiplies the block scales of a stored weight, of each expert where they have their own;
         empty without a global scale. As stored: it may be no finite number."""
-        divisor = stored.part(Role.GLOBAL_DIVISOR)
-        part = divisor or stored.part(Role.GLOBAL)
+        divisor = stored.part(PartKind.GLOBAL_DIVISOR)
+        part = divisor or stored.part(PartKind.GLOBAL)
         values = torch.empty(0) if part is None else self.reader.read(part.name).float().flatten()
         return values if divisor is None else 1.0 / values
 
@@ -199,11 +199,11 @@ class Source:
         self.reader.close()
 
 
-def _refused(source: Source, found: Sequence[Dangling]) -> str:
+def _refused(source: Source, unread: Sequence[Dangling]) -> str:
     """Why a checkpoint with dangling tensors is not read, in one line."""
-    first = found[0]
+    first = unread[0]
     entry = source.reader.entries[first.name]
-    more = f" ({len(found)} such tensors)" if len(found) > 1 else ""
+    more = f" ({len(unread)} such tensors)" if len(unread) > 1 else ""
     why = "config.json describes no quantization"
     remedy = f"put the quantization_config back that it was published with, or {FLOAT_MODEL}"
     if source.container is not None:
@@ -228,17 +228,17 @@ def _logical(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], stored: Mapping[str, StoredWeight]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """``tensors`` with each stored weight in the place of the first of its parts."""
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    logical: dict[str, tuple[str, tuple[int, ...]]] = {}
     owner = {part.name: weight for weight in stored.values() for part in weight.parts}
     for name, kind in tensors.items():
         weight = owner.get(name)
         if weight is None:
-            found[name] = kind
-        elif weight.weight not in found:
+            logical[name] = kind
+        elif weight.weight not in logical:
             stack = () if weight.experts is None else (weight.experts,)
             matrix = weight.shape[::-1] if weight.transposed else weight.shape
-            found[weight.weight] = ("BF16", (*stack, *matrix))
-    return found
+            logical[weight.weight] = ("BF16", (*stack, *matrix))
+    return logical
 
 
 def _fresh(nbytes: int) -> torch.Tensor:

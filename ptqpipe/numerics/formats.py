@@ -56,8 +56,8 @@ class Codec:
             return None
         import torch
 
-        found: torch.dtype = getattr(torch, self.float_type)
-        return found
+        dtype: torch.dtype = getattr(torch, self.float_type)
+        return dtype
 
     @property
     def symmetric(self) -> bool:
@@ -275,9 +275,9 @@ _RESEARCH = re.compile(r"(u?e\dm\d)/(\d{1,9})/(u?e\dm\d|fp32|fp16|bf16)(/global)
 
 def get_codec(name: str) -> Codec:
     """The codec called ``name``: a row of ``CODECS`` or any minifloat ``[u]eXmY`` of 3 to 8 bits."""
-    found = CODECS.get(name)
-    if found is not None:
-        return found
+    codec = CODECS.get(name)
+    if codec is not None:
+        return codec
     match = _MINIFLOAT.fullmatch(name)
     if match is not None:
         signed, exponent, mantissa = not match[1], int(match[2]), int(match[3])

@@ -46,7 +46,7 @@ def absmax_global(amax: float, fmt: Format) -> torch.Tensor:
 
 
 def absmax_divisor(fmt: Format) -> float:
-    """What the abs-max global scale divides the amax by: the largest product, or the largest element alone."""
+    """The divisor of the amax in the abs-max global scale: the largest product, or the largest element alone."""
     narrow = fmt.scale.enumerable and fmt.scale.max <= 2.0**60
     return fmt.max_product if narrow else fmt.element.max
 
@@ -58,10 +58,10 @@ def canonical(g: torch.Tensor, fmt: Format) -> torch.Tensor:
     Scales of 24 bits leave no room: for them only the reciprocal's round trip is ensured.
     Raises NumericsError outside 2^-100 .. 2^100 (NaN and inf included).
     """
-    given = float(g)
-    if not RANGE[0] <= given <= RANGE[1]:
+    value = float(g)
+    if not RANGE[0] <= value <= RANGE[1]:
         raise NumericsError(
-            f"global scale {given:g} of {fmt.name} is outside 2^-100 .. 2^100; the weight's magnitudes are not "
+            f"global scale {value:g} of {fmt.name} is outside 2^-100 .. 2^100; the weight's magnitudes are not "
             "those of a trained model, rescale it or keep it"
         )
     significand, exponent = math.frexp(float(g.float()))
@@ -130,8 +130,8 @@ def pick(
         best, least = exact, totals([exact])[0]
         if least == 0:
             return best
-    found = candidates(plain, fmt, points=points)
-    for candidate, error in zip(found, totals(found), strict=True):
+    globals_tried = candidates(plain, fmt, points=points)
+    for candidate, error in zip(globals_tried, totals(globals_tried), strict=True):
         if error < least:
             best, least = candidate, error
     return best

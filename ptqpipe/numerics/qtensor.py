@@ -62,10 +62,10 @@ class QTensor:
             )
         if self.fmt.has_global != (self.global_scale is not None):
             raise FormatError(f"{self.fmt.name} {'needs a' if self.fmt.has_global else 'has no'} global scale")
-        found = None if self.zeros is None else (self.zeros.dtype, tuple(self.zeros.shape))
-        if found != ((torch.uint8, want) if self.fmt.has_zeros else None):
+        stored_zeros = None if self.zeros is None else (self.zeros.dtype, tuple(self.zeros.shape))
+        if stored_zeros != ((torch.uint8, want) if self.fmt.has_zeros else None):
             wanted = f"needs uint8 zero points {list(want)}" if self.fmt.has_zeros else "has no zero points"
-            raise FormatError(f"{self.fmt.name} {wanted}, got {'none' if found is None else found}")
+            raise FormatError(f"{self.fmt.name} {wanted}, got {'none' if stored_zeros is None else stored_zeros}")
 
     def __repr__(self) -> str:
         return f"<QTensor {self.fmt.name} {self.shape[0]}x{self.shape[1]}, {self.nbytes} bytes>"

@@ -31,8 +31,8 @@ def rotated(x: torch.Tensor, block: int) -> torch.Tensor:
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     h = signs(block).to(device=x.device, dtype=wide)
     blocks = x.to(wide).reshape(*x.shape[:-1], -1, block)
-    turned: torch.Tensor = (blocks @ h) / block**0.5
-    return turned.reshape(x.shape).to(x.dtype)
+    product: torch.Tensor = (blocks @ h) / block**0.5
+    return product.reshape(x.shape).to(x.dtype)
 
 
 def rotated_weight(w: torch.Tensor, block: int) -> torch.Tensor:

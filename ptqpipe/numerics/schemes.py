@@ -14,7 +14,7 @@ from ptqpipe.numerics.formats import Format, get_format
 
 
 class Activation(StrEnum):
-    """What the reader does with the input of a quantized linear layer."""
+    """How the reader quantizes the input of a quantized linear layer."""
 
     NONE = "none"  # stays bf16/fp16
     NVFP4_STATIC_GLOBAL = "nvfp4"  # E2M1 per 16, block scales at run time, one static global scale per layer
@@ -155,7 +155,7 @@ class KvCache:
 
 
 @dataclass(frozen=True, slots=True)
-class Abilities:
+class Capabilities:
     """What a layout can store besides number formats, and what its readers need.
 
     matrices      weights of linear layers, one tensor each
@@ -199,9 +199,9 @@ def get_scheme(name: str) -> Scheme:
     if "/" in name:
         fmt = get_format(name)
         return Scheme(fmt.name, fmt, Activation.NONE, fmt.name.upper().replace("/", "-"), container="ptqpipe")
-    known = ", ".join(SCHEMES)
+    names = ", ".join(SCHEMES)
     raise UnknownFormat(
-        f"unknown format {name!r}; {_nearest(key)}known are {known}, or element/block/scale[/global] such as "
+        f"unknown format {name!r}; {_nearest(key)}known are {names}, or element/block/scale[/global] such as "
         "e2m1/8/ue5m3"
     )
 

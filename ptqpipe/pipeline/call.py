@@ -22,10 +22,10 @@ _BY_QUALITY = ("algorithm", "weighting", "damping", "refine")
 
 def check_alone(**given: object) -> None:
     """UsageError for options of a conversion alone that are given to a run of several stages."""
-    found = next((name for name, value in given.items() if value), None)
-    if found is not None:
+    first = next((name for name, value in given.items() if value), None)
+    if first is not None:
         raise UsageError(
-            f"--{found.replace('_', '-')} is for a conversion alone; leave it out, or --data, --budget, --eval and "
+            f"--{first.replace('_', '-')} is for a conversion alone; leave it out, or --data, --budget, --eval and "
             "--report"
         )
 

@@ -53,7 +53,7 @@ from ptqpipe.pipeline.ledger import Ledger
 from ptqpipe.pipeline.prepare_stages import prepare
 from ptqpipe.pipeline.stages import Pipeline
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
-from ptqpipe.run.machine import Machine, bars_of
+from ptqpipe.run.machine import Machine, progress_prefix
 from ptqpipe.run.quantities import disk_size
 
 CALL_FILE = "pipeline.json"  # of a folder of --keep-stages
@@ -116,7 +116,7 @@ def run(run: Pipeline, *, say: Say = lambda line: None) -> Made:
         try:
             for number, step in enumerate(steps, 1):
                 started, label = time.monotonic(), f"[{number}/{len(steps)}] {step.name}"
-                with bars_of(label), suppress(AlreadyComplete):
+                with progress_prefix(label), suppress(AlreadyComplete):
                     step.run()
                 say(f"{label}  {time.monotonic() - started:.1f} s")
                 for line in dict.fromkeys(one for one in run.notes if one not in said):

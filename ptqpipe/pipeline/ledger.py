@@ -32,13 +32,13 @@ class Ledger:
         path = begun / journal_name(0)
         self._begun, self._folder = begun, folder
         with output_errors(begun):
-            found = read_journal(path).units if path.exists() else {}
+            entries = read_journal(path).units if path.exists() else {}
             self._journal = Journal(path, identity)
-            if identity.replaces and _REPLACES not in found:
-                found[_REPLACES] = {"inode": os.stat(out).st_ino if out.exists() else 0}
-                self._journal.append([(_REPLACES, found[_REPLACES])], [])
-        self._replaces = found.pop(_REPLACES, {}).get("inode", 0)
-        self.files = {name: str(entry["sha256"]) for name, entry in found.items()}
+            if identity.replaces and _REPLACES not in entries:
+                entries[_REPLACES] = {"inode": os.stat(out).st_ino if out.exists() else 0}
+                self._journal.append([(_REPLACES, entries[_REPLACES])], [])
+        self._replaces = entries.pop(_REPLACES, {}).get("inode", 0)
+        self.files = {name: str(entry["sha256"]) for name, entry in entries.items()}
 
     def replaces(self, out: Path) -> bool:
         """Whether what lies at the output is still what was there when the run began to replace it."""
@@ -69,16 +69,16 @@ def damaged(folder: Path, files: Mapping[str, str]) -> Iterator[Path]:
     from that in the index beside it. Learned codes that are gone have been written into the output."""
     for path in sorted(folder.glob("[!.]*")):
         names = [name for name in files if name.partition("/")[0] == path.name]
-        found = next((folder / name for name in names if not _is_sound(folder / name, files[name])), None)
+        bad_file = next((folder / name for name in names if not _is_sound(folder / name, files[name])), None)
         index = next((name for name in KINDS if (path / name).is_file()), None)
-        if found is None and index is not None:
+        if bad_file is None and index is not None:
             try:
                 with (Rounding if index == ROUNDING_FILE else Statistics).open(path) as opened:
-                    found = opened.damaged_file()
+                    bad_file = opened.damaged_file()
             except PtqError:
-                found = path / index
-        if found is not None:
-            yield found
+                bad_file = path / index
+        if bad_file is not None:
+            yield bad_file
 
 
 def _is_sound(file: Path, sha256: str) -> bool:

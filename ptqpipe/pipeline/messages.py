@@ -30,9 +30,9 @@ def header(run: "Pipeline", steps: Sequence["Step"]) -> Iterator[str]:
 def render(made: "Made") -> str:
     """The closing lines: what was measured, in words, and where everything lies."""
     lines = [*judgement(made.record), *kept_damaged(made.record)]
-    found = None if made.evaluation is None else verdict(made.evaluation)
-    if found is not None:
-        lines.append(str(found))
+    judged = None if made.evaluation is None else verdict(made.evaluation)
+    if judged is not None:
+        lines.append(str(judged))
     also = [str(path) for path in (_measured(made), made.report) if path is not None]
     lines += [f"written: {', '.join(also)}"] if also else []
     lines.append(f"Done: {made.out} {disk_size(_size(made))}, {made.seconds:.1f} s, peak {memory_size(peak_bytes())}")

@@ -65,7 +65,7 @@ def kind_of(schemes: Sequence[Scheme]) -> str:
     return WEIGHTS if len(schemes) != 1 else _KINDS.get(schemes[0].activation, FP8)
 
 
-def words_of(way: Way) -> str:
+def describe(way: Way) -> str:
     """What a way does, in words."""
     before = [*(["learned rotations"] if way.rotations else []), *([way.transform] if way.transform else [])]
     text = ", on the data and on text that the model generates" if way.own_text else ""
@@ -76,5 +76,5 @@ def markdown() -> str:
     """The table for the docs."""
     qualities = list(TABLE[WEIGHTS])
     lines = [f"| format | {' | '.join(qualities)} |", "|---" * (len(qualities) + 1) + "|"]
-    lines += [f"| {kind} | {' | '.join(words_of(row[q]) for q in qualities)} |" for kind, row in TABLE.items()]
+    lines += [f"| {kind} | {' | '.join(describe(row[q]) for q in qualities)} |" for kind, row in TABLE.items()]
     return "\n".join(lines)

@@ -32,7 +32,7 @@ from ptqpipe.pipeline.call import own_weight
 from ptqpipe.pipeline.presets import Way
 from ptqpipe.quantization.transforms import BATCH, transform_names
 from ptqpipe.recipe.options import PipelineOptions
-from ptqpipe.recipe.origins import Origins
+from ptqpipe.recipe.weight_map import WeightMap
 from ptqpipe.run.quantities import disk_size, memory_size
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
 
@@ -116,11 +116,11 @@ def memory_of(source: Source, work: PipelineOptions, way: Way | None, *, limit: 
 
     limit  of --max-memory, up to which hidden states stay in memory
     """
-    found: dict[str, tuple[int, str]] = {}
+    peaks: dict[str, tuple[int, str]] = {}
     config = source.reader.config
     whole = _PROCESS + 4 * sum(prod(shape) for _, shape in source.tensors.values())
     if own_weight(work.data) is not None:
-        found["generate"] = whole, "the whole model in float32, without its keys and values"
+        peaks["generate"] = whole, "the whole model in float32, without its keys and values"
     if way is not None:
         name = "tune" if way.method else "calibrate"
         *backward, least = (4 * _config_number(config, *_HIDDEN) * n for n in _states(source, work, way))
@@ -128,16 +128,16 @@ def memory_of(source: Source, work: PipelineOptions, way: Way | None, *, limit: 
         forward = min(least + more, max(least, limit)), least  # as much more as there is room for
         hidden = max(next((n for n in each if n <= limit), 0) for each in (backward, forward))
         if way.rotations:
-            found["rotate"] = (
+            peaks["rotate"] = (
                 _PROCESS + _learning(source, work),
                 "inputs and gradients of all layers that read the residual stream",
             )
-        found[name] = _PROCESS + hidden + _largest_layer(source, way.method), "one decoder layer at a time"
+        peaks[name] = _PROCESS + hidden + _largest_layer(source, way.method), "one decoder layer at a time"
     if work.eval:
         window = min(DEFAULT_LENGTH, _config_number(config, *_POSITIONS) or DEFAULT_LENGTH)
         scoring = scoring_bytes(_config_number(config, "vocab_size") or 1, window)
-        found["eval"] = whole + scoring, "the whole model in float32, and what it predicts for some thousand tokens"
-    return found
+        peaks["eval"] = whole + scoring, "the whole model in float32, and what it predicts for some thousand tokens"
+    return peaks
 
 
 def memory_text(found: dict[str, tuple[int, str]], limit: int) -> str:
@@ -211,7 +211,7 @@ def _slopes(source: Source, work: PipelineOptions) -> int:
 
 def _members(source: Source) -> Iterator[tuple[str, Member]]:
     """Every weight that could be quantized, by a name; the experts of a stack one by one."""
-    origins = Origins.of(source)
+    origins = WeightMap.of(source)
     yield from origins.weights.items()
     apart = {member.source.tensor for member in origins.weights.values()}
     for name, stack in origins.stacks.items():
@@ -267,5 +267,5 @@ def _layers(source: Source) -> int:
 def _config_number(config: Mapping[str, Any], *keys: str) -> int:
     """A count of the text model's config, whatever its family calls it; 0 where it has none."""
     text = config.get("text_config")
-    found = [part.get(key) for part in (text, config) if isinstance(part, Mapping) for key in keys]
-    return next((value for value in found if isinstance(value, int)), 0)
+    values = [part.get(key) for part in (text, config) if isinstance(part, Mapping) for key in keys]
+    return next((value for value in values if isinstance(value, int)), 0)

@@ -32,7 +32,7 @@ from ptqpipe.models.source import Source
 from ptqpipe.pipeline import call
 from ptqpipe.pipeline.budget.command import Budget, plan_mixed, write_recipe
 from ptqpipe.pipeline.ledger import Ledger
-from ptqpipe.pipeline.presets import Way, words_of
+from ptqpipe.pipeline.presets import Way, describe
 from ptqpipe.pipeline.room import Disk, disk_of, memory_of, memory_text, pair_samples
 from ptqpipe.pipeline.tune.command import tune
 from ptqpipe.pipeline.tune.tune_options import TuneOptions
@@ -134,11 +134,11 @@ class Pipeline:
     def steps(self) -> list[Step]:
         """The stages in their order."""
         way, work = self.way, self.work
-        found: list[Step] = []
+        steps: list[Step] = []
 
         def add(wanted: object, name: str, words: str, run: Callable[[], None]) -> None:
             if wanted:
-                found.append(Step(name, words, run))
+                steps.append(Step(name, words, run))
 
         add(self._own_weight is not None, "generate", "the model generates text to calibrate on", self._generate)
         turned = "learn rotations from the gradients at the inputs of layers, and fold them into the weights"
@@ -148,12 +148,12 @@ class Pipeline:
         folded = f"{way and way.transform}: find scaling factors, and fold them into the weights"
         add(way and way.transform, "transform", folded, self._transform)
         add(work.budget, "plan", f"a format for every layer at {work.budget}", self._plan)
-        add(way and way.method, "tune", words_of(Way(method=way.method if way else "")), self._tune)
+        add(way and way.method, "tune", describe(Way(method=way.method if way else "")), self._tune)
         add(True, "convert", f"into {self.out}", self._convert)
         add(True, "verify", "check hashes and recorded claims of the result", self._verify)
         add(work.eval, "eval", f"KL divergence from the original model on {', '.join(work.eval)}", self._eval)
         add(work.report, "report", f"{self.beside('report.html')}", self._report)
-        return found
+        return steps
 
     def beside(self, ending: str) -> Path:
         """A file next to the output."""
@@ -273,7 +273,7 @@ class Pipeline:
         formats = call.formats_for(self.work)
         budget = Budget.parse(str(self.work.budget))
         follows = self.way is not None and bool(self.way.method)
-        found = plan_mixed(
+        plan = plan_mixed(
             self.path,
             budget,
             formats=formats,
@@ -285,8 +285,8 @@ class Pipeline:
             requantize=self.work.requantize,
         )
         if follows:
-            found = replace(found, content=_without_algorithm(found.content))
-        write_recipe(found, target)
+            plan = replace(plan, content=_without_algorithm(plan.content))
+        write_recipe(plan, target)
 
     def _tune(self) -> None:
         assert self.way is not None
@@ -316,7 +316,7 @@ class Pipeline:
         mode: Mode = "overwrite" if self.ledger.replaces(paths.out) and not has_begun(paths) else "resume"
         where["requantize"] = self.work.requantize
         with prepare(self.floats, options=options, out=self.out, **where) as prepared:
-            job = prepared.with_more(self._entry(), consumes=self.work.keep_stages is None)
+            job = prepared.with_record_entries(self._entry(), consumes=self.work.keep_stages is None)
             conversion.convert(job, mode=mode, machine=self.machine)
 
     def _entry(self) -> dict[str, Any]:
@@ -340,11 +340,11 @@ class Pipeline:
         return entry
 
     def _verify(self) -> None:
-        found = verify(self.out, workers=self.machine.workers, progress=self.machine.progress)
-        if not found.ok:
-            first = found.faults[0]
+        report = verify(self.out, workers=self.machine.workers, progress=self.machine.progress)
+        if not report.ok:
+            first = report.faults[0]
             raise CheckpointError(
-                f"{self.out} has {len(found.faults)} faults, the first: {first.where} {first.message}; "
+                f"{self.out} has {len(report.faults)} faults, the first: {first.where} {first.message}; "
                 f"ptqpipe verify {self.out} lists them"
             )
 

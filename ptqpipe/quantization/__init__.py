@@ -16,7 +16,7 @@ from ptqpipe.quantization.metric import memory_bytes, output_error
 from ptqpipe.quantization.unit import (
     CHUNK_ELEMENTS,
     LoadedWeight,
-    Sink,
+    RowWriter,
     Task,
     UnitResult,
     Weight,
@@ -33,5 +33,5 @@ from ptqpipe.recipe.options import Algorithm
 def quantizer(algorithm: Algorithm) -> Callable[[Task], UnitResult]:
     """The function ``quantize`` of a row's file: it quantizes the weights of a unit and sends their rows to the task's
     sink. Raises NumericsError for unusable weights or moments."""
-    found: Callable[[Task], UnitResult] = import_module(algorithm.module).quantize
-    return found
+    function: Callable[[Task], UnitResult] = import_module(algorithm.module).quantize
+    return function

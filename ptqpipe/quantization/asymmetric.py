@@ -57,5 +57,5 @@ def _divided(rows: torch.Tensor, metric: Metric) -> torch.Tensor:
     sides = torch.linalg.solve_triangular(
         metric.factor, rows.t()[metric.order], upper=True, unitriangular=True
     ) / metric.weight.unsqueeze(1)
-    found = torch.linalg.solve_triangular(metric.factor.t(), sides, upper=False, unitriangular=True)
-    return torch.empty_like(found).index_copy_(0, metric.order, found).t()
+    solution = torch.linalg.solve_triangular(metric.factor.t(), sides, upper=False, unitriangular=True)
+    return torch.empty_like(solution).index_copy_(0, metric.order, solution).t()

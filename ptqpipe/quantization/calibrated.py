@@ -136,7 +136,7 @@ def choose(task: Task, feedback: Feedback) -> None:
         metric, nearest = _prepare(feedback, first, task.names[first]), _nearest(inputs[first], task, scales)
         w = torch.cat([task.weights[index].rows(start, stop) for index, start, stop in batch]).to(task.device)
         known = [_between(inputs[index].outputs, start, stop) for index, start, stop in batch]
-        outputs = None if known[0] is None else [g for found in known for g in found or ()]
+        outputs = None if known[0] is None else [g for moments_of_member in known for g in moments_of_member or ()]
         q, at = feedback.choose(w, metric, scales.g, nearest, outputs), 0
         for index, start, stop in batch:
             task.sink(index, start, q if len(batch) == 1 else q.narrow(0, at, stop - start))
@@ -186,13 +186,13 @@ def _global_scale(task: Task, inputs: Sequence[Moments]) -> tuple[torch.Tensor |
     samples = [(torch.cat([w.rows(*run) for run in sample_rows(w.shape, fmt)]).to(device), h) for w, h in pairs]
 
     def sampled(scales: Sequence[torch.Tensor]) -> list[float]:
-        found = (_scaled_errors(s, fmt, search, scales, h) for s, h in samples)
-        return [sum(errors) for errors in zip(*found, strict=True)]
+        errors_of_each = (_scaled_errors(s, fmt, search, scales, h) for s, h in samples)
+        return [sum(errors) for errors in zip(*errors_of_each, strict=True)]
 
     def whole(scales: Sequence[torch.Tensor]) -> list[float]:
         parts = ((w.rows(*run).to(device), h) for w, h in pairs for run in chunks(w.shape, fmt))
-        found = (_scaled_errors(part, fmt, search, scales, h) for part, h in parts)
-        return [sum(errors) for errors in zip(*found, strict=True)]
+        errors_of_each = (_scaled_errors(part, fmt, search, scales, h) for part, h in parts)
+        return [sum(errors) for errors in zip(*errors_of_each, strict=True)]
 
     g = pick(plain, fmt, totals=sampled, exact=exact_global(amax, fmt, [s for s, _ in samples]))
     if torch.equal(g, plain):
@@ -303,7 +303,7 @@ def _run_elements(task: Task, feedback: Feedback | None) -> int:
 def _batches(task: Task, inputs: Sequence[Moments], most: int) -> list[list[tuple[int, int, int]]]:
     """Runs of rows (number of a weight, start, stop) in order, by what is quantized at once: those of weights that are
     given one input, up to ``most`` weights, where each goes through its rows a few at a time."""
-    found: list[list[tuple[int, int, int]]] = []
+    batches: list[list[tuple[int, int, int]]] = []
     elements = 0  # of the last batch
     last: torch.Tensor | None = None  # its input, where others may join it
     for index, (weight, moments) in enumerate(zip(task.weights, inputs, strict=True)):
@@ -311,13 +311,13 @@ def _batches(task: Task, inputs: Sequence[Moments], most: int) -> list[list[tupl
         for start, stop in _runs(weight, moments, task.fmt, elements=most):
             size = (stop - start) * weight.shape[1]
             if joins and moments.second_moment is last and elements + size <= most:
-                found[-1].append((index, start, stop))
+                batches[-1].append((index, start, stop))
                 elements += size
             else:
-                found.append([(index, start, stop)])
+                batches.append([(index, start, stop)])
                 elements = size
             last = moments.second_moment if joins else None
-    return found
+    return batches
 
 
 def _between(outputs: Sequence[torch.Tensor] | None, start: int, stop: int) -> Sequence[torch.Tensor] | None:

@@ -56,7 +56,7 @@ def carry(task: Task) -> UnitResult | None:
     places = _places_of(task.weights)
     if places is None:
         return None
-    top = max(int(found.max()) for found in places)
+    top = max(int(largest.max()) for largest in places)
     amax = value_of(top)
     if top == NO_PLACE or not amax < torch.finfo(torch.float32).max:
         return None
@@ -80,8 +80,8 @@ def carry(task: Task) -> UnitResult | None:
 
 def _is_nvfp4(fmt: Format) -> bool:
     same = FORMATS["nvfp4"]
-    found, wanted = ((f.element, f.block, f.scale, f.has_global, f.has_zeros) for f in (fmt, same))
-    return found == wanted
+    structure, wanted = ((f.element, f.block, f.scale, f.has_global, f.has_zeros) for f in (fmt, same))
+    return structure == wanted
 
 
 def _is_fp8(fmt: Format) -> bool:
@@ -91,7 +91,7 @@ def _is_fp8(fmt: Format) -> bool:
 
 def _places_of(weights: Sequence[Weight]) -> list[torch.Tensor] | None:
     """int16 ``[N, K/32]`` of each weight: the places of its blocks' largest numbers. None unless all are in MXFP4."""
-    found = []
+    places_of_all = []
     for weight in weights:
         runs = []
         for run in row_chunks(weight.shape):
@@ -100,8 +100,8 @@ def _places_of(weights: Sequence[Weight]) -> list[torch.Tensor] | None:
             if places is None:
                 return None
             runs.append(places)
-        found.append(torch.cat(runs))
-    return found
+        places_of_all.append(torch.cat(runs))
+    return places_of_all
 
 
 def _loses_at_plain(task: Task, amax: float) -> bool:
@@ -137,8 +137,8 @@ def _to_fp8(task: Task, places: Sequence[torch.Tensor]) -> Carry | None:
     fmt = task.fmt
     least, most = _SCALES[fmt.scale.name]
     exponents = []
-    for weight, found in zip(task.weights, places, strict=True):
-        top = _of_blocks(found, fmt, weight.shape)
+    for weight, block_places in zip(task.weights, places, strict=True):
+        top = _of_blocks(block_places, fmt, weight.shape)
         wanted = torch.where(top == NO_PLACE, least, (top >> 1) - 127 - _TOP_E4M3)  # as `value_of` has the exponent
         if not bool(((wanted >= least) & (wanted <= most)).all()):
             return None

@@ -75,16 +75,16 @@ class Rounding(OpenFolder):
     def describe(self) -> dict[str, Any]:
         """What the record of a checkpoint made of them says: the digest, how they were found, on which data, and what
         each decoder layer gained by them."""
-        found = {key: self.content[key] for key in _TOLD if key in self.content}
+        facts = {key: self.content[key] for key in _TOLD if key in self.content}
         blocks = (self.content.get("blocks") or {}).items()
         gains = {name: {key: e[key] for key in _GAIN if key in e} for name, e in blocks}
-        return found | ({"blocks": gains} if gains else {})
+        return facts | ({"blocks": gains} if gains else {})
 
     @property
     def trained(self) -> Mapping[str, Mapping[str, Any]]:
         """Name of a tensor that was trained with the codes -> its kind, its sha256, and its relative change."""
-        found: Mapping[str, Mapping[str, Any]] = (self.content.get("end_to_end") or {}).get("trained") or {}
-        return found
+        tensors: Mapping[str, Mapping[str, Any]] = (self.content.get("end_to_end") or {}).get("trained") or {}
+        return tensors
 
     def value(self, tensor: str, *, like: TensorSpec) -> torch.Tensor:
         """A tensor that was trained, of the dtype and the shape of ``like``. CheckpointError where it is not what was
@@ -129,10 +129,10 @@ class Rounding(OpenFolder):
 
 def trained_of(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a checkpoint's record says of tensors that were trained with the codes, by name; empty for none."""
-    found: Any = record
+    entry: Any = record
     for key in ("rounding", "end_to_end", "trained"):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+        entry = entry.get(key) if isinstance(entry, Mapping) else None
+    return entry if isinstance(entry, Mapping) else {}
 
 
 def relative_change(before: torch.Tensor, after: torch.Tensor) -> float:

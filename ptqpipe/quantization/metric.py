@@ -82,11 +82,11 @@ def factored(
     Raises NumericsError where even ``DAMPING_MAX`` does not help.
     """
     while damping <= DAMPING_MAX:
-        found, h = damped(damping)
+        moment, h = damped(damping)
         lower, failed = torch.linalg.cholesky_ex(h)
         if not int(failed) and bool(torch.isfinite(lower).all()):
-            return found, lower, damping
-        del found, h, lower
+            return moment, lower, damping
+        del moment, h, lower
         damping = max(damping, 1e-6) * DAMPING_STEP
     raise NumericsError(
         f"the second moment of {name} is not positive definite at damping {DAMPING_MAX:g}; calibrate on other "
@@ -151,7 +151,7 @@ def _below(error: torch.Tensor, moment: torch.Tensor, other: torch.Tensor) -> It
     """The parts of tr(E H F^T) for H [K, K] by runs of its columns: what lies above the diagonal is what lies below."""
     for start in range(0, len(moment), _STRIPE):
         run, rest = slice(start, start + _STRIPE), slice(start + _STRIPE, None)
-        found = error[:, run] @ moment[run, run]
+        product = error[:, run] @ moment[run, run]
         if len(moment) > start + _STRIPE:
-            found.addmm_(error[:, rest], moment[rest, run], alpha=2.0)
-        yield float((found.double() * other[:, run].double()).sum())
+            product.addmm_(error[:, rest], moment[rest, run], alpha=2.0)
+        yield float((product.double() * other[:, run].double()).sum())

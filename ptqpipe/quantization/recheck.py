@@ -23,7 +23,7 @@ from ptqpipe.numerics.formats import Format, unpack
 from ptqpipe.numerics.kernels.cpu_tensors import normalize_importance
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search.least import best_scales, nearest_codes
-from ptqpipe.quantization.unit import Promise, Sink, Weight, kernels_of
+from ptqpipe.quantization.unit import Promise, RowWriter, Weight, kernels_of
 
 SHORT_BLOCKS = 12  # of a weight whose scales have codes, at most
 SHORT_ROWS = 4  # of the weight in which these lie, or more where a row has fewer of them
@@ -53,7 +53,7 @@ class _Sent:
 class Recheck:
     """A sink that passes the rows of a unit on and keeps a sample of their blocks for `check`."""
 
-    def __init__(self, weights: Sequence[Weight], fmt: Format, *, names: Sequence[str], sink: Sink) -> None:
+    def __init__(self, weights: Sequence[Weight], fmt: Format, *, names: Sequence[str], sink: RowWriter) -> None:
         self._weights, self._fmt, self._names, self._sink = weights, fmt, names, sink
         self._joint = fmt.one_scale
         pairs = zip(names, weights, strict=True)
@@ -64,7 +64,7 @@ class Recheck:
         self._device = torch.device("cpu")
 
     def take(self, member: int, row: int, q: QTensor) -> None:
-        """As `Sink`."""
+        """As `RowWriter`."""
         self._sink(member, row, q)
         height = 1 if self._joint else self._fmt.block_extent(q.shape)[0]
         places = {r: c for r, c in self._places[member].items() if row <= r * height < row + q.shape[0]}
@@ -227,15 +227,15 @@ def _places(name: str, shape: tuple[int, int], fmt: Format) -> dict[int, list[in
     """Row of the grid of scales -> its columns, ascending: what is kept of a weight."""
     rows, columns = (shape[0], 1) if fmt.one_scale else fmt.scale_shape(shape)
     seed = zlib.crc32(f"{name} {shape[0]}x{shape[1]}".encode())
-    found: dict[int, list[int]] = {}
+    columns_by_row: dict[int, list[int]] = {}
     if fmt.scale.enumerable:  # several of a row, since a row may have to be read
         few = min(rows, max(SHORT_ROWS, -(-SHORT_BLOCKS // columns)))
         for i, row in enumerate(_spread(rows, few, seed)):
-            found[row] = _spread(columns, -(-SHORT_BLOCKS // few), seed + i)
-        return found
+            columns_by_row[row] = _spread(columns, -(-SHORT_BLOCKS // few), seed + i)
+        return columns_by_row
     for flat in _spread(rows * columns, min(LONG_BLOCKS, 1 + shape[0] * shape[1] // LONG_ELEMENTS), seed):
-        found.setdefault(flat // columns, []).append(flat % columns)
-    return found
+        columns_by_row.setdefault(flat // columns, []).append(flat % columns)
+    return columns_by_row
 
 
 def _spread(total: int, count: int, seed: int) -> list[int]:
@@ -246,5 +246,5 @@ def _spread(total: int, count: int, seed: int) -> list[int]:
     if total <= count:
         return list(range(total))
     shares = [((seed + k * 0x9E3779B1) & 0xFFFFFFFF) / 2**32 for k in range(1, count + 1)]
-    found = [int((k + share) * total / count) for k, share in enumerate(shares)]
-    return found if count < 3 else [0, *found[1:-1], total - 1]
+    numbers = [int((k + share) * total / count) for k, share in enumerate(shares)]
+    return numbers if count < 3 else [0, *numbers[1:-1], total - 1]

@@ -80,11 +80,11 @@ def _in_one(
     else:
         ladder = scale_ladder(q.fmt, q.global_scale, exact.device)
         first = q.fmt.scale.first_scale_code
-        found = (scales.t().long() - first).contiguous()
+        scale_steps = (scales.t().long() - first).contiguous()
         of_blocks = (blocks.feedback, blocks.weight, blocks.inverse, blocks.usable)
         tried = (_window(q.fmt), 1.0 - ENOUGH, sweeps)
-        done = in_one("sweep_block_rows", exact, error, codes, found, ladder, moment, of_blocks, tried, element)
-        scales = (found.t() + first).to(torch.uint8)
+        done = in_one("sweep_block_rows", exact, error, codes, scale_steps, ladder, moment, of_blocks, tried, element)
+        scales = (scale_steps.t() + first).to(torch.uint8)
     return as_qtensor(codes, scales, q.fmt, q.global_scale) if done else None
 
 

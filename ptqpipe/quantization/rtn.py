@@ -100,8 +100,8 @@ def _rule(task: Task, samples: list[torch.Tensor], amax: float) -> _Rule:
         return _Rule(task.search)
     fmt, g, exact = task.fmt, None, _Rule("exact")
     if fmt.has_global:
-        found = exact_global(amax, fmt, samples)
-        g = absmax_global(amax, fmt) if found is None else found
+        exact_g = exact_global(amax, fmt, samples)
+        g = absmax_global(amax, fmt) if exact_g is None else exact_g
     lost = [measure(exact.quantize(sample, fmt, g), sample) for sample in samples]
     factor = factor_for(sum(error for error, _ in lost), sum(energy for _, energy in lost))
     return exact._replace(factor=factor) if amax < LARGE else exact
@@ -121,8 +121,8 @@ def _global_scales(
     enlarged = [enlarge(s, rule.factor) for s in samples]
 
     def totals(scales: Sequence[torch.Tensor]) -> list[float]:
-        found = (total_errors(s, fmt, search=rule.search, global_scales=scales) for s in enlarged)
-        return [sum(errors) for errors in zip(*found, strict=True)]
+        errors_of_each = (total_errors(s, fmt, search=rule.search, global_scales=scales) for s in enlarged)
+        return [sum(errors) for errors in zip(*errors_of_each, strict=True)]
 
     exact = exact_global(amax * rule.factor, fmt, enlarged)
     g = pick(plain, fmt, totals=totals, exact=exact)

@@ -45,15 +45,15 @@ def codes(w: torch.Tensor, outputs: Sequence[torch.Tensor], quantize: Quantize) 
     parts = torch.split(w.float(), [len(g) for g in outputs])
     runs = [_Run.of(rows, g.to(w.device)) for rows, g in zip(parts, outputs, strict=True)]
     firsts = [0, *itertools.accumulate(len(g) for g in outputs)]
-    found, places = [], []
+    groups, places = [], []
     for start in range(0, max(len(g) for g in outputs), GROUP):
         targets = [run.target(start) for run in runs]
-        found.append(quantize(torch.cat(targets)))
-        values = torch.split(decoded(found[-1]), [len(t) for t in targets])
+        groups.append(quantize(torch.cat(targets)))
+        values = torch.split(decoded(groups[-1]), [len(t) for t in targets])
         for run, of_run in zip(runs, values, strict=True):
             run.rest[start : start + GROUP] -= of_run
         places += [first + run.order[start : start + GROUP] for first, run in zip(firsts, runs, strict=False)]
-    return _placed(found, torch.argsort(torch.cat(places)))
+    return _placed(groups, torch.argsort(torch.cat(places)))
 
 
 @dataclass(frozen=True, slots=True)

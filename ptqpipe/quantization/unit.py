@@ -134,13 +134,13 @@ def total_error(
     done = None if kernel is None else kernel(w, fmt, rule=search, global_scale=global_scale, importance=importance)
     if done is not None:
         return float(done)
-    found = []
+    block_scores = []
     for start, stop in chunks((w.shape[0], w.shape[1]), fmt):  # a dozen numbers for each weight, for a while
         rows = w[start:stop]
         codes = get_search(search).search(rows, fmt, global_scale=global_scale, importance=importance).reshape(-1)
         h = importance_blocks(importance, rows, fmt)
-        found.append(formula(magnitude_blocks(rows, fmt), codes, fmt=fmt, global_scale=global_scale, h=h)[0])
-    total = reference.sum_blocks(torch.cat(found))
+        block_scores.append(formula(magnitude_blocks(rows, fmt), codes, fmt=fmt, global_scale=global_scale, h=h)[0])
+    total = reference.sum_blocks(torch.cat(block_scores))
     return total if global_scale is None else total * float(global_scale) ** 2
 
 
@@ -208,7 +208,7 @@ class LoadedWeight:
         return None
 
 
-Sink = Callable[[int, int, QTensor], None]
+RowWriter = Callable[[int, int, QTensor], None]
 """Takes (member, first row, quantized rows). A unit whose global scale is revised sends its rows a second time."""
 
 
@@ -238,7 +238,7 @@ class Task:
     weights: Sequence[Weight]
     fmt: Format
     names: Sequence[str]
-    sink: Sink
+    sink: RowWriter
     options: CodeOptions = field(default_factory=CodeOptions)
     inputs: Sequence[Moments] | None = None
     codes: Sequence[QTensor] | None = None

@@ -80,16 +80,18 @@ def named_recipes(package: Path = _PACKAGE) -> dict[str, Path]:
     places = [package / "recipes"]
     if (package.parent / "pyproject.toml").is_file():  # a checkout; beside an installed package lie other packages
         places.append(package.parent / "recipes")
-    found = {path.stem: path for place in places for group in GROUPS for path in sorted(place.glob(f"{group}/*.yaml"))}
-    if not found:
+    recipes = {
+        path.stem: path for place in places for group in GROUPS for path in sorted(place.glob(f"{group}/*.yaml"))
+    }
+    if not recipes:
         raise RecipeError(f"{places[-1]} has no recipes; install ptqpipe again, or name a YAML file")
-    return found
+    return recipes
 
 
 def named_recipe(name: str) -> Path:
     """The file of a recipe that comes with ptqpipe; ``-``, ``.`` and ``_`` are alike. UsageError with near names."""
-    known = named_recipes()
-    file = known.get(_key(name))
+    recipes = named_recipes()
+    file = recipes.get(_key(name))
     if file is None:
         raise UsageError(f"unknown recipe {name!r}; {_near(name)}")
     return file
@@ -301,8 +303,8 @@ def _with_options(rule: Rule, options: RecipeOptions) -> Rule:
 
 def _given(options: RecipeOptions, kind: type[Rule] | type[Recipe]) -> dict[str, Any]:
     """The options that were given, of those that name a field of ``kind``."""
-    known = {field.name for field in fields(kind)}
-    return {name: value for name, value in options.given.items() if name in known}
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in options.given.items() if name in names}
 
 
 # Writes recipes from programs: expressions that match a set of modules exactly, and the YAML text.
@@ -322,11 +324,11 @@ def exact_patterns(modules: Sequence[str]) -> list[str]:
     leaves: dict[tuple[_Template, tuple[str, ...]], list[str]] = defaultdict(list)
     for (*head, leaf), numbers in layers.items():
         leaves[(tuple(head), tuple(numbers))].append(str(leaf))
-    found = []
+    patterns = []
     for (parents, of_layers), of_parent in leaves.items():
         pieces = [_alternatives(of_layers) if piece is None else piece for piece in parents]
-        found.append("re:" + r"\.".join([*pieces, _alternatives(of_parent)]) + "$")
-    return found
+        patterns.append("re:" + r"\.".join([*pieces, _alternatives(of_parent)]) + "$")
+    return patterns
 
 
 def _template(module: str) -> tuple[_Template, str]:

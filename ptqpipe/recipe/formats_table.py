@@ -85,7 +85,7 @@ def named(kind: str) -> list[dict[str, str]]:
 
 
 def _folders(package: str) -> list[str]:
-    """Where the files of a package lie."""
+    """The folders of a package."""
     loaded = sys.modules.get(f"ptqpipe.{package}")  # has what was added to it
     if loaded is not None:
         return list(loaded.__path__)
@@ -100,7 +100,7 @@ def _purpose(file: Path) -> str:
 
 def render() -> str:
     """Tables for a terminal of 80 columns."""
-    found = to_json()
+    content = to_json()
     head = ["format", "bits", "activations", "multiplies on", *_COLUMNS.values()]
     rows = [
         [
@@ -110,13 +110,13 @@ def render() -> str:
             one["native"] or "any, in 16 bits",
             *(one["readers"][reader]["mark"] if reader in one["readers"] else "-" for reader in _COLUMNS),
         ]
-        for one in found["formats"]
+        for one in content["formats"]
     ]
     lines = [table(head, rows, left=len(head)), "", *textwrap.wrap(_LEGEND, LINE), ""]
     for title in ("containers", "searches", "transforms"):
-        width = max(len(one["name"]) for one in found[title])
+        width = max(len(one["name"]) for one in content[title])
         lines.append(f"{title}:")
-        for one in found[title]:
+        for one in content[title]:
             start = f"  {one['name']:<{width}}  "
             lines += textwrap.wrap(one["purpose"], LINE, initial_indent=start, subsequent_indent=" " * len(start))
         lines.append("")

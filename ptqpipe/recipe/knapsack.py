@@ -53,10 +53,10 @@ def solve(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budg
         return None
     limit = budget
     while True:
-        found = _milp(costs, sizes, limit)
-        if found.nbytes <= budget:
-            return found
-        limit -= found.nbytes - budget  # a tolerance of the solver: ask for that much less
+        allocation = _milp(costs, sizes, limit)
+        if allocation.nbytes <= budget:
+            return allocation
+        limit -= allocation.nbytes - budget  # a tolerance of the solver: ask for that much less
         if limit < smallest:
             cheapest = tuple(min(range(len(row)), key=lambda o, row=row: row[o]) for row in sizes)  # type: ignore[misc]
             return _priced(cheapest, costs, sizes, 0.0)

@@ -83,27 +83,27 @@ def option(default: Any, help: str = "", **more: Any) -> Any:
 
 def described(one: Field[Any]) -> Option | None:
     """The row of the table for a field; None for a field that is no option."""
-    found: Option | None = one.metadata.get("option")
-    return found
+    option: Option | None = one.metadata.get("option")
+    return option
 
 
 def check_options(given: Any) -> None:
     """RecipeError for a field of the dataclass ``given`` that is none of its choices or out of its bounds."""
     for one in fields(given):
-        found, value = described(one), getattr(given, one.name)
-        if found is None:
+        option, value = described(one), getattr(given, one.name)
+        if option is None:
             continue
-        if found.choices and value is not None and value not in found.choices:
-            raise RecipeError(f"{one.name} {value!r} is unknown; use {', '.join(found.choices)}")
-        if found.bounds is not None and value is not None and not found.bounds[0] <= value <= found.bounds[1]:
-            least, most = found.bounds
-            hint = f" ({found.usual})" if found.usual else ""
+        if option.choices and value is not None and value not in option.choices:
+            raise RecipeError(f"{one.name} {value!r} is unknown; use {', '.join(option.choices)}")
+        if option.bounds is not None and value is not None and not option.bounds[0] <= value <= option.bounds[1]:
+            least, most = option.bounds
+            hint = f" ({option.usual})" if option.usual else ""
             raise RecipeError(f"{one.name} {value} is out of range; use {least:g} to {most:g}{hint}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeOptions:
-    """How the codes of weights are chosen. A rule of a recipe is these and the modules that it matches."""
+    """Options for the codes of weights. A rule of a recipe is these and a pattern of modules."""
 
     search: str = option(
         AUTO,
@@ -165,7 +165,7 @@ class CodeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointOptions:
-    """What is decided once for a whole checkpoint. A recipe is these and its rules."""
+    """Options for a whole checkpoint. A recipe is these and its rules."""
 
     container: str | None = option(
         None,
@@ -224,7 +224,7 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """What `convert` does in one run besides quantizing: calibrate on text, keep to a budget, fit a reader, measure."""
+    """Options of a pipeline run of `convert`: calibrate on text, keep to a budget, fit a reader, measure."""
 
     data: tuple[str, ...] = option(
         (),
@@ -292,7 +292,7 @@ class PipelineOptions:
 
     @property
     def asked(self) -> bool:
-        """Whether anything is given that a conversion alone does not do."""
+        """Whether the call needs the multi-stage pipeline."""
         return self != PipelineOptions(reader=self.reader, requantize=self.requantize)
 
 
@@ -303,8 +303,8 @@ def pipeline_fields() -> dict[str, Field[Any]]:
 
 def recipe_fields() -> dict[str, Field[Any]]:
     """The options that a call may give, by name: those of the table with a help text."""
-    found = (one for kind in (CodeOptions, CheckpointOptions) for one in fields(kind))
-    return {one.name: one for one in found if (about := described(one)) is not None and about.help}
+    options = (one for kind in (CodeOptions, CheckpointOptions) for one in fields(kind))
+    return {one.name: one for one in options if (about := described(one)) is not None and about.help}
 
 
 def type_of(one: Field[Any]) -> type:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ptqpipe.checkpoint.patterns import alike, expression
 from ptqpipe.errors import PtqError, RecipeError, UsageError, one_line
-from ptqpipe.models.families import DEFAULT_FUSE, DEFAULT_KEEP, Fact, Keep, facts_of, fuse_of
+from ptqpipe.models.families import DEFAULT_FUSE, DEFAULT_KEEP, Keep, ReaderIssue, fuse_of, issues_of
 from ptqpipe.numerics.schemes import MIXED, ROTATION_BLOCKS, Activation, Scheme, get_scheme
 from ptqpipe.recipe.options import INPUT_AMAX, CheckpointOptions, CodeOptions, check_options
 
@@ -92,16 +92,16 @@ class Recipe(CheckpointOptions):
     @property
     def rotations(self) -> dict[str, int]:
         """Role -> columns that are rotated together, as `rotate` says. RecipeError where it is no such list."""
-        found: dict[str, int] = {}
+        blocks: dict[str, int] = {}
         for item in (self.rotate or "").split(",") if self.rotate is not None else ():
             role, colon, block = item.strip().rpartition(":")
-            if not colon or not role or "." in role or role in found or block not in map(str, ROTATION_BLOCKS):
+            if not colon or not role or "." in role or role in blocks or block not in map(str, ROTATION_BLOCKS):
                 raise RecipeError(
                     f"rotate {_shown(self.rotate or '')} is no list of ROLE:BLOCK, each role once; write down_proj:64, "
                     f"with a block of {', '.join(map(str, ROTATION_BLOCKS))}"
                 )
-            found[role] = int(block)
-        return found
+            blocks[role] = int(block)
+        return blocks
 
     def largest_input(self, activation: Activation) -> float:
         """The activation that must not clip where no statistics say what one layer has; ``activation`` is static."""
@@ -111,14 +111,14 @@ class Recipe(CheckpointOptions):
         """The recipe with what is known of the family of this config.json: what it keeps, layers by number, and what
         its readers make one matrix of, unless the recipe has its own table of that; with ``mtp``, a rule in front for
         the multi-token prediction layers, which wins over what keeps them as a whole (`named`)."""
-        facts = [fact for fact in facts_of(config) if fact.by_default]
-        known = (fact.keep for fact in facts)
+        issues = [issue for issue in issues_of(config) if issue.by_default]
+        defaults = (issue.keep for issue in issues)
         fuse = fuse_of(config) if self.fuse == DEFAULT_FUSE else self.fuse
-        rules = self._mtp_rules([fact.keep.pattern for fact in facts if fact.mtp])
+        rules = self._mtp_rules([issue.keep.pattern for issue in issues if issue.mtp])
         return replace(
             self,
             rules=(*(rule for rule in rules if rule not in self.rules), *self.rules),
-            keep=(*(keep for keep in known if keep not in self.keep), *self.keep),
+            keep=(*(keep for keep in defaults if keep not in self.keep), *self.keep),
             fuse=fuse,
         )
 
@@ -134,20 +134,20 @@ class Recipe(CheckpointOptions):
         return [replace(self.rules[0], match=pattern, scheme=scheme) for pattern in patterns]
 
     def named(self, modules: Iterable[str]) -> Named:
-        """(rule's pattern, keep's pattern) where the rule means what is kept by default: of the model's ``modules`` it
-        matches some, not all, and none that this pattern does not keep. Such a rule wins, and other defaults still
-        hold: of a vision tower that a rule names, the embeddings stay."""
-        known = list(modules)
+        """(rule's pattern, keep's pattern) where the rule overrides a default keep: it matches some but not all of the
+        model's ``modules``, and only modules that this keep covers. Other defaults still hold: if a rule names a vision
+        tower, its embeddings stay unquantized."""
+        every = list(modules)
         if all(rule.match == "*" for rule in self.rules):
             return frozenset()
-        found = set()
+        pairs = set()
         for rule in self.rules:
-            meant = [] if rule.scheme is None else [module for module in known if matches(rule.match, module)]
-            for keep in self.keep if 0 < len(meant) < len(known) else ():
+            meant = [] if rule.scheme is None else [module for module in every if matches(rule.match, module)]
+            for keep in self.keep if 0 < len(meant) < len(every) else ():
                 default = keep.reason not in (IGNORED, BY_RECIPE)
                 if default and all(matches(keep.pattern, module) for module in meant):
-                    found.add((rule.match, keep.pattern))
-        return frozenset(found)
+                    pairs.add((rule.match, keep.pattern))
+        return frozenset(pairs)
 
     def rule_for(self, module: str, named: Named = frozenset()) -> tuple[Rule | None, str]:
         """(the rule that quantizes ``module``, "") or (None, why it is kept). ``named``: as `named` says of a model."""
@@ -212,11 +212,11 @@ class Recipe(CheckpointOptions):
         try:
             described["rules"] = [_without_low_rank(rule) for rule in described["rules"]]
             said = {"rotate": None, **described}
-            given = {field.name: said[field.name] for field in fields(Recipe)}
-            given["rules"] = tuple(Rule.from_json(rule) for rule in given["rules"])
-            given["keep"] = tuple(Keep(str(keep[0]), str(keep[1]), *map(int, keep[2:])) for keep in given["keep"])
-            given["fuse"] = tuple(tuple(map(str, leaves)) for leaves in given["fuse"])
-            recipe = Recipe(**given)
+            values = {field.name: said[field.name] for field in fields(Recipe)}
+            values["rules"] = tuple(Rule.from_json(rule) for rule in values["rules"])
+            values["keep"] = tuple(Keep(str(keep[0]), str(keep[1]), *map(int, keep[2:])) for keep in values["keep"])
+            values["fuse"] = tuple(tuple(map(str, leaves)) for leaves in values["fuse"])
+            recipe = Recipe(**values)
             again = recipe.to_json()
         except (PtqError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise RecipeError(f"the recipe cannot be read: {type(error).__name__} {error}") from None
@@ -260,36 +260,36 @@ def matches(pattern: str, module: str) -> bool:
     return pattern == module or ("*" in pattern and fnmatch.fnmatchcase(module, pattern))
 
 
-def failing_facts(
+def reader_issues(
     config: Mapping[str, Any], quantized: Mapping[str, Scheme], *, container: str, kept: Iterable[str] = ()
-) -> Iterator[tuple[Fact, list[str]]]:
-    """The facts about this model that modules run into, each with these modules, in their order.
+) -> Iterator[tuple[ReaderIssue, list[str]]]:
+    """The issues about this model that modules run into, each with these modules, in their order.
 
     quantized  module -> what it is quantized to
     container  the layout, one that other programs read
     kept       modules whose matrices are not quantized
     """
-    facts = list(facts_of(config))
-    kind = alike([pattern for fact in facts for pattern in (fact.keep.pattern, fact.beside) if pattern])
+    issues = list(issues_of(config))
+    kind = alike([pattern for issue in issues for pattern in (issue.keep.pattern, issue.unless_quantized) if pattern])
     kinds: dict[str, list[str]] = {}
     for name in quantized:
         kinds.setdefault(kind(name), []).append(name)
-    for fact in facts:
-        if not fact.fails or (fact.containers and container not in fact.containers):
+    for issue in issues:
+        if not issue.symptom or (issue.containers and container not in issue.containers):
             continue
-        keep, pattern = fact.keep, fact.beside or fact.keep.pattern
+        keep, pattern = issue.keep, issue.unless_quantized or issue.keep.pattern
         meant = {name for like, names in kinds.items() if matches(pattern, like) for name in names}
         wrong = [
             name
             for name, scheme in (quantized.items() if meant else ())
             if name in meant
             and scheme.fmt.element.bits < (keep.bits or 99)
-            and (not fact.formats or scheme.name in fact.formats)
+            and (not issue.formats or scheme.name in issue.formats)
         ]
-        if wrong and fact.beside:
+        if wrong and issue.unless_quantized:
             wrong = [name for name in kept if matches(keep.pattern, name)]
         if wrong:
-            yield fact, wrong
+            yield issue, wrong
 
 
 def _without_low_rank(rule: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,8 +79,8 @@ def require_device_kernels() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What the workers of a stage get of the memory.
+class WorkerBudget:
+    """The number of workers of a stage and the memory of each.
 
     workers      how many compute at once: as many as were asked for, as there are jobs, or as memory has room for
     threads      workers plus read-ahead threads
@@ -98,7 +98,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How much of the machine a stage may use. ``memory_bytes`` limits resident memory of the process."""
+    """Limits for a stage: threads, memory, progress bars. ``memory_bytes`` limits resident memory of the process."""
 
     workers: int = field(default_factory=default_workers)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -114,7 +114,7 @@ class Machine:
                 f"--max-memory {option_size(self.memory_bytes)} is too small; one worker needs {option_size(least)}"
             )
 
-    def divide_memory(self, largest_unit_bytes: int, jobs: int, *, reserved_bytes: int = 0) -> "Share":
+    def divide_memory(self, largest_unit_bytes: int, jobs: int, *, reserved_bytes: int = 0) -> "WorkerBudget":
         """The workers that fit, then what each may cache from what is left.
 
         READ_AHEAD threads more than workers, where they leave the largest unit its cache: while some wait for the disk,
@@ -134,7 +134,7 @@ class Machine:
             # torch loads what factors matrices when it is first used, and fails where two threads do that at once.
             torch.linalg.inv(torch.ones(1, 1, device=self.device))
             pool = min(pool, torch.cuda.mem_get_info(self.device)[0] - threads * WORKER_BYTES)
-        return Share(workers, threads, cache, max(0, pool), self.device)
+        return WorkerBudget(workers, threads, cache, max(0, pool), self.device)
 
 
 @contextlib.contextmanager
@@ -152,8 +152,8 @@ def threads(count: int, *, largest: int | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Python looks for no cycles meanwhile: what describes a large model is hundreds of thousands of small objects
-    without one, and looking through them takes a tenth of the time that deciding its conversion does."""
+    """Pauses the garbage collector: planning a large model allocates hundreds of thousands of small objects without
+    cycles, and collections take a tenth of the time of planning."""
     if not gc.isenabled():
         yield
         return
@@ -197,7 +197,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one worker does in one go.
+    """A unit of work for one worker.
 
     id            names it in the journal and on the progress bar
     group         its place among the groups of the output's layout
@@ -265,7 +265,7 @@ _NOTE = len(" | layer 10 of 80")  # what is under way goes before the memory in 
 
 
 @contextmanager
-def bars_of(title: str) -> Iterator[None]:
+def progress_prefix(title: str) -> Iterator[None]:
     """Puts ``title`` before every bar that is drawn in the context: "[2/5] tune"."""
     token = _STAGE.set(title)
     try:
@@ -288,16 +288,16 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm has no type arguments at run
     @property
     def format_dict(self) -> dict[str, Any]:
         """tqdm's, with amount, speed, and a format whose bar gives way to what is longer than usual."""
-        found = dict(super().format_dict)
-        passed, rate = self.n - self.initial, found["rate"]
-        if rate is None and passed and found["elapsed"]:
-            rate = passed / found["elapsed"]
+        fields = dict(super().format_dict)
+        passed, rate = self.n - self.initial, fields["rate"]
+        if rate is None and passed and fields["elapsed"]:
+            rate = passed / fields["elapsed"]
         speed = "?" if rate is None else (disk_size if self.unit == "B" else _rate)(rate)
         left = "?" if not rate else tqdm.format_interval(((self.total or 0) - self.n) / rate)
         width = self.width - max(0, len(left) - _ETA) - max(0, len(speed) - _speed_columns(self.unit))
         bar = f"{{bar:{width}}} " if width > 1 else ""
         line = f"{{desc}}{{percentage:3.0f}}% {bar}{{amount}} {{speed}}/s ETA {{remaining}}{{postfix}}"
-        return found | {"amount": _amount(self.n, self.total or 0, self.unit), "speed": speed, "bar_format": line}
+        return fields | {"amount": _amount(self.n, self.total or 0, self.unit), "speed": speed, "bar_format": line}
 
 
 def _amount(done: float, total: float, unit: str) -> str:
@@ -336,7 +336,7 @@ def counting_bar(
     Yields what any thread calls with how much more is done, and with what is under way ("" for nothing to say).
 
     unit   what is counted, in the plural; "B" for bytes
-    title  what stands before the bar, after the title of `bars_of`
+    title  what stands before the bar, after the title of `progress_prefix`
     done   where it starts: what an earlier run has done. The time left follows from this run alone
     leave  whether it stays when it is done
 
@@ -402,7 +402,7 @@ class _LinesAbove(io.TextIOBase):
             self.below.write(text)
 
     def flush(self) -> None:
-        """Of what has been written; a line that has no end yet waits for it."""
+        """Flushes complete lines; an unfinished line stays buffered."""
         self.below.flush()
 
     def finish(self) -> None:

@@ -96,7 +96,7 @@ def join_group(rank: int, size: int, *, timeout: timedelta | None = None) -> Non
 
 
 def join_remedy(error: Exception) -> str:
-    """What helps where `join_group` failed, as far as its error tells."""
+    """The remedy for a failure of `join_group`, as far as its error tells."""
     text = str(error).lower()
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         return "start all ranks with torchrun"
@@ -190,13 +190,13 @@ class ProcessTree:
         """The living processes that stem from the child: it, its descendants, and orphans that this process reaps."""
         import psutil
 
-        found: set[psutil.Process] = set()
+        processes: set[psutil.Process] = set()
         for process in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 if process in self.processes or os.getsid(process.pid) == self.child.pid:
-                    found |= {process, *process.children(recursive=True)}
-        self.processes |= found
-        return sorted((process for process in found if _is_alive(process)), key=lambda process: process.pid)
+                    processes |= {process, *process.children(recursive=True)}
+        self.processes |= processes
+        return sorted((process for process in processes if _is_alive(process)), key=lambda process: process.pid)
 
     def listens(self, port: int) -> bool:
         """Whether one of its processes has a TCP socket that listens on the port."""

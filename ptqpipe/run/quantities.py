@@ -109,5 +109,5 @@ def decibels(relative_mse: float | None) -> float | None:
 
 def sqnr_db(relative_mse: float) -> float:
     """Signal to quantization noise ratio; inf for an exact weight, -inf for one without any signal."""
-    found = decibels(relative_mse)
-    return found if found is not None else math.inf if relative_mse <= 0 else -math.inf
+    sqnr = decibels(relative_mse)
+    return sqnr if sqnr is not None else math.inf if relative_mse <= 0 else -math.inf

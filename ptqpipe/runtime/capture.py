@@ -29,7 +29,7 @@ class _ShapeError(Exception):
     of it."""
 
 
-class Surroundings:
+class ModelShell:
     """A model without the work of its blocks. ``cache`` is what its attention gets as a key-value cache, or None."""
 
     def __init__(
@@ -117,10 +117,10 @@ class Surroundings:
     def entering(self, ids: torch.Tensor) -> torch.Tensor:
         """The hidden states [samples, tokens, hidden] that enter the first block. Records gradients unless under
         ``torch.no_grad``; the weights of the embedding must be loaded."""
-        found: list[torch.Tensor] = []
+        inputs: list[torch.Tensor] = []
 
         def stop(*args: Any, **kwargs: Any) -> None:
-            found.append(args[0] if args else kwargs["hidden_states"])
+            inputs.append(args[0] if args else kwargs["hidden_states"])
             raise StopForward
 
         self._blocks[0].forward = stop
@@ -128,14 +128,14 @@ class Surroundings:
             self._call(ids)
         finally:
             del self._blocks[0].forward
-        return found[0]
+        return inputs[0]
 
     def head_input(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """What the language-model head sees where the last block returned ``x``; both [samples, tokens, hidden]."""
-        found: list[torch.Tensor] = []
+        """The input of the language-model head where the last layer returned ``x``; both [samples, tokens, hidden]."""
+        inputs: list[torch.Tensor] = []
 
         def stop(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            found.append(args[0])
+            inputs.append(args[0])
             raise StopForward
 
         hook = self._model.get_output_embeddings().register_forward_pre_hook(stop)
@@ -144,14 +144,14 @@ class Surroundings:
                 self._call(ids)
         finally:
             hook.remove()
-        return found[0]
+        return inputs[0]
 
     def logits(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Logits [samples, tokens, vocabulary] where the last block returned ``x``. Records gradients unless under
         ``torch.no_grad``; the head's weights must be loaded."""
         with self._returning(x):
-            found: torch.Tensor = self._call(ids).logits
-        return found
+            logits: torch.Tensor = self._call(ids).logits
+        return logits
 
     @contextlib.contextmanager
     def _returning(self, x: torch.Tensor) -> Iterator[None]:
@@ -172,11 +172,11 @@ class Surroundings:
                 del module.forward
 
     def _call(self, ids: torch.Tensor, images: Mapping[str, Any] | None = None) -> Any:
-        given = {name: _on(value, self._device) for name, value in (images or {}).items()}
+        inputs = {name: _on(value, self._device) for name, value in (images or {}).items()}
         try:
             with contextlib.suppress(StopForward):
                 cached = with_cache(self._model, self._cache)
-                return self._model(input_ids=ids.to(self._device), **cached, **given)
+                return self._model(input_ids=ids.to(self._device), **cached, **inputs)
             return None
         except RuntimeError as error:  # its forward does something between the blocks that nothing here foresees
             if is_no_memory(error):

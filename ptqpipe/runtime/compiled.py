@@ -57,11 +57,11 @@ def use_kernels(model: torch.nn.Module, *, every: bool = False) -> None:
 
 def _holders(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
     """The modules that have each parameter, by its id."""
-    found: dict[int, list[torch.nn.Module]] = {}
+    modules: dict[int, list[torch.nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            found.setdefault(id(parameter), []).append(module)
-    return found
+            modules.setdefault(id(parameter), []).append(module)
+    return modules
 
 
 def _use_panels(module: torch.nn.Linear, embedding: torch.nn.Embedding | None = None) -> None:

@@ -142,11 +142,11 @@ def _check_type(file: Path, raw: Mapping[str, Any]) -> None:
         )
     if kind in CONFIG_MAPPING:
         return
-    known = list(CONFIG_MAPPING)
+    types = list(CONFIG_MAPPING)
     if raw.get("auto_map"):
         remedy = f"its code comes with it (auto_map), and such code is never run; {WITHOUT_RUN}"
-    elif nearest(kind, known):
-        remedy = f"{did_you_mean(kind, known)} If it is right, update transformers, or {WITHOUT_RUN}"
+    elif nearest(kind, types):
+        remedy = f"{did_you_mean(kind, types)} If it is right, update transformers, or {WITHOUT_RUN}"
     else:
         remedy = f"update transformers, or {WITHOUT_RUN}"
     raise CheckpointError(
@@ -178,9 +178,9 @@ def no_place(path: Path, name: str) -> CheckpointError:
 
 def other_shape(path: Path, name: str, stored: Sequence[int], expected: Sequence[int]) -> CheckpointError:
     """The error of a tensor whose shape is not the one that config.json says."""
-    found, wanted = ("x".join(map(str, shape)) or "a number" for shape in (stored, expected))
+    got, wanted = ("x".join(map(str, shape)) or "a number" for shape in (stored, expected))
     return CheckpointError(
-        f"{path}: {name!r} is {found}, its config.json makes it {wanted}; one of the two is of another model or damaged"
+        f"{path}: {name!r} is {got}, its config.json makes it {wanted}; one of the two is of another model or damaged"
     )
 
 

@@ -34,10 +34,10 @@ def unlike_model(source: Source) -> list[str]:
     tensors = {name: source.tensors[name] for name in parameter_names(source)}
     if "model_type" not in config or is_plain_decoder(config, tensors):
         return []
-    found = _by_transformers(source, tensors)
-    if found is None:
+    lines = _by_transformers(source, tensors)
+    if lines is None:
         return misfits(config, tensors)
-    return found and (misfits(config, tensors) or found)
+    return lines and (misfits(config, tensors) or lines)
 
 
 def _by_transformers(source: Source, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str] | None:
@@ -45,8 +45,8 @@ def _by_transformers(source: Source, tensors: Mapping[str, tuple[str, tuple[int,
     if len(tensors) > _MOST_TENSORS or (layer_count(source.reader.config) or 0) > _MOST_LAYERS:
         return None
     answers = (_unlike_class(source, tensors, *each) for each in _classes_of(source.reader.path))
-    known = [lines for lines in answers if lines is not None]
-    return next(filter(None, known), known[0] if known else None)
+    complaints = [lines for lines in answers if lines is not None]
+    return next(filter(None, complaints), complaints[0] if complaints else None)
 
 
 def _unlike_class(
@@ -80,16 +80,16 @@ def _unlike_class(
     extra = [x for x in _strings(info["unexpected_keys"]) if not (drafts(x) or x.startswith(further) or _is_buffer(x))]
     missing = [x for x in _strings(info["missing_keys"]) if not _is_buffer(x)]
     lines = [
-        f"the files have no {found[0]!r} ({len(found)} in all), which config.json's {name} needs; "
+        f"the files have no {names[0]!r} ({len(names)} in all), which config.json's {name} needs; "
         "take all files of the model, with the names of its own checkpoint"
-        for found in (missing,)
-        if found
+        for names in (missing,)
+        if names
     ]
     lines += [
-        f"config.json's {name} has no place for {found[0]!r} ({len(found)} in all); take the config.json that belongs "
+        f"config.json's {name} has no place for {names[0]!r} ({len(names)} in all); take the config.json that belongs "
         "to the files, or leave out what is of another model"
-        for found in (extra,)
-        if found
+        for names in (extra,)
+        if names
     ]
     for tensor, stored, expected in sorted(info["mismatched_keys"], key=str)[:1]:
         lines.append(
@@ -103,9 +103,9 @@ def _nowhere(conversion: Any) -> Any:
     """One of transformers' conversions that does without the memory of the CPU."""
     if not getattr(conversion, "force_cpu", False):
         return conversion
-    found = copy(conversion)
-    found.force_cpu = False
-    return found
+    changed = copy(conversion)
+    changed.force_cpu = False
+    return changed
 
 
 def _classes_of(path: Path) -> list[tuple[Any, Any]]:

@@ -51,7 +51,7 @@ def watched(progress: Progress) -> Iterator[None]:
 
 
 def _counter(source: Source, names: Sequence[str]) -> Callable[[str], None]:
-    """What is called with the name of each weight once it was read; any further time it does nothing."""
+    """A callback for the name of each weight that was read; repeated names are ignored."""
     progress = _PROGRESS.get()
     if progress is None:
         return lambda name: None
@@ -70,7 +70,7 @@ def _counter(source: Source, names: Sequence[str]) -> Callable[[str], None]:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """What a model is filled with. Names of ``homes``, ``state`` and ``packed`` are the checkpoint's.
+    """The source of a model's tensors. Names of ``homes``, ``state`` and ``packed`` are the checkpoint's.
 
     state        from what transformers fills the parameters
     conversions  by what it makes parameters of the state
@@ -146,9 +146,9 @@ def decide(
     From names and headers alone; raises what `prepare` does.
     """
     find, drafts = Homes(model, conversions), in_mtp_layers(source.reader.config)
-    found = {name: find.of(name) for name in parameter_names(source) if not find.left_out(name)}
+    all_homes = {name: find.of(name) for name in parameter_names(source) if not find.left_out(name)}
     # A model without its multi-token prediction layers has no place for them, and is whole.
-    homes = {name: places for name, places in found.items() if places or not drafts(name)}
+    homes = {name: places for name, places in all_homes.items() if places or not drafts(name)}
     for name, places in homes.items():
         _check_shape(model, source, name, places)
     if causal and lacks_head(model, {home.parameter for places in homes.values() for home in places}):
@@ -171,13 +171,13 @@ def _check_shape(model: Any, source: Source, name: str, homes: Sequence[Home]) -
 
 def _blocks(source: Source, homes: Mapping[str, list[Home]]) -> dict[str, int]:
     """How many columns of each parameter stay together: a block of its format, a group of its input's, a rotation."""
-    found: dict[str, int] = {}
+    blocks: dict[str, int] = {}
     for name, stored in source.stored.items():
         scheme = stored.scheme
         together = math.lcm(max(scheme.fmt.block[1], GROUP.get(scheme.activation, 1), 1), scheme.rotation or 1)
         for home in homes.get(name, ()):
-            found[home.parameter] = max(found.get(home.parameter, 1), together)
-    return found
+            blocks[home.parameter] = max(blocks.get(home.parameter, 1), together)
+    return blocks
 
 
 def _region(model: Any, source: Source, name: str, homes: Sequence[Home], plan: ShardPlan) -> Region:
@@ -191,8 +191,8 @@ def _region(model: Any, source: Source, name: str, homes: Sequence[Home], plan: 
     cut = replace(cut, pieces=1) if home.pieces > 1 else cut
     stored = source.stored.get(name)
     shape = source.tensors[name][1]
-    turned = is_transposed(model.get_submodule(home.module))
-    at = tuple(axis_of(len(shape), axis, transposed=turned, leaf=home.leaf) for axis in ("out", "in"))
+    transposed = is_transposed(model.get_submodule(home.module))
+    at = tuple(axis_of(len(shape), axis, transposed=transposed, leaf=home.leaf) for axis in ("out", "in"))
     extent = shape[at[0 if cut.axis == "out" else 1]] if stored is None else stored.shape[cut.axis == "in"]
     ranges = cut.ranges(extent)
     if cut.axis == "out":

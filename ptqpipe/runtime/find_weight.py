@@ -27,15 +27,15 @@ def _near(model: Any, module: str) -> Iterator[tuple[str, torch.Tensor]]:
     parts = module.split(".")
     for end in range(len(parts), 0, -1):
         try:
-            found = model.get_submodule(".".join(parts[:end]))
+            parent = model.get_submodule(".".join(parts[:end]))
         except AttributeError:
             continue
-        yield from found.named_parameters()
+        yield from parent.named_parameters()
         return
 
 
 def _views(name: str, p: torch.Tensor, shape: torch.Size, member: Member) -> Iterator[torch.Tensor]:
-    """Where [out, in] weights may lie in a parameter: whole, an expert, half of its rows or every other one; either
+    """Views of a parameter that may be [out, in] weights: whole, an expert, half of its rows or every other one; either
     orientation."""
     planes = [p]
     if p.dim() == 3:

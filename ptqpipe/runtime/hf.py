@@ -44,9 +44,9 @@ METHOD = "ptqpipe"
 _CONTAINERS = {
     method: container
     for container in map(get_container, container_names())
-    for method in (container.QUANT_METHOD, *container.ABILITIES.methods)
+    for method in (container.QUANT_METHOD, *container.CAPABILITIES.methods)
 }
-_OURS = [method for method, container in _CONTAINERS.items() if container.ABILITIES.transformers == "never"]
+_OURS = [method for method, container in _CONTAINERS.items() if container.CAPABILITIES.transformers == "never"]
 
 
 class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -83,7 +83,7 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def from_dict(
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **unused: Any
     ) -> "PackedConfig | tuple[PackedConfig, dict[str, Any]]":
-        """As transformers calls it. Every key belongs to the description."""
+        """Called by transformers. Every key belongs to the description."""
         config = cls(config_dict)
         return (config, unused) if return_unused_kwargs else config
 
@@ -152,17 +152,17 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
 
 def _ranks(model: Any, all_reduce: AllReduce | None) -> TensorParallel:
     """The ranks that ``distributed_config`` asks for. UsageError for other parallelism, and for plans of one's own."""
-    asked = getattr(model.config, "distributed_config", None)
-    if asked is None or asked.tp_size * asked.pp_size * asked.dp_size * asked.ep_size == 1:
+    requested = getattr(model.config, "distributed_config", None)
+    if requested is None or requested.tp_size * requested.pp_size * requested.dp_size * requested.ep_size == 1:
         return TensorParallel()
-    if asked.tp_size == 1 or asked.pp_size * asked.dp_size * asked.ep_size > 1:
+    if requested.tp_size == 1 or requested.pp_size * requested.dp_size * requested.ep_size > 1:
         raise UsageError("ptqpipe splits packed models by tensor parallelism alone; use DistributedConfig(tp_size=N)")
-    if isinstance(asked.tp_plan, dict):
+    if isinstance(requested.tp_plan, dict):
         raise UsageError(
             "ptqpipe follows the model's own tensor-parallel plan; to change its sums, pass "
             "quantization_config=PackedConfig(all_reduce=...)"
         )
-    ranks = TensorParallel(asked.tp_size, dist.get_rank(), None, all_reduce)
+    ranks = TensorParallel(requested.tp_size, dist.get_rank(), None, all_reduce)
     ranks.check()
     return ranks
 
@@ -203,10 +203,10 @@ def takes(described: Mapping[str, Any]) -> bool:
     config = {"quantization_config": described}
     if container is None or not container.detect(config, {}) or has_integers(described):
         return False  # integers: transformers has kernels for them, and ptqpipe reads them to convert them
-    way = container.ABILITIES.transformers
-    if way not in ("reads", "kernels"):  # transformers needs a package for it
-        return find_spec(way) is None
-    if way == "kernels" and torch.accelerator.is_available():
+    support = container.CAPABILITIES.transformers
+    if support not in ("reads", "kernels"):  # transformers needs a package for it
+        return find_spec(support) is None
+    if support == "kernels" and torch.accelerator.is_available():
         return False
     try:
         container.stored_weights(config, {})
@@ -249,8 +249,8 @@ def register() -> None:
         return PackedConfig(quantization_config_dict) if taken else read(quantization_config_dict)
 
     def merge_configs(quantization_config: Any, quantization_config_from_args: Any = None) -> Any:
-        asked = isinstance(quantization_config_from_args, PackedConfig)  # also for what is left to transformers
-        if isinstance(quantization_config, Mapping) and (asked or takes(quantization_config)):
+        ours = isinstance(quantization_config_from_args, PackedConfig)  # also for what is left to transformers
+        if isinstance(quantization_config, Mapping) and (ours or takes(quantization_config)):
             options = quantization_config_from_args or PackedConfig()
             if isinstance(options, PackedConfig):
                 return options.describing(quantization_config)

@@ -33,7 +33,7 @@ GROUP = {  # columns that share one scale
 
 @dataclass(frozen=True, slots=True)
 class InputQuantizer:
-    """What happens to the input ``[..., K]`` of a layer.
+    """Quantizes (and rotates) the input ``[..., K]`` of a layer.
 
     scale    the static scale of the layer, where the format has one
     divides  whether it divides on decode instead of multiplying (as compressed-tensors stores NVFP4's)

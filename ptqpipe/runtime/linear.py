@@ -77,10 +77,10 @@ class PackedLinear(torch.nn.Module):
             if layer.unpacked is not None or layer.siblings is not None or "forward" in vars(layer):
                 return None
         with torch.inference_mode(False), torch.no_grad():
-            made = PackedWeight.joined([layer.packed for layer in layers])
-            if made is None:
+            joined = PackedWeight.joined([layer.packed for layer in layers])
+            if joined is None:
                 return None
-            whole, *parts = made
+            whole, *parts = joined
             for layer, part in zip(layers, parts, strict=True):
                 layer.packed = part
             bias = None
@@ -114,7 +114,7 @@ class PackedLinear(torch.nn.Module):
         return w
 
     def extra_repr(self) -> str:
-        """As torch prints it."""
+        """The layer's part of ``print(model)``."""
         activation = "" if self.quantizer is None else f", input {self.quantizer.activation}"
         has_bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}{activation}"

@@ -143,9 +143,9 @@ def load_rank(
             simulated = activations == "simulated"
             causal = model_of is causal_model_of
             options: Any = {"packed": packed, "activations": simulated, "causal": causal}
-            found = prepare(model, source, conversions, ranks=ranks, **options)
-            fillings.append(found)
-            return found
+            filling = prepare(model, source, conversions, ranks=ranks, **options)
+            fillings.append(filling)
+            return filling
 
         model = _fill(source, model_of(config, source.reader.path), dtype_of(dtype, config), state)
         fillings[0].finish(model)
@@ -193,12 +193,12 @@ def config_of(source: Source, model_of: Callable[[Any, Path], Any] = causal_mode
 
 
 def positions_of(config: Any) -> int | None:
-    """How many tokens a model's config has positions for, at most; None where it has no such field, or null."""
+    """The longest context of a model's config, in tokens; None where it has no such field, or null."""
     text = config.get_text_config()
     if isinstance(getattr(type(text), _LONGEST, None), property):  # XLNet's -1: no number in the file
         return None
-    found = getattr(text, _LONGEST, None)
-    return None if found is None else int(found)
+    count = getattr(text, _LONGEST, None)
+    return None if count is None else int(count)
 
 
 def default_length(config: Any) -> int:
@@ -251,8 +251,8 @@ def dtype_of(dtype: torch.dtype | str, config: Any) -> torch.dtype:
     if not isinstance(dtype, str):
         raise UsageError(f"dtype is {type(dtype).__name__}, expected a name; use {', '.join(DTYPES)} or auto")
     if dtype == "auto":
-        found = getattr(config, "dtype", None) or config.get_text_config().dtype
-        return found if isinstance(found, torch.dtype) else torch.float32
+        own = getattr(config, "dtype", None) or config.get_text_config().dtype
+        return own if isinstance(own, torch.dtype) else torch.float32
     if dtype in FLOATS:
         return FLOATS[dtype][1]
     if dtype not in DTYPES:
@@ -269,13 +269,13 @@ def read_generation_config(path: Path) -> Any:
         return None
     try:
         with quiet():
-            found = GenerationConfig.from_pretrained(path, local_files_only=True)
+            config = GenerationConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:
         raise CheckpointError(f"transformers does not understand {file}: {first_line(error)}; check the file") from None
-    ends = found.eos_token_id if isinstance(found.eos_token_id, (list, tuple)) else [found.eos_token_id]
+    ends = config.eos_token_id if isinstance(config.eos_token_id, (list, tuple)) else [config.eos_token_id]
     if not all(end is None or type(end) is int for end in ends):
-        raise CheckpointError(f"{file} has eos_token_id {found.eos_token_id!r}, expected a token's number or a list")
-    return found
+        raise CheckpointError(f"{file} has eos_token_id {config.eos_token_id!r}, expected a token's number or a list")
+    return config
 
 
 def _fill(source: Source, model_of: tuple[Any, Any], dtype: torch.dtype, state: Prepare) -> Any:

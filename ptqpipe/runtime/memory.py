@@ -51,8 +51,8 @@ def available_bytes(root: Path = _ROOT) -> int:
 
     root  where ``proc`` and ``sys`` are
     """
-    known = [found for found in (_mem_available(root), cgroup_bytes(root)) if found is not None]
-    return min(known, default=UNKNOWN_BYTES)
+    limits = [limit for limit in (_mem_available(root), cgroup_bytes(root)) if limit is not None]
+    return min(limits, default=UNKNOWN_BYTES)
 
 
 def _mem_available(root: Path) -> int | None:
@@ -63,7 +63,7 @@ def _mem_available(root: Path) -> int | None:
 
 
 def cgroup_bytes(root: Path = _ROOT) -> int | None:
-    """What this process's cgroup, version 1 or 2, and those above it leave; None where nothing limits it.
+    """Memory left by the limits of this process's cgroup (version 1 or 2) and its parents; None without a limit.
 
     A container may see its own cgroup's files at the top whatever its path is called, so missing folders are skipped.
     """
@@ -77,7 +77,7 @@ def cgroup_bytes(root: Path = _ROOT) -> int | None:
         else:
             continue
         own = mount / path.lstrip("/")
-        left += [room(*found) for folder in (own, *own.parents) if (found := _counts(folder, mount, names))]
+        left += [room(*counts) for folder in (own, *own.parents) if (counts := _counts(folder, mount, names))]
     return min(left, default=None)
 
 
@@ -98,7 +98,7 @@ def _counts(folder: Path, mount: Path, names: tuple[str, str, str]) -> tuple[int
 
 
 def _lines(path: Path) -> list[str]:
-    """Of a file of the kernel's; none where it cannot be read."""
+    """Lines of a file of /proc or /sys; none where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -62,12 +62,12 @@ class MtpLayer(torch.nn.Module):
     def _around(self, model: Any) -> Any:
         """The model's decoder with this layer in the place of all of its own: its masks and position embeddings."""
         decoder = model.get_decoder()
-        made = copy.copy(decoder)
-        made._forward_hooks = OrderedDict()  # of the model's own run
-        made._modules = {**decoder._modules, "layers": torch.nn.ModuleList([self.block]), "norm": self.norm}
+        decoder_copy = copy.copy(decoder)
+        decoder_copy._forward_hooks = OrderedDict()  # of the model's own run
+        decoder_copy._modules = {**decoder._modules, "layers": torch.nn.ModuleList([self.block]), "norm": self.norm}
         self.config._attn_implementation = decoder.config._attn_implementation
-        made.config = self.config
-        return made
+        decoder_copy.config = self.config
+        return decoder_copy
 
 
 def find_mtp(source: Source) -> tuple[Mtp, int] | None:
@@ -110,7 +110,7 @@ def require_mtp(source: Source) -> None:
     )
 
 
-def add_mtp(model: Any, found: tuple[Mtp, int]) -> list[Any]:
+def add_mtp(model: Any, layer: tuple[Mtp, int]) -> list[Any]:
     """Hangs the layer into an empty model; transformers' renamings of the checkpoint's names, which go before others.
     Called where modules are made empty, as the model was.
 
@@ -118,7 +118,7 @@ def add_mtp(model: Any, found: tuple[Mtp, int]) -> list[Any]:
     """
     from transformers.core_model_loading import WeightRenaming
 
-    names, layers = found
+    names, layers = layer
     try:
         model.mtp = MtpLayer(model, model.config.get_text_config(), layers).eval()
     except (AttributeError, TypeError, IndexError, KeyError) as error:
@@ -129,10 +129,10 @@ def add_mtp(model: Any, found: tuple[Mtp, int]) -> list[Any]:
     parts: Mapping[str, str] = {
         names.join: "eh_proj", names.tokens: "enorm", names.states: "hnorm", names.last: "norm",
     }  # fmt: skip
-    known = {f"^{_escaped(name, layers)}\\.": f"mtp.{part}." for name, part in parts.items()}
+    renamings = {f"^{_escaped(name, layers)}\\.": f"mtp.{part}." for name, part in parts.items()}
     others = "(?!embed_tokens|shared_head)"  # the model's own are used
-    known[f"^{_escaped(names.block, layers)}\\.{others}"] = "mtp.block."
-    return [WeightRenaming(pattern, target) for pattern, target in known.items()]
+    renamings[f"^{_escaped(names.block, layers)}\\.{others}"] = "mtp.block."
+    return [WeightRenaming(pattern, target) for pattern, target in renamings.items()]
 
 
 def _escaped(name: str, layers: int) -> str:

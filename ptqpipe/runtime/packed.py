@@ -78,7 +78,7 @@ class PackedWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where the bytes are."""
+        """The device of the bytes."""
         return self.data.device
 
     @property
@@ -195,9 +195,9 @@ class PackedWeight:
             return out
         if room.dtype == torch.bfloat16:
             part = self if (start, stop) == (0, self.shape[0]) else self.narrow(0, start, stop - start)
-            found = triton_linear.unpacked(part.data, part.scales, part.fmt, part.shape)
-            if found is not None:
-                return found
+            unpacked = triton_linear.unpacked(part.data, part.scales, part.fmt, part.shape)
+            if unpacked is not None:
+                return unpacked
         if self.scales is not None:
             return _decoded(self._inner().narrow(0, start, stop - start), room.dtype)
         return self.data[start:stop].view(torch.float8_e4m3fn).to(room.dtype)
@@ -210,8 +210,8 @@ class PackedWeight:
 
 def _factors(weights: Sequence[PackedWeight]) -> torch.Tensor | None:
     """float32 ``[1]`` where all weights have the same one, else ``[N]`` of all rows; None where none has any."""
-    found = [one.factor for one in weights]
-    if all(factor is None for factor in found):
+    factors = [one.factor for one in weights]
+    if all(factor is None for factor in factors):
         return None
     each = [torch.ones(1, device=one.device) if one.factor is None else one.factor for one in weights]
     if all(len(factor) == 1 and torch.equal(factor, each[0]) for factor in each):
@@ -222,9 +222,9 @@ def _factors(weights: Sequence[PackedWeight]) -> torch.Tensor | None:
 def _decoded(q: QTensor, dtype: torch.dtype) -> torch.Tensor:
     kernels = {"cpu": cpu.dequantize, "cuda": triton.dequantize}.get(q.data.device.type)
     if kernels is not None:
-        found = kernels(q.data, q.scales.contiguous(), q.fmt, q.global_scale, dtype, global_divides=q.global_divides)
-        if found is not None:
-            return found
+        numbers = kernels(q.data, q.scales.contiguous(), q.fmt, q.global_scale, dtype, global_divides=q.global_divides)
+        if numbers is not None:
+            return numbers
     return q.dequantize().to(dtype)
 
 

@@ -20,7 +20,7 @@ _MERGING = {"MergeModulelist", "Concatenate"}
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where one tensor of a checkpoint goes.
+    """The parameter that a tensor of a checkpoint fills.
 
     parameter      the model's name of it
     merged         whether other tensors go there, too
@@ -68,22 +68,22 @@ class Homes:
         """Whether the checkpoint's tensor ``name`` belongs to a part that was taken out of the model."""
         from transformers.core_model_loading import rename_source_key
 
-        found, _ = rename_source_key(name, self._renamings, self._converters)
-        return any(x.startswith(self._left_out) for x in (name, found, f"{self._prefix}.{found}"))
+        renamed, _ = rename_source_key(name, self._renamings, self._converters)
+        return any(x.startswith(self._left_out) for x in (name, renamed, f"{self._prefix}.{renamed}"))
 
     def of(self, name: str) -> list[Home]:
         """Where the checkpoint's tensor ``name`` goes; empty where the model has no place for it."""
         from transformers.core_model_loading import rename_source_key
 
-        found, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._shapes)
-        if found not in self._state and name in self._state:
-            found, pattern = name, None
+        parameter, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._shapes)
+        if parameter not in self._state and name in self._state:
+            parameter, pattern = name, None
         converter = next((c for c in self._converters if pattern is not None and pattern in c.source_patterns), None)
         if converter is None:
-            return [Home(found)] if found in self._state else []
+            return [Home(parameter)] if parameter in self._state else []
         operations = {type(operation).__name__ for operation in converter.operations}
         expert = _EXPERT.search(name)
-        names = (found.replace(converter.target_patterns[0], part) for part in converter.target_patterns)
+        names = (parameter.replace(converter.target_patterns[0], part) for part in converter.target_patterns)
         one = len(converter.target_patterns) == 1
         merged = "MergeModulelist" in operations
         shards = "*" in pattern and "Concatenate" in operations  # of one table, as many as there are
@@ -113,9 +113,9 @@ def with_expert_names(model: Any, conversions: Sequence[Any], shapes: Mapping[st
     names = [name for name in shapes if _FIRST_EXPERT.search(name)]
     find = Homes(model, conversions) if names else None
     homeless = {name: shapes[name] for name in names if find is not None and not find.of(name)}
-    for turned, spelling in product((False, True), _SPELLINGS) if homeless else ():
-        extended = [*conversions, *_expert_converters(*spelling, turned=turned)]
-        if _fits(Homes(model, extended), model, homeless, turned=turned):
+    for transposed, spelling in product((False, True), _SPELLINGS) if homeless else ():
+        extended = [*conversions, *_expert_converters(*spelling, turned=transposed)]
+        if _fits(Homes(model, extended), model, homeless, turned=transposed):
             return extended
     return list(conversions)
 

@@ -56,13 +56,13 @@ class Processor:
         UsageError where the marks are not as many, or the processor refuses the images.
         """
         try:
-            found = self._made(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+            inputs = self._made(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
         except Exception as error:
             raise UsageError(f"the model's processor refuses these images: {first_line(error)}") from None
-        tokens = tuple(int(token) for token in found["input_ids"][0])
+        tokens = tuple(int(token) for token in inputs["input_ids"][0])
         if self.token not in tokens:
             raise UsageError("the model's chat template has no place for these images; expected one for each")
-        return tokens, {name: value for name, value in found.items() if name not in _NOT_INPUTS}
+        return tokens, {name: value for name, value in inputs.items() if name not in _NOT_INPUTS}
 
 
 def _load(path: Path, config: Any) -> Any:
@@ -74,11 +74,11 @@ def _load(path: Path, config: Any) -> Any:
         return AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
-    found: Any = processor_class_from_name(PROCESSOR_MAPPING_NAMES.get(config.model_type, ""))
-    if found is None or not hasattr(found, "get_attributes"):
+    processor: Any = processor_class_from_name(PROCESSOR_MAPPING_NAMES.get(config.model_type, ""))
+    if processor is None or not hasattr(processor, "get_attributes"):
         name = PROCESSOR_MAPPING_NAMES.get(config.model_type, "a processor")
         raise missing_package(name, "torchvision", "ptqpipe[images]")
-    return _without_videos(found, path)
+    return _without_videos(processor, path)
 
 
 def _without_videos(processor: Any, path: Path) -> Any:
@@ -89,7 +89,7 @@ def _without_videos(processor: Any, path: Path) -> Any:
         """The class, which takes None for a part."""
 
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            """As it does, but for None."""
+            """The class's own check, which also accepts None."""
             return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
 
     loaders = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}

@@ -91,8 +91,8 @@ def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]
     a stack that config.json makes of them.
     """
     fed: dict[str, list[tuple[str, Home]]] = {}
-    for name, found in homes.items():
-        for home in found:
+    for name, homes_of_one in homes.items():
+        for home in homes_of_one:
             fed.setdefault(home.parameter, []).append((name, home))
     stacks: dict[str, dict[str, list[tuple[str, Home]]]] = {}
     places: list[PackedPlace] = []
@@ -144,10 +144,10 @@ def multiplies_only(module: torch.nn.Module) -> bool:
     small._parameters = {"weight": weight, "bias": None if module.bias is None else bias}  # type: ignore[dict-item]
     expected = torch.nn.functional.linear(x, weight, small._parameters["bias"])
     try:
-        found = small(x)
+        output = small(x)
     except Exception:  # of what kind depends on the layer's code
         return False
-    return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
+    return isinstance(output, torch.Tensor) and output.shape == expected.shape and torch.allclose(output, expected)
 
 
 def _is_matrix(source: Source, parts: Sequence[tuple[str, Home]]) -> bool:
@@ -168,11 +168,11 @@ def _by_expert(module: Any, source: Source, parts: Sequence[tuple[str, Home]]) -
         name, _ = parts[0]
         fits = source.stored[name].experts == count and source.stored[name].transposed == is_turned(module)
         return ((name,),) * count if fits else None
-    found = {(home.expert, home.piece): name for name, home in parts if source.stored[name].experts is None}
+    by_place = {(home.expert, home.piece): name for name, home in parts if source.stored[name].experts is None}
     pieces = parts[0][1].pieces
     wanted = [[(expert, piece) for piece in range(pieces)] for expert in range(count)]
     if any(home.turned != is_turned(module) for _, home in parts):
         return None
-    if len(found) != len(parts) or any(key not in found for keys in wanted for key in keys):
+    if len(by_place) != len(parts) or any(key not in by_place for keys in wanted for key in keys):
         return None
-    return tuple(tuple(found[key] for key in keys) for keys in wanted)
+    return tuple(tuple(by_place[key] for key in keys) for keys in wanted)

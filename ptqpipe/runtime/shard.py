@@ -43,13 +43,13 @@ class Cut:
         return tuple((at * run + self.index * part, at * run + (self.index + 1) * part) for at in range(self.pieces))
 
     def local(self, extent: int) -> int:
-        """How much of the axis the part is."""
+        """Length of this rank's part of the axis."""
         return extent // self.of
 
 
 @dataclass(frozen=True, slots=True)
 class _Style:
-    """What a word of a plan says: how the weight is cut, and what happens around the forward."""
+    """A style of a tensor-parallel plan (such as "colwise"): the sharded axis, the collectives around the forward."""
 
     axis: Axis | None = None
     pieces: int = 1
@@ -94,7 +94,7 @@ OWN_PLANS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """What one rank holds and does. Names are the model's.
+    """One rank's shards and collectives. Names are the model's.
 
     rules       the plan in transformers' words
     cuts        parameters of which it holds a part
@@ -235,7 +235,7 @@ def axis_of(dims: int, axis: Axis, *, transposed: bool, leaf: str) -> int:
 
 
 def _misfit(name: str, module: torch.nn.Module, cut: Cut, extent: int, columns: Callable[[str], int]) -> str | None:
-    """What of a parameter does not divide, None where all does."""
+    """What does not divide among the ranks ("the 10 rows of NAME"); None where all does."""
     together = columns(name) if cut.axis == "in" else 1
     if getattr(module, "is_concatenated", True) is False and cut.axis == "out" and "gate_up" in name:
         together = 2  # a gate's row and its up row

@@ -11,7 +11,7 @@ from math import gcd, prod
 import torch
 
 from ptqpipe.checkpoint import CheckpointReader, bytes_of
-from ptqpipe.checkpoint.layouts import Part, Role, StoredWeight, part_bytes, scale_codes
+from ptqpipe.checkpoint.layouts import Part, PartKind, StoredWeight, part_bytes, scale_codes
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import Format
@@ -68,7 +68,9 @@ def read_part(
     fmt = stored.scheme.fmt
     if stored.whole is not None:
         whole = source.quantized(stored.weight, expert=expert)
-        return check_scales(_cut(whole, rows, (first, last)), scales=_need(stored, Role.SCALES).name, global_scale="")
+        return check_scales(
+            _cut(whole, rows, (first, last)), scales=_need(stored, PartKind.SCALES).name, global_scale=""
+        )
     high, wide = fmt.block_extent(stored.shape)
     if fmt.block[1] and (first % wide or (last % wide and last != k)):
         raise FormatError(f"columns [{first}, {last}) of {stored.weight} do not lie on block edges of {wide}")
@@ -77,13 +79,13 @@ def read_part(
     part_fmt = fmt if fmt.block[0] in (0, low) else replace(fmt, block=(low, fmt.block[1]))
     bits = fmt.element.bits
     span = (first * bits // 8, last * bits // 8, k * bits // 8)
-    data = _read_rows(source, _need(stored, Role.DATA), rows, expert, span)
+    data = _read_rows(source, _need(stored, PartKind.DATA), rows, expert, span)
     grid = fmt.scale_shape(stored.shape)
     scale_rows = _scale_rows(rows, high, low) if fmt.block[0] else [0]
     scale_columns = (0, grid[1]) if not fmt.block[1] else (first // wide, -(-last // wide))
     scales = _read_scales(source, stored, grid, scale_rows, scale_columns, expert)
-    divisor = stored.part(Role.GLOBAL_DIVISOR)
-    scalar = divisor or stored.part(Role.GLOBAL)
+    divisor = stored.part(PartKind.GLOBAL_DIVISOR)
+    scalar = divisor or stored.part(PartKind.GLOBAL)
     part = QTensor(
         part_fmt,
         local,
@@ -93,7 +95,7 @@ def read_part(
         global_divides=divisor is not None,
     )
     return check_scales(
-        part, scales=_need(stored, Role.SCALES).name, global_scale="" if scalar is None else scalar.name
+        part, scales=_need(stored, PartKind.SCALES).name, global_scale="" if scalar is None else scalar.name
     )
 
 
@@ -102,7 +104,7 @@ def _cut(q: QTensor, rows: Sequence[Range], columns: Range) -> QTensor:
     if list(rows) != [(0, q.shape[0])]:
         parts = [q.narrow(0, start, stop - start) for start, stop in rows]
         zeros = None if q.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None])
-        data, scales = (torch.cat(found) for found in zip(*[(part.data, part.scales) for part in parts], strict=True))
+        data, scales = (torch.cat(pieces) for pieces in zip(*[(part.data, part.scales) for part in parts], strict=True))
         q = replace(q, shape=(len(data), q.shape[1]), data=data, scales=scales, zeros=zeros)
     return q if columns == (0, q.shape[1]) else q.narrow(1, columns[0], columns[1] - columns[0])
 
@@ -150,7 +152,7 @@ def _read_scales(
     expert: int | None,
 ) -> torch.Tensor:
     """The scales of a part, [len(rows), columns]: uint8 codes, or the floats that are stored."""
-    part = _need(stored, Role.SCALES)
+    part = _need(stored, PartKind.SCALES)
     one = part_bytes(part) // (part.shape[0] if part.stacked else 1)
     size = one // (grid[0] * grid[1])
     runs = _runs_of(rows)
@@ -188,7 +190,7 @@ def _read_scalar(source: Source, part: Part, expert: int | None) -> torch.Tensor
     return source.reader.read(part.name).float().reshape(())
 
 
-def _need(stored: StoredWeight, role: Role) -> Part:
+def _need(stored: StoredWeight, role: PartKind) -> Part:
     part = stored.part(role)
     if part is None:
         raise FormatError(f"{stored.weight} has no stored {role}")
@@ -233,5 +235,5 @@ def check_positive(values: torch.Tensor, name: str) -> None:
         raise _damaged(name, f"{float(values[~good].flatten()[0]):g}")
 
 
-def _damaged(name: str, found: str) -> CheckpointError:
-    return CheckpointError(f"{name!r} has {found}, expected scales that are finite and above zero; the file is damaged")
+def _damaged(name: str, what: str) -> CheckpointError:
+    return CheckpointError(f"{name!r} has {what}, expected scales that are finite and above zero; the file is damaged")

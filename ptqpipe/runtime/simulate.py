@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.layouts import Role, StoredWeight, kv_scale_place, quantization_config
+from ptqpipe.checkpoint.layouts import PartKind, StoredWeight, kv_scale_place, quantization_config
 from ptqpipe.errors import CheckpointError, PtqWarning, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import Activation
@@ -67,8 +67,8 @@ def simulate_activations(
                 elif not quantizer.idle and home.module not in done:
                     model.get_submodule(home.module).register_forward_pre_hook(quantizer.pre_hook)
                     done.add(home.module)
-    for module, found in experts.items():
-        done |= {module} if _quantize_experts(model, module, found) else set()
+    for module, parts in experts.items():
+        done |= {module} if _quantize_experts(model, module, parts) else set()
     return len(done)
 
 
@@ -94,8 +94,8 @@ def input_quantizer(
             f"config.json quantizes the input of {stored.weight} in a way that ptqpipe cannot simulate; "
             "use activations 'none'"
         )
-    divisor = stored.part(Role.INPUT_GLOBAL_DIVISOR)
-    part = divisor or stored.part(Role.INPUT_GLOBAL)
+    divisor = stored.part(PartKind.INPUT_GLOBAL_DIVISOR)
+    part = divisor or stored.part(PartKind.INPUT_GLOBAL)
     if not activations or not stored.scheme.needs_input_global_scale:
         return InputQuantizer(activation, rotation=rotation)
     if part is None:
@@ -109,17 +109,17 @@ def input_quantizer(
     return InputQuantizer(activation, fixed, divisor is not None, rotation)
 
 
-def _quantize_experts(model: Any, module: str, found: dict[str, dict[int, InputQuantizer]]) -> bool:
+def _quantize_experts(model: Any, module: str, by_part: dict[str, dict[int, InputQuantizer]]) -> bool:
     """Quantizes the inputs of one module of fused experts, or of modules that the model keeps apart."""
-    quantizers = [quantizer for by_expert in found.values() for quantizer in by_expert.values()]
+    quantizers = [quantizer for by_expert in by_part.values() for quantizer in by_expert.values()]
     if all(quantizer.idle for quantizer in quantizers):
         return False
     experts = model.get_submodule(module)
     if isinstance(experts, torch.nn.Linear):  # one expert's own layer: nothing was fused
         experts.register_forward_pre_hook(quantizers[0].pre_hook)
         return True
-    inner = found.get("gate_up_proj") or found.get("up_proj")
-    outer = found.get("down_proj")
+    inner = by_part.get("gate_up_proj") or by_part.get("up_proj")
+    outer = by_part.get("down_proj")
     if not is_experts(experts) or not (inner or outer):
         raise UsageError(f"the inputs of the experts in {module} cannot be simulated; use activations 'none'")
     count = int(experts.num_experts)
@@ -150,8 +150,8 @@ def simulate_kv_cache(
     does a cache of another format than FP8. CheckpointError for a module with one scale of the two, and for a scale
     that is not finite and above zero.
     """
-    found = _scales(source)
-    if not found:
+    layers = _scales(source)
+    if not layers:
         return 0
     path = source.reader.path
     if not _is_fp8(source):
@@ -165,7 +165,7 @@ def simulate_kv_cache(
             stacklevel=3,
         )
         return 0
-    for name, scales in found.items():
+    for name, scales in layers.items():
         if set(scales) != {"k", "v"}:
             raise CheckpointError(f"{path}: {name} has a {'/'.join(scales)}_scale alone, expected k_scale and v_scale")
         parameter, module = _key(source, homes, name)
@@ -174,20 +174,20 @@ def simulate_kv_cache(
         setattr(model.get_submodule(module), KV_SCALES, kept)
     _register()
     config._attn_implementation = IMPLEMENTATION
-    return len(found)
+    return len(layers)
 
 
 def _scales(source: Source) -> dict[str, dict[str, torch.Tensor]]:
     """Attention module (as in the checkpoint) -> "k", "v" -> float32 scale that broadcasts over [batch, heads, tokens,
     head_dim]."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    scales: dict[str, dict[str, torch.Tensor]] = {}
     for name in source.reader.entries:
         place = kv_scale_place(name)
         if place is not None and place[1] in ("k", "v"):
             scale = source.reader.read(name).float()
             check_positive(scale, name)
-            found.setdefault(place[0], {})[place[1]] = scale.reshape(-1, 1, 1)
-    return found
+            scales.setdefault(place[0], {})[place[1]] = scale.reshape(-1, 1, 1)
+    return scales
 
 
 def _is_fp8(source: Source) -> bool:
@@ -200,10 +200,10 @@ def _is_fp8(source: Source) -> bool:
 
 def _key(source: Source, homes: Mapping[str, Sequence[Home]], name: str) -> tuple[str, str]:
     """(the model's parameter of the keys' projection, its attention module) of what the checkpoint calls ``name``."""
-    found = homes.get(f"{name}.k_proj.weight")
-    if not found:
+    places = homes.get(f"{name}.k_proj.weight")
+    if not places:
         raise CheckpointError(f"{source.reader.path}: no attention of the model has the kv scales of {name!r}")
-    return found[0].parameter, found[0].module.rpartition(".")[0]
+    return places[0].parameter, places[0].module.rpartition(".")[0]
 
 
 def _local(scale: torch.Tensor, cut: Cut | None) -> torch.Tensor:

@@ -109,8 +109,8 @@ class Skeleton:
         wanted = {origin: self.state[origin] for name in names for origin in self.origins.get(name, ())}
         info = _load(self, wanted, device)
         if info.mismatched_keys:
-            name, found, expected = sorted(info.mismatched_keys, key=str)[0]
-            raise other_shape(path, name, found, expected)
+            name, stored, expected = sorted(info.mismatched_keys, key=str)[0]
+            raise other_shape(path, name, stored, expected)
         for name in names:
             if self._tensor(name).is_meta:
                 raise CheckpointError(
@@ -123,8 +123,8 @@ class Skeleton:
             parent, _, leaf = name.rpartition(".")
             module = self.model.get_submodule(parent)
             if leaf in module._parameters:
-                found = module._parameters[leaf]
-                module._parameters[leaf] = torch.nn.Parameter(found.to("meta"), requires_grad=False)
+                parameter = module._parameters[leaf]
+                module._parameters[leaf] = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
 
     def names_in(self, part: str) -> tuple[str, ...]:
         """Parameters and persistent buffers of a part of the model."""
@@ -144,8 +144,8 @@ class Skeleton:
         return streams * tokens <= self.room(memory_bytes)
 
     def room(self, memory_bytes: int) -> int:
-        """Of how many tokens a set of hidden states fits into memory together with the weights of a layer; negative
-        where those alone do not."""
+        """How many tokens' hidden states fit into memory beside the weights of the largest layer; negative where the
+        weights alone do not fit."""
         hidden: int = self.model.config.get_text_config().hidden_size
         left = memory_bytes - max(self.nbytes(name) for name, _ in self.blocks)
         return left // (hidden * torch.empty(0, dtype=self.dtype).element_size())
@@ -156,8 +156,8 @@ class Skeleton:
 
     def _tensor(self, name: str) -> torch.Tensor:
         parent, _, leaf = name.rpartition(".")
-        found: torch.Tensor = getattr(self.model.get_submodule(parent), leaf)
-        return found
+        tensor: torch.Tensor = getattr(self.model.get_submodule(parent), leaf)
+        return tensor
 
 
 def _empty_model(config: Any, dtype: torch.dtype, source: Source, *, images: bool) -> Any:
@@ -174,8 +174,8 @@ def _empty() -> AbstractContextManager[None]:
         from accelerate import init_empty_weights
     except ImportError:
         raise missing_package("calibration", "accelerate", "ptqpipe[hf]") from None
-    found: AbstractContextManager[None] = init_empty_weights(include_buffers=False)
-    return found
+    context: AbstractContextManager[None] = init_empty_weights(include_buffers=False)
+    return context
 
 
 def _conversions(model: Any) -> list[Any]:
@@ -192,21 +192,21 @@ def _place(
 
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    known = model.state_dict()
+    state_dict = model.state_dict()
     prefix = model.base_model_prefix
     origins: dict[str, list[str]] = defaultdict(list)
     unplaced = []
     for name in sorted(state, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
-        if target not in known and name in known:
-            target, pattern = rename_source_key(name, [], [], prefix, known)
-        if target not in known:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state_dict)
+        if target not in state_dict and name in state_dict:
+            target, pattern = rename_source_key(name, [], [], prefix, state_dict)
+        if target not in state_dict:
             unplaced.append(name)
             continue
         converter = next((c for c in converters if pattern is not None and pattern in c.source_patterns), None)
-        for made in _targets(target, converter, known):
-            origins[made].append(name)
-    return {name: tuple(found) for name, found in origins.items()}, tuple(unplaced)
+        for parameter in _targets(target, converter, state_dict):
+            origins[parameter].append(name)
+    return {name: tuple(sources) for name, sources in origins.items()}, tuple(unplaced)
 
 
 def _targets(first: str, converter: Any, known: Mapping[str, Any]) -> list[str]:
@@ -214,8 +214,8 @@ def _targets(first: str, converter: Any, known: Mapping[str, Any]) -> list[str]:
     if converter is None:
         return [first]
     patterns = converter.target_patterns
-    found = [first.replace(patterns[0], pattern) for pattern in patterns]
-    return [name for name in dict.fromkeys(found) if name in known] or [first]
+    names = [first.replace(patterns[0], pattern) for pattern in patterns]
+    return [name for name in dict.fromkeys(names) if name in known] or [first]
 
 
 def _load(skeleton: Skeleton, wanted: Mapping[str, LazyTensor], device: torch.device) -> Any:
@@ -265,5 +265,5 @@ def _find_blocks(model: Any, source: Source) -> tuple[tuple[str, torch.nn.Module
             f"{source.reader.path}: {type(model).__name__} has no list of {count} decoder layers; it cannot be run "
             f"layer by layer; {WITHOUT_RUN}"
         )
-    name, found = min(lists, key=lambda entry: entry[0].count("."))
-    return tuple((f"{name}.{i}", module) for i, module in enumerate(found))
+    name, blocks = min(lists, key=lambda entry: entry[0].count("."))
+    return tuple((f"{name}.{i}", module) for i, module in enumerate(blocks))

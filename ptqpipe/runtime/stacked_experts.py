@@ -113,11 +113,11 @@ def float_project(module: Any, inner: Sequence[InputQuantizer], outer: Sequence[
 def use_layers(module: Any, first: Sequence[torch.nn.Module], down: Sequence[torch.nn.Module]) -> None:
     """Puts one layer per expert in the place of the stacks of ``module``. The layers add no bias."""
     layers = {first_stack(module): torch.nn.ModuleList(first), "down_proj": torch.nn.ModuleList(down)}
-    for name, found in layers.items():
+    for name, members in layers.items():
         stack = module._parameters.pop(name)  # on the meta device: models initialize it, and cannot compute with it
         stack._is_hf_initialized = True
         module.__dict__[name] = stack
-        module.add_module(f"{name}_layers", found)
+        module.add_module(f"{name}_layers", members)
 
     def project(name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = layers[name][expert](x)

@@ -63,11 +63,11 @@ class LazyTensor:
         return torch.Size(sum(stop - start for start, stop in part) for part in self.region.ranges(whole))
 
     def get_shape(self) -> list[int]:
-        """As in a safetensors slice."""
+        """Same interface as a safetensors slice."""
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """As in a safetensors slice: BF16 for a stored weight, whose decode is float32."""
+        """Same interface as a safetensors slice: BF16 for a stored weight, whose decode is float32."""
         return self.source.tensors[self.name][0]
 
     def __getitem__(self, index: Index) -> torch.Tensor:
@@ -76,9 +76,9 @@ class LazyTensor:
 
     def read(self) -> torch.Tensor:
         """The whole part: float32 of a stored weight, otherwise the stored dtype."""
-        found = self._read()
+        tensor = self._read()
         self.read_one(self.name)
-        return found
+        return tensor
 
     def _read(self) -> torch.Tensor:
         stored = self.source.stored.get(self.name)

@@ -26,17 +26,17 @@ from ptqpipe.serving.preflight import (
     require_packages,
     try_template,
 )
-from ptqpipe.serving.rank_processes import OtherRanks, Place
+from ptqpipe.serving.rank_processes import RankInfo, WorkerRanks
 
 if TYPE_CHECKING:
-    from ptqpipe.serving.lead import Lead
+    from ptqpipe.serving.rank_zero import RankZero
 
 Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What to serve and how; `None` is chosen from the model or the machine.
+    """Options of ``ptqpipe serve``; `None` is chosen from the model or the machine.
 
     name          of the model in the API
     allreduce     "off", a codec ("int8", ...), or "auto": quantized where it is measured to be faster
@@ -106,7 +106,7 @@ class ServeOptions:
             )
 
 
-def serve(options: ServeOptions, place: Place, *, worker: list[str], log: Log) -> None:
+def serve(options: ServeOptions, place: RankInfo, *, worker: list[str], log: Log) -> None:
     """Serves until a signal or a failure. Raises UsageError before loading, PtqError when the service failed.
 
     worker  the command that starts a further rank, which gets ``--rank-of FILE/RANK`` added
@@ -114,7 +114,7 @@ def serve(options: ServeOptions, place: Place, *, worker: list[str], log: Log) -
     place.follow_parent()
     _check(options, place)
     if place.rank > 0:
-        from ptqpipe.serving.lead import follow_first
+        from ptqpipe.serving.rank_zero import follow_first
 
         follow_first(options, place)
         return
@@ -128,7 +128,7 @@ def serving(options: ServeOptions, *, log: Log) -> Iterator[str]:
 
     ``log`` hears of the loading alone, not of what comes after. Raises what `serve` does.
     """
-    _check(options, Place())
+    _check(options, RankInfo())
     from ptqpipe.serving.server.uvicorn_server import READY
 
     loaded, failed = threading.Event(), []
@@ -139,7 +139,7 @@ def serving(options: ServeOptions, *, log: Log) -> Iterator[str]:
         if not loaded.is_set():
             log(line)
 
-    with _prepared(options, Place(), [], of_loading) as prepared:
+    with _prepared(options, RankInfo(), [], of_loading) as prepared:
         lead, listening, template = prepared
 
         def main() -> None:
@@ -162,7 +162,7 @@ def serving(options: ServeOptions, *, log: Log) -> Iterator[str]:
         raise failed[0]
 
 
-def _check(options: ServeOptions, place: Place) -> None:
+def _check(options: ServeOptions, place: RankInfo) -> None:
     """UsageError for what is missing, before anything is imported that takes long."""
     require_packages()
     check_place(options.ckpt, options.device, place)
@@ -173,11 +173,11 @@ def _check(options: ServeOptions, place: Place) -> None:
 
 @contextmanager
 def _prepared(
-    options: ServeOptions, place: Place, worker: list[str], log: Log
-) -> Iterator[tuple["Lead", socket, str | None]]:
+    options: ServeOptions, place: RankInfo, worker: list[str], log: Log
+) -> Iterator[tuple["RankZero", socket, str | None]]:
     """The first rank, ready to load, its socket and the chat template; the other ranks run meanwhile."""
     from ptqpipe.runtime.loading import load_tokenizer
-    from ptqpipe.serving.lead import Lead
+    from ptqpipe.serving.rank_zero import RankZero
     from ptqpipe.serving.server.uvicorn_server import bind
 
     listening = bind(options.host, options.port)
@@ -193,5 +193,5 @@ def _prepared(
         try_template(tokenizer, chats)
     if isinstance(processor, str) and options.media is not None:
         raise UsageError(f"--allowed-local-media-path: {processor}; leave the option out")
-    with OtherRanks.start(place, worker) as ranks:
-        yield Lead(options, ranks, (tokenizer, processor), context, log), listening, template
+    with WorkerRanks.start(place, worker) as ranks:
+        yield RankZero(options, ranks, (tokenizer, processor), context, log), listening, template

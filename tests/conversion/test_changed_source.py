@@ -11,9 +11,9 @@ import pytest
 
 import ptqpipe
 from ptqpipe.calibration.command import CalibrateOptions, calibrate
-from ptqpipe.checkpoint.block_folder import BlockFolder
 from ptqpipe.checkpoint.fingerprint import pages
 from ptqpipe.checkpoint.header import parse_file
+from ptqpipe.checkpoint.layer_folder import LayerFolder
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.conversion.dequantize import dequantize
@@ -73,7 +73,7 @@ def source_for(command: str, models: dict[str, Path], tmp_path: Path) -> Path:
 def interrupted(command: str, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that ends with its first unit on disk."""
     with monkeypatch.context() as patch:
-        for kind in (CheckpointWriter, BlockFolder):
+        for kind in (CheckpointWriter, LayerFolder):
             whole = kind.commit
 
             def once(self: Any, unit: str, record: Any, whole: Any = whole) -> None:
@@ -161,7 +161,7 @@ def test_a_source_written_to_under_a_run_is_noticed_at_its_end(
 ) -> None:
     source, out = source_for(command, models, tmp_path), tmp_path / "out"
     weights = next(source.glob("*.safetensors"))
-    for kind in (CheckpointWriter, BlockFolder):
+    for kind in (CheckpointWriter, LayerFolder):
 
         def touching(self: Any, unit: str, record: Any, whole: Any = kind.commit) -> None:
             whole(self, unit, record)

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import ptqpipe
 from ptqpipe.check.evaluate.tokenized_text import SAMPLE
-from ptqpipe.checkpoint import BlockFolder, CheckpointWriter
+from ptqpipe.checkpoint import CheckpointWriter, LayerFolder
 from ptqpipe.cli import main
 from tests.calibration.models import make_model, make_windows, write_windows
 from tests.checkpoint.runs import snapshot
@@ -80,7 +80,7 @@ def test_what_is_damaged_is_done_again(
     call = [*words, "-o", str(out), "-q"]
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointWriter, "finish", interrupted)
-        patch.setattr(BlockFolder, "finish", interrupted)
+        patch.setattr(LayerFolder, "finish", interrupted)
         assert run(call) == 130
     left = snapshot(tmp_path / ".out.partial")
     files = [name for name in left if name.startswith("out/") and name.endswith(".safetensors")]
@@ -96,7 +96,7 @@ def test_what_is_damaged_is_done_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointWriter, "commit", noted(CheckpointWriter.commit))
-        patch.setattr(BlockFolder, "commit", noted(BlockFolder.commit))
+        patch.setattr(LayerFolder, "commit", noted(LayerFolder.commit))
         assert run([*call, "--resume"]) == 0
         assert snapshot(out) == expected
         assert redone == []
@@ -128,7 +128,7 @@ def test_a_damaged_file_of_the_reverse_pass_is_made_again(
     assert run([*call, str(tmp_path / "expected")]) == 0
     for kind, change in DAMAGE.items():
         with monkeypatch.context() as patch:
-            patch.setattr(BlockFolder, "commit", stops(BlockFolder.commit, at=2))
+            patch.setattr(LayerFolder, "commit", stops(LayerFolder.commit, at=2))
             assert run([*call, str(tmp_path / kind)]) == 130
         for file in sorted((tmp_path / f".{kind}.partial" / "gradients").iterdir()):
             changed = change(file.read_bytes())
@@ -148,7 +148,7 @@ def test_codes_that_others_are_learned_from_and_the_state_of_learning_are_made_a
     assert run([*call, str(tmp_path / "expected")]) == 0
     partial = tmp_path / ".out.partial"
     with monkeypatch.context() as patch:
-        patch.setattr(BlockFolder, "finish", interrupted)
+        patch.setattr(LayerFolder, "finish", interrupted)
         assert run([*call, str(tmp_path / "out")]) == 130
         left = [name for name in snapshot(partial) if name.endswith(".safetensors")]
         assert {name.partition("/")[0] for name in left} >= {"out", "start", "found", "state of codes"}

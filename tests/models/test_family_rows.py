@@ -19,15 +19,15 @@ from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.models.families import (
     FAMILIES,
     Family,
-    facts_of,
     fails_either_way,
     family_of,
     fuse_of,
+    issues_of,
     outside_language_model,
 )
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.recipe.options import RecipeOptions
-from ptqpipe.recipe.recipe import failing_facts, matches
+from ptqpipe.recipe.recipe import matches, reader_issues
 from ptqpipe.runtime import load, load_model
 from tests import families, family_rows, tiny
 
@@ -127,7 +127,7 @@ def test_no_model_type_stands_in_two_rows() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_stays_unquantized_is_what_the_row_says(kind: str, model: Callable[[str], Path], tmp_path: Path) -> None:
-    own = {fact.keep.reason for fact in family_of({"model_type": kind}).facts if fact.by_default}
+    own = {issue.keep.reason for issue in family_of({"model_type": kind}).issues if issue.by_default}
     with prepare(model(kind), options=options(kind), out=tmp_path / "out") as prepared:
         kept = prepared.outputs.plan.kept
     for reasons, expected in ((own, KEPT), (GATES - own, KEPT_IN_ALL)):
@@ -159,7 +159,7 @@ def test_every_row_is_converted_verified_and_loaded(kind: str, model: Callable[[
     assert not torch.allclose(plain, decoded, rtol=0, atol=1e-2 * float(plain.abs().max()))
 
 
-# A module for each fact about readers that a family has, and the layout in which they fail.
+# A module for each issue about readers that a family has, and the layout in which they fail.
 FAILING: list[tuple[str, str, str]] = [
     ("deepseek_v4", "layers.0.attn.compressor.wkv", "compressed_tensors"),
     ("deepseek_v4", "layers.0.attn.wo_a", "compressed_tensors"),
@@ -194,7 +194,7 @@ FAILING: list[tuple[str, str, str]] = [
     ("stablelm", "model.layers.0.self_attn.q_proj", "compressed_tensors"),
     ("gemma4", "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear", "compressed_tensors"),
 ]
-# A module for each fact about readers that take a kept one for quantized.
+# A module for each issue about readers that take a kept one for quantized.
 FAILING_KEPT: list[tuple[str, str, str]] = [
     ("gemma2", "model.layers.0.mlp.down_proj", "modelopt"),
     ("qwen3_vl", "model.language_model.layers.0.self_attn.q_proj", "compressed_tensors"),
@@ -224,18 +224,18 @@ def test_readers_that_fail_are_named_where_a_rule_quantizes_it_all_the_same(
     kind: str, module: str, container: str
 ) -> None:
     config = {"model_type": kind}
-    facts = (fact for fact in family_of(config).facts if fact.fails and not fact.beside)
-    own = [fact for fact in facts if matches(fact.keep.pattern, module)]
+    issues = (issue for issue in family_of(config).issues if issue.symptom and not issue.unless_quantized)
+    own = [issue for issue in issues if matches(issue.keep.pattern, module)]
     assert own
-    for fact in own:
-        if container not in (fact.containers or (container,)):
+    for issue in own:
+        if container not in (issue.containers or (container,)):
             continue
-        quantized = {module: get_scheme(fact.formats[0] if fact.formats else "nvfp4")}
-        assert (fact, [module]) in list(failing_facts(config, quantized, container=container))
-        assert not any(other in own for other, _ in failing_facts({}, quantized, container=container))
-        if fact.formats:
+        quantized = {module: get_scheme(issue.formats[0] if issue.formats else "nvfp4")}
+        assert (issue, [module]) in list(reader_issues(config, quantized, container=container))
+        assert not any(other in own for other, _ in reader_issues({}, quantized, container=container))
+        if issue.formats:
             others = {module: get_scheme("fp8_block")}
-            assert (fact, [module]) not in list(failing_facts(config, others, container=container))
+            assert (issue, [module]) not in list(reader_issues(config, others, container=container))
 
 
 @pytest.mark.slow
@@ -244,14 +244,20 @@ def test_readers_that_take_a_kept_module_for_quantized_are_named_beside_quantize
     kind: str, module: str, container: str
 ) -> None:
     config = {"model_type": kind}
-    own = [fact for fact in family_of(config).facts if fact.beside and matches(fact.keep.pattern, module)]
+    own = [
+        issue for issue in family_of(config).issues if issue.unless_quantized and matches(issue.keep.pattern, module)
+    ]
     alike = {module.replace("0", "1"): get_scheme((own[0].formats or ("nvfp4",))[0])}
-    found = [fact for fact, names in failing_facts(config, alike, container=container, kept=[module]) if fact.beside]
-    assert [fact.readers for fact in found] == [("sglang",)]
-    assert not [fact for fact, _ in failing_facts(config, alike, container=container) if fact.beside]
-    assert not list(failing_facts(config, {}, container=container, kept=[module]))
-    others = failing_facts({"model_type": "llama"}, alike, container=container, kept=[module])
-    assert not [fact for fact, _ in others if fact.beside]
+    found = [
+        issue
+        for issue, names in reader_issues(config, alike, container=container, kept=[module])
+        if issue.unless_quantized
+    ]
+    assert [issue.readers for issue in found] == [("sglang",)]
+    assert not [issue for issue, _ in reader_issues(config, alike, container=container) if issue.unless_quantized]
+    assert not list(reader_issues(config, {}, container=container, kept=[module]))
+    others = reader_issues({"model_type": "llama"}, alike, container=container, kept=[module])
+    assert not [issue for issue, _ in others if issue.unless_quantized]
 
 
 def test_a_kept_module_that_sglang_takes_for_quantized_is_refused_for_it_and_noted_by_verify(
@@ -274,14 +280,14 @@ def test_what_fails_both_quantized_and_kept_is_not_sent_from_one_to_the_other() 
     layer = "model.language_model.layers.0.mlp.up_proj"
     nvfp4 = get_scheme("nvfp4")
     for quantized, kept in (({layer: nvfp4}, [tower]), ({tower: nvfp4}, [])):
-        [fact] = [
-            fact
-            for fact, names in failing_facts(config, quantized, container="modelopt", kept=kept)
-            if names == [tower] and fact.readers == ("sglang",)
+        [issue] = [
+            issue
+            for issue, names in reader_issues(config, quantized, container="modelopt", kept=kept)
+            if names == [tower] and issue.readers == ("sglang",)
         ]
-        assert fails_either_way(config, fact)
+        assert fails_either_way(config, issue)
     one_way = {"model_type": "gemma2"}
-    assert not any(fails_either_way(one_way, fact) for fact in facts_of(one_way))
+    assert not any(fails_either_way(one_way, issue) for issue in issues_of(one_way))
 
 
 @pytest.mark.parametrize("kind", sorted({kind for family in FAMILIES for kind in family.types}))
@@ -296,12 +302,12 @@ def test_no_fact_about_a_tower_or_a_projector_takes_layers_of_the_language_model
 
 def test_every_fact_about_readers_of_a_family_is_tried() -> None:
     tried = {
-        fact.keep
+        issue.keep
         for kind, module, _ in [*FAILING, *FAILING_KEPT]
-        for fact in family_of({"model_type": kind}).facts
-        if matches(fact.keep.pattern, module)
+        for issue in family_of({"model_type": kind}).issues
+        if matches(issue.keep.pattern, module)
     }
-    assert tried == {fact.keep for family in FAMILIES for fact in family.facts if fact.fails}
+    assert tried == {issue.keep for family in FAMILIES for issue in family.issues if issue.symptom}
 
 
 def test_a_fact_about_readers_alone_keeps_nothing(tmp_path: Path) -> None:
@@ -320,7 +326,7 @@ def test_a_family_is_known_by_the_language_model_inside() -> None:
         {"thinker_config": {"model_type": "x", "text_config": inner}},
     ):
         assert family_of(config) is family_of(inner)
-        assert [fact.keep for fact in facts_of(config)] == [fact.keep for fact in facts_of(inner)]
+        assert [issue.keep for issue in issues_of(config)] == [issue.keep for issue in issues_of(inner)]
     assert family_of({"model_type": None, "text_config": 3}) == Family()
 
 

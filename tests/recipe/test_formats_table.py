@@ -38,10 +38,10 @@ def test_facts_of_formats_that_are_known_otherwise() -> None:
     assert (rows["nvfp4"]["bits_per_weight"], rows["mxfp4"]["bits_per_weight"]) == (4.5, 4.25)
     assert (rows["nvfp4"]["native"], rows["nvfp4_w4a4"]["native"]) == ("", "Blackwell")
     for name, row in rows.items():
-        abilities = get_container(row["container"]).ABILITIES
+        capabilities = get_container(row["container"]).CAPABILITIES
         assert set(row["readers"]) <= set(READERS)
-        assert bool(row["readers"]) is not abilities.own_reader, name
-        assert ("transformers" in row["readers"]) is (abilities.transformers != "never"), name
+        assert bool(row["readers"]) is not capabilities.own_reader, name
+        assert ("transformers" in row["readers"]) is (capabilities.transformers != "never"), name
 
 
 def test_the_tables_fit_80_columns_and_the_json_is_the_same() -> None:

@@ -88,7 +88,7 @@ def quantized(tensors: dict[str, tuple[int, ...]], config: dict[str, Any]) -> se
     recipe = Recipe((Rule("*", get_scheme("nvfp4")),)).for_model(config)
     shapes = {name: ("BF16", shape) for name, shape in tensors.items()}
     try:
-        plan = make_plan(shapes, config, recipe=recipe, abilities=get_container("compressed_tensors").ABILITIES)
+        plan = make_plan(shapes, config, recipe=recipe, capabilities=get_container("compressed_tensors").CAPABILITIES)
     except UsageError:  # nothing would be quantized
         return set()
     return {member.source.tensor for unit in plan.units for member in unit.members}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ptqpipe.errors import RecipeError, UsageError
-from ptqpipe.numerics.schemes import Abilities
+from ptqpipe.numerics.schemes import Capabilities
 from ptqpipe.recipe.file import build_recipe, parse_recipe
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.recipe.plan import Plan, conv1d_leaves, make_plan
@@ -26,13 +26,13 @@ def plan_of(
     *,
     recipe: Recipe | None = None,
     config: dict[str, Any] | None = None,
-    abilities: Abilities | None = None,
+    capabilities: Capabilities | None = None,
 ) -> Plan:
     return make_plan(
         shapes(tensors),
         tiny.LLAMA_CONFIG if config is None else config,
         recipe=recipe or build_recipe(RecipeOptions()),
-        abilities=abilities,
+        capabilities=capabilities,
     )
 
 
@@ -107,7 +107,7 @@ def test_fp8_blocks_need_both_dimensions() -> None:
 def test_the_last_block_of_rows_may_be_short_where_every_reader_sees_it(rows: int, *, even: bool, kept: str) -> None:
     plan = plan_of(
         {"x.weight": torch.zeros(rows, 256).bfloat16(), "y.weight": torch.zeros(128, 256).bfloat16()},
-        recipe=build_recipe(RecipeOptions(scheme="fp8_block")), abilities=Abilities(even_blocks=even),
+        recipe=build_recipe(RecipeOptions(scheme="fp8_block")), capabilities=Capabilities(even_blocks=even),
     )  # fmt: skip
     reasons = {entry.name: entry.reason for entry in plan.kept}
     assert reasons.get("x.weight", "").startswith(kept)
@@ -166,7 +166,7 @@ def test_stacks_that_readers_know_as_a_whole_are_quantized_where_a_container_sto
     reasons = {k.name: k.reason for k in plan_of(tensors).kept}
     assert "--container ptqpipe" in reasons[f"{moe}.input_linear.weight"]
     assert "model.layers.0.shared_mlp.input_linear.weight" not in reasons
-    plan = plan_of(tensors, abilities=Abilities(stacks=True))
+    plan = plan_of(tensors, capabilities=Capabilities(stacks=True))
     members = [m for u in plan.units for m in u.members if m.weight == f"{moe}.output_linear.weight"]
     assert [(m.shape, m.source.expert, m.source.transposed) for m in members] == [
         ((128, 64), expert, False) for expert in range(3)
@@ -215,7 +215,7 @@ def test_an_orientation_that_shapes_leave_open_is_kept_not_guessed() -> None:
 
 
 def test_a_container_of_stacks_gets_one_unit_an_expert_under_the_stacks_name() -> None:
-    plan = plan_of(tiny.fused_moe(), abilities=Abilities(stacks=True))
+    plan = plan_of(tiny.fused_moe(), capabilities=Capabilities(stacks=True))
     stack = [m for u in plan.units for m in u.members if m.stack is not None]
     assert {m.weight for m in stack} == {
         "model.layers.0.mlp.experts.gate_up_proj",
@@ -253,14 +253,14 @@ def test_conv1d_is_recognised_by_its_bias_and_kept() -> None:
     assert conv1d_leaves(shapes(tensors)) == {"c_attn", "c_proj"}
     plan = plan_of(tensors)
     assert [m.weight for u in plan.units for m in u.members] == ["h.0.mlp.fc.weight"]
-    own = {m.weight: m for u in plan_of(tensors, abilities=Abilities(transposed=True)).units for m in u.members}
+    own = {m.weight: m for u in plan_of(tensors, capabilities=Capabilities(transposed=True)).units for m in u.members}
     assert own["h.0.attn.c_attn.weight"].shape == (192, 64)
     assert own["h.0.attn.c_attn.weight"].source.transposed
     assert not own["h.0.mlp.fc.weight"].source.transposed
 
 
 def test_a_layout_of_experts_alone_keeps_every_matrix() -> None:
-    plan = plan_of(tiny.fused_moe(), abilities=Abilities(matrices=False, stacks=True))
+    plan = plan_of(tiny.fused_moe(), capabilities=Capabilities(matrices=False, stacks=True))
     assert {m.weight.rsplit(".", 1)[1] for u in plan.units for m in u.members} == {"gate_up_proj", "down_proj"}
     assert "stacks of experts only" in {k.name: k.reason for k in plan.kept}["model.layers.0.self_attn.q_proj.weight"]
 

@@ -12,7 +12,7 @@ import ptqpipe
 from ptqpipe.check.report.command import make_report
 from ptqpipe.cli import main
 from ptqpipe.conversion import job as rewriting
-from ptqpipe.run.machine import Job, Machine, bars_of, counting_bar, progress_bar
+from ptqpipe.run.machine import Job, Machine, counting_bar, progress_bar, progress_prefix
 from tests import tiny
 
 NAME = "model.layers.31.mlp.down_proj.weight"
@@ -27,7 +27,7 @@ def test_a_bar_has_title_amounts_memory_and_what_is_under_way(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("LINES", "24")
-    with bars_of("[2/5] calibrate"), counting_bar(4000, "tokens", shown=True, title="a.txt") as advance:
+    with progress_prefix("[2/5] calibrate"), counting_bar(4000, "tokens", shown=True, title="a.txt") as advance:
         advance(1000, "layer 1 of 4")
         advance(3000, "layer 4 of 4")
     first, *_, last = frames(capsys.readouterr().err)
@@ -43,7 +43,7 @@ def test_a_narrow_terminal_shows_the_peak_of_memory_behind_a_long_title(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
     with (
-        bars_of("[12/14] eval"),
+        progress_prefix("[12/14] eval"),
         counting_bar(250_000, "tokens", shown=True, title="source, held-out.jsonl") as advance,
     ):
         advance(250_000, "a window")
@@ -73,7 +73,7 @@ def test_every_bar_is_there_and_no_line_is_cut_inside_a_word(
     monkeypatch.setenv("LINES", "24")
     now = [0.0]
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
-    with bars_of(stage), counting_bar(total, unit, shown=True, title=title) as advance:
+    with progress_prefix(stage), counting_bar(total, unit, shown=True, title=title) as advance:
         for part in (total // 2, total - total // 2):
             now[0] += 0.11  # tqdm draws ten times a second
             advance(part, note)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ptqpipe.checkpoint.layouts import Role, StoredWeight
+from ptqpipe.checkpoint.layouts import PartKind, StoredWeight
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import FormatError
 from ptqpipe.models.source import Source
@@ -41,7 +41,7 @@ def bytes_of_part(stored: StoredWeight, rows: int, columns: int) -> int:
     """What a part of so many rows and columns takes at most: codes, the scales that it touches, global scales."""
     fmt = stored.scheme.fmt
     high, wide = fmt.block_extent(stored.shape)
-    scales = stored.part(Role.SCALES)
+    scales = stored.part(PartKind.SCALES)
     assert scales is not None
     each = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F32": 4}[scales.dtype]
     return rows * columns * fmt.element.bits // 8 + (rows // high + 2) * -(-columns // wide) * each + 8

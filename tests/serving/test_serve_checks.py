@@ -19,7 +19,7 @@ from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.serving import command as stage
 from ptqpipe.serving.command import ServeOptions
 from ptqpipe.serving.preflight import read_template
-from ptqpipe.serving.rank_processes import OtherRanks, Place
+from ptqpipe.serving.rank_processes import RankInfo, WorkerRanks
 from ptqpipe.serving.server.uvicorn_server import bind
 from ptqpipe.serving.vllm import VllmService
 from tests.serving.engine.models import DEMO
@@ -32,12 +32,12 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: Any) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(OtherRanks, "start", started)
+    monkeypatch.setattr(WorkerRanks, "start", started)
 
 
 def refused(options: ServeOptions, kind: type[PtqError], says: str, *, ranks: int = 1) -> None:
     with pytest.raises(kind) as error:
-        stage.serve(options, Place(0, ranks, ranks), worker=[], log=print)
+        stage.serve(options, RankInfo(0, ranks, ranks), worker=[], log=print)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -14,8 +14,8 @@ from ptqpipe.errors import UsageError
 from ptqpipe.pipeline import demo
 from ptqpipe.run import machine as machine_facts
 from ptqpipe.runtime.memory import available_bytes, cgroup_bytes, room
-from ptqpipe.serving import command as run, lead, rank_processes as ranks
-from ptqpipe.serving.rank_processes import Place, parse_place
+from ptqpipe.serving import command as run, rank_processes as ranks, rank_zero
+from ptqpipe.serving.rank_processes import RankInfo, parse_place
 
 GIB = 1 << 30
 
@@ -40,28 +40,28 @@ def v2(folder: str, limit: int | str, used: int, inactive: int = 0) -> dict[str,
 
 
 def test_each_rank_has_a_gpu_of_its_own() -> None:
-    assert [Place(rank, 4, 4, rank).device("cuda") for rank in range(4)] == [f"cuda:{n}" for n in range(4)]
-    assert Place().device("cuda:2") == "cuda:2"
-    assert Place(1, 2, 2, 1).device("cpu") == "cpu"
+    assert [RankInfo(rank, 4, 4, rank).device("cuda") for rank in range(4)] == [f"cuda:{n}" for n in range(4)]
+    assert RankInfo().device("cuda:2") == "cuda:2"
+    assert RankInfo(1, 2, 2, 1).device("cpu") == "cpu"
 
 
 def test_one_gpu_for_several_ranks_is_refused() -> None:
     with pytest.raises(UsageError, match=r"cuda:1 is one GPU for 2 ranks; use cuda"):
-        Place(0, 2, 2).device("cuda:1")
+        RankInfo(0, 2, 2).device("cuda:1")
 
 
 def test_ranks_that_the_command_starts_know_their_place_on_the_machine() -> None:
-    assert parse_place("/private/store/3", 4) == Place(3, 4, 4, 3, store="/private/store")
+    assert parse_place("/private/store/3", 4) == RankInfo(3, 4, 4, 3, store="/private/store")
 
 
 def test_ranks_of_torchrun_take_their_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     for name, value in names.items():
         monkeypatch.setenv(name, value)
-    assert _place(None, None) == Place(5, 8, 4, 1, torchrun=True)
+    assert _place(None, None) == RankInfo(5, 8, 4, 1, torchrun=True)
     monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert _place(None, None) == Place(5, 8, 8, 5, torchrun=True)
+    assert _place(None, None) == RankInfo(5, 8, 8, 5, torchrun=True)
 
 
 def test_a_machine_with_too_few_gpus_is_refused_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,14 +82,14 @@ def test_the_runner_computes_on_its_own_gpu_with_a_part_of_that_gpu_s_memory(mon
         asked["cache"] = cache.max_bytes
         return SimpleNamespace()
 
-    monkeypatch.setattr(lead, "load_rank", load)
-    monkeypatch.setattr(lead, "ModelRunner", runner)
-    monkeypatch.setattr(lead, "check_model", lambda model: None)
-    monkeypatch.setattr(lead, "use_kernels", lambda model: None)
+    monkeypatch.setattr(rank_zero, "load_rank", load)
+    monkeypatch.setattr(rank_zero, "ModelRunner", runner)
+    monkeypatch.setattr(rank_zero, "check_model", lambda model: None)
+    monkeypatch.setattr(rank_zero, "use_kernels", lambda model: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(current=device))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: {"cuda:1": (80 * GIB, 141 * GIB)}[device])
-    place = Place(1, 2, 2, 1, store="127.0.0.1:5")
-    lead._runner(run.ServeOptions("x", device="cuda"), place, 64, None)
+    place = RankInfo(1, 2, 2, 1, store="127.0.0.1:5")
+    rank_zero._runner(run.ServeOptions("x", device="cuda"), place, 64, None)
     assert (asked["device"], asked["current"], asked["cache"]) == ("cuda:1", "cuda:1", 20 * GIB)
 
 
@@ -97,24 +97,24 @@ def test_ranks_on_gpus_sum_in_a_group_of_nccl(monkeypatch: pytest.MonkeyPatch) -
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", asked.append)
     monkeypatch.setattr(torch.distributed, "new_group", lambda **options: asked.append(options["backend"]) or "group")
-    assert Place(1, 2, 2, 1).group_of_sums("cuda:1") == "group"
+    assert RankInfo(1, 2, 2, 1).group_of_sums("cuda:1") == "group"
     assert asked == ["cuda:1", "nccl"]  # the device first: a group belongs to the current one
-    assert Place(0, 1).group_of_sums("cuda:0") is None
-    assert Place(1, 2, 2, 1).group_of_sums("cpu") is None
+    assert RankInfo(0, 1).group_of_sums("cuda:0") is None
+    assert RankInfo(1, 2, 2, 1).group_of_sums("cpu") is None
     assert len(asked) == 2
 
 
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "available_bytes", lambda: 16 * GIB)
-    assert Place().cache_bytes("cpu") == 4 * GIB
-    assert Place(1, 2, 2, 1).cache_bytes("cpu") == 2 * GIB
+    assert RankInfo().cache_bytes("cpu") == 4 * GIB
+    assert RankInfo(1, 2, 2, 1).cache_bytes("cpu") == 2 * GIB
     monkeypatch.setattr(ranks, "available_bytes", lambda: 7)
-    assert Place().cache_bytes("cpu") == 1
+    assert RankInfo().cache_bytes("cpu") == 1
 
 
 def test_a_core_is_left_to_the_server_and_the_others_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_facts, "compute_threads", lambda: 9)
-    assert [Place(0, count, count).threads() for count in (1, 2, 4, 16)] == [8, 4, 2, 1]
+    assert [RankInfo(0, count, count).threads() for count in (1, 2, 4, 16)] == [8, 4, 2, 1]
 
 
 def test_without_limits_the_host_s_memory_counts(tmp_path: Path) -> None:

@@ -3,18 +3,18 @@
 import pytest
 
 from ptqpipe.errors import UsageError
-from ptqpipe.serving.rank_processes import Place, parse_place
+from ptqpipe.serving.rank_processes import RankInfo, parse_place
 
 
 @pytest.mark.parametrize(
     ("text", "size", "place"),
     [
-        ("/tmp/a/store/1", 2, Place(1, 2, 2, 1, store="/tmp/a/store")),
-        ("/a b/7", 8, Place(7, 8, 8, 7, store="/a b")),
-        ("/a/2/1", 4, Place(1, 4, 4, 1, store="/a/2")),
+        ("/tmp/a/store/1", 2, RankInfo(1, 2, 2, 1, store="/tmp/a/store")),
+        ("/a b/7", 8, RankInfo(7, 8, 8, 7, store="/a b")),
+        ("/a/2/1", 4, RankInfo(1, 4, 4, 1, store="/a/2")),
     ],
 )
-def test_a_place_is_where_the_first_rank_listens_and_a_number(text: str, size: int, place: Place) -> None:
+def test_a_place_is_where_the_first_rank_listens_and_a_number(text: str, size: int, place: RankInfo) -> None:
     assert parse_place(text, size) == place
 
 

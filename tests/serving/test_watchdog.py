@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ptqpipe.serving import rank_processes as ranks
-from ptqpipe.serving.rank_processes import OtherRanks, Place
+from ptqpipe.serving.rank_processes import RankInfo, WorkerRanks
 from ptqpipe.serving.watchdog import LOOK_S, STOPPED_S, Stopped, Watchdog
 
 LOOKS = 5
@@ -113,7 +113,7 @@ def test_of_ranks_that_have_ended_the_one_that_was_killed_is_named(
 ) -> None:
     """The other ended because that one did not answer it."""
     monkeypatch.setattr(ranks, "_LOST_S", 0.3)
-    found = OtherRanks(Place(size=3), {1: sleeper})
+    found = WorkerRanks(RankInfo(size=3), {1: sleeper})
     assert (found.lost("reset by peer"), found.broken) == ("a rank does not answer: reset by peer", False)
     ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
     ended.wait()

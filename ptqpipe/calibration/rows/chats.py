@@ -111,10 +111,10 @@ def _calls_of(call: Any) -> list[Any]:
 
 def _objects(value: Any, what: str) -> list[Any]:
     """A list of objects, of one as well. UsageError for anything else."""
-    found = [value] if isinstance(value, Mapping) else value
-    if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
+    objects = [value] if isinstance(value, Mapping) else value
+    if not isinstance(objects, list) or not all(isinstance(one, Mapping) for one in objects):
         raise UsageError(f"{what} is no list of objects; write calls as in OpenAI's messages, or leave such rows out")
-    return found
+    return objects
 
 
 def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:

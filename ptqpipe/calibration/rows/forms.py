@@ -50,20 +50,20 @@ class Notes:
 
     def lines(self) -> list[str]:
         """A line for each form, where one is unusual; then of rows that are left out, and of messages."""
-        found = []
+        lines = []
         for form, files in self.forms.items() if set(self.forms) - {*_USUAL} else ():
             name = next(iter(files)) if len(files) == 1 else f"{len(files)} files"
-            found.append(f"{name}: {form}, {sum(files.values()):,} of {self.rows:,} rows")
+            lines.append(f"{name}: {form}, {sum(files.values()):,} of {self.rows:,} rows")
         if self.empty[0]:
-            found.append(
+            lines.append(
                 f"{self.empty[0]:,} of {self.rows:,} rows have no text and are left out (first: {self.empty[1]})"
             )
-        found += [
+        lines += [
             f"warning: the model's chat template leaves out {role} of {count:,} rows (first: {where}); check "
             "that it is the model's own, or leave them out of the data"
             for role, (count, where) in self.lost.items()
         ]
-        return found
+        return lines
 
     def _has(self, name: str, form: str) -> None:
         files = self.forms.setdefault(form, {})

@@ -32,7 +32,7 @@ def files_of(names: Iterable[str], *, option: str = "--data") -> list[str]:
     A name may end in ``=WEIGHT`` (`weighted`) and keeps that; the files of a folder share its weight by their sizes.
     UsageError for a folder without any, for a file that does not exist, and for one that is there twice.
     """
-    found: list[str] = []
+    chosen: list[str] = []
     for name in names:
         if not name:
             raise UsageError(f"a name in {option} is empty; give a .txt, .jsonl or .parquet file")
@@ -40,15 +40,15 @@ def files_of(names: Iterable[str], *, option: str = "--data") -> list[str]:
         folder = Path(plain).expanduser()
         if not folder.is_dir():
             check_there(plain, folder, option)
-            found.append(name)
+            chosen.append(name)
             continue
         files = _in_folder(plain, folder)
         if weight is not None:
             sizes = [max(1, Path(file).stat().st_size) for file in files]  # one without text is refused when it is read
             files = [f"{file}={weight * size / sum(sizes)!r}" for file, size in zip(files, sizes, strict=True)]
-        found += files
-    check_once(found, option, weights=option == "--data")
-    return found
+        chosen += files
+    check_once(chosen, option, weights=option == "--data")
+    return chosen
 
 
 def _in_folder(name: str, folder: Path) -> list[str]:
@@ -80,13 +80,13 @@ def check_once(names: Iterable[str], option: str, *, weights: bool = False) -> N
 
 def weighted(name: str) -> tuple[str, float | None]:
     """A name of --data and its weight, ``text.txt=2``; None where it has none. UsageError for a weight that is none."""
-    found = _WEIGHT.fullmatch(name)
-    if found is None or os.path.exists(os.path.expanduser(name)):
+    match = _WEIGHT.fullmatch(name)
+    if match is None or os.path.exists(os.path.expanduser(name)):
         return name, None
-    weight = float(found[2])
+    weight = float(match[2])
     if not 0 < weight <= _LARGEST:
-        raise UsageError(f"--data {name} has the weight {found[2]}, expected a number above 0, at most {_LARGEST:.0f}")
-    return found[1], weight
+        raise UsageError(f"--data {name} has the weight {match[2]}, expected a number above 0, at most {_LARGEST:.0f}")
+    return match[1], weight
 
 
 def check_there(name: str, path: Path, option: str = "--data") -> None:

@@ -372,5 +372,5 @@ def elements(text: str, read: Callable[[int], str], *, most: int) -> Iterator[An
 
 
 def _end_of_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return at if found is None else found.end()
+    match = _SPACE.match(text, at)
+    return at if match is None else match.end()

@@ -49,8 +49,8 @@ class CachedLogits:
 
     def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
         """As ``scores.Logits`` says."""
-        found = self._read(batch)
-        return found if found is not None else self._compute(batch, tokens)
+        stored = self._read(batch)
+        return stored if stored is not None else self._compute(batch, tokens)
 
     def fill(
         self, windows: Sequence[Window], tokens: torch.Tensor, *, on_batch: Callable[[int], None] | None = None
@@ -77,15 +77,15 @@ class CachedLogits:
         data = raw.numpy().data
         with suppress(OSError):
             write_atomically(self._file(batch), data, zlib.crc32(data).to_bytes(4, "little"))
-        found = decode(raw, *logits.shape)
-        assert found is not None
-        return found
+        decoded = decode(raw, *logits.shape)
+        assert decoded is not None
+        return decoded
 
     def _file(self, batch: Sequence[Window]) -> Path:
         return self.folder / f"{batch[0].start}-{batch[-1].stop}"
 
     def _read(self, batch: Sequence[Window]) -> torch.Tensor | None:
-        """What is stored of a batch; None where it is missing or damaged."""
+        """The cached log-probabilities of a batch; None where they are missing or damaged."""
         try:
             raw = bytearray(self._file(batch).read_bytes())
         except OSError:
@@ -108,16 +108,16 @@ class KeptLogits:
             raise UsageError(
                 f"log-probabilities of {len(tokens)} tokens take {memory_size(needed)}; use --max-tokens {most} or less"
             )
-        found = windows_of(len(tokens), window, begin=begin)
+        windows = windows_of(len(tokens), window, begin=begin)
         self._kept = {
             batch[0].start: encode(model_logits(model, batch, tokens))
-            for batch in batches(found, vocabulary=self.vocabulary)
+            for batch in batches(windows, vocabulary=self.vocabulary)
         }
 
     def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
-        found = decode(self._kept[batch[0].start], sum(window.scored for window in batch), self.vocabulary)
-        assert found is not None
-        return found
+        logits = decode(self._kept[batch[0].start], sum(window.scored for window in batch), self.vocabulary)
+        assert logits is not None
+        return logits
 
 
 def open_cache(
@@ -165,7 +165,7 @@ def open_cache(
 
 
 def store_bytes(windows: Sequence[Window], vocabulary: int) -> int:
-    """What the store of a text takes on disk, at most."""
+    """Upper bound of a text's logit cache on disk."""
     files = len(list(batches(windows, vocabulary=vocabulary)))
     return sum(window.scored for window in windows) * (MOST * vocabulary + 4) + 4 * files
 
@@ -232,9 +232,9 @@ def decode(raw: torch.Tensor, rows: int, vocabulary: int) -> torch.Tensor | None
     if len(raw) < 4 * rows + count:
         return None
     top, high, low = raw[: 4 * rows], raw[4 * rows : 4 * rows + count], raw[4 * rows + count :]
-    found, read = torch.empty(rows, vocabulary), 0
+    values, read = torch.empty(rows, vocabulary), 0
     for block, part in zip(
-        torch.split(found, step := max(1, _ROWS // vocabulary)), torch.split(high, step * vocabulary), strict=True
+        torch.split(values, step := max(1, _ROWS // vocabulary)), torch.split(high, step * vocabulary), strict=True
     ):
         fine = part < _FINE
         end = read + int(fine.sum())
@@ -247,4 +247,4 @@ def decode(raw: torch.Tensor, rows: int, vocabulary: int) -> torch.Tensor | None
     if read != len(low):
         return None
     first = top.clone().view(torch.int32).to(torch.int64)[:, None]
-    return found.scatter_(1, first, found.amax(-1, keepdim=True) + _FIRST)
+    return values.scatter_(1, first, values.amax(-1, keepdim=True) + _FIRST)

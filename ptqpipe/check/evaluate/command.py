@@ -48,7 +48,7 @@ from ptqpipe.runtime.loading import (
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure and how.
+    """Options of an evaluation.
 
     data         texts: files, folders of them, data sets by name; the package's sample for neither data nor tasks
     field        of each row of them, with its text; None: the usual ones

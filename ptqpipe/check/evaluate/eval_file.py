@@ -59,9 +59,9 @@ def result_json(
         "samples": samples,
         "made": made or {},
     }
-    found = {key: _finite(value) for key, value in content.items()}
-    judged = verdict(found)
-    return {**found, "verdict": None if judged is None else judged._asdict()}
+    fields = {key: _finite(value) for key, value in content.items()}
+    judged = verdict(fields)
+    return {**fields, "verdict": None if judged is None else judged._asdict()}
 
 
 def _finite(value: Any) -> Any:
@@ -72,26 +72,26 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def perplexity_row(text: "Text", found: "Perplexity", *, window: int, stride: int) -> dict[str, Any]:
+def perplexity_row(text: "Text", perplexity: "Perplexity", *, window: int, stride: int) -> dict[str, Any]:
     """The row of a text."""
     return {
         "data": text.name,
         "sha256": text.sha256,
-        "tokens": found.tokens,
+        "tokens": perplexity.tokens,
         "window": window,
         "stride": stride,
-        "checkpoint": found.value,
-        "baseline": found.reference,
-        "nll": found.nll,
-        "nll_baseline": found.nll_reference,
-        "difference": found.difference,
-        "interval": found.interval,
+        "checkpoint": perplexity.value,
+        "baseline": perplexity.reference,
+        "nll": perplexity.nll,
+        "nll_baseline": perplexity.nll_reference,
+        "difference": perplexity.difference,
+        "interval": perplexity.interval,
     }
 
 
-def kl_row(text: "Text", found: "Divergence", **tokens: Any) -> dict[str, Any]:
+def kl_row(text: "Text", divergence: "Divergence", **tokens: Any) -> dict[str, Any]:
     """The row of a text. ``tokens``: where the divergence lies, by the names of the module's list."""
-    return {"data": text.name, **asdict(found), **tokens}
+    return {"data": text.name, **asdict(divergence), **tokens}
 
 
 def task_row(metric: "TaskMetric", baseline: "TaskMetric | None") -> dict[str, Any]:
@@ -129,10 +129,10 @@ def _file_name(value: Any) -> str:
 
 
 def _real(value: Any) -> float:
-    found = float(value)
-    if not math.isfinite(found):
-        raise ValueError(f"{found} where a number was expected")
-    return found
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} where a number was expected")
+    return number
 
 
 def _interval(value: Any) -> tuple[float, float]:
@@ -208,10 +208,14 @@ def read_result(path: Path, *, run_id: str | None) -> dict[str, Any]:
     try:
         baseline, settings = content.get("baseline"), content.get("settings") or {}
         rows = {kind: [_checked(row, kind) for row in content.get(kind) or ()] for kind in _MUST}
-        given = {key: value for key, value in settings.items() if value is not None}
-        words = (f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in given.items())
-        made = tuple((str(what), str(value)) for what, value in (content.get("made") or {}).items() if value)
-        names = {"baseline": str(baseline["name"]) if baseline else "", "settings": ", ".join(words), "made": made}
+        values = {key: value for key, value in settings.items() if value is not None}
+        words = (f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items())
+        provenance = tuple((str(what), str(value)) for what, value in (content.get("made") or {}).items() if value)
+        names = {
+            "baseline": str(baseline["name"]) if baseline else "",
+            "settings": ", ".join(words),
+            "made": provenance,
+        }
         return {**names, **rows}
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(

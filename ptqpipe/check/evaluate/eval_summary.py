@@ -66,8 +66,8 @@ def write(result: Mapping[str, Any], out: Path, *, ckpt: Path, warn: Callable[[s
 def render(result: Mapping[str, Any]) -> str:
     """The result for a terminal: the verdict in words first, then tables that fit 80 columns."""
     settings = result["settings"]
-    found = verdict(result)
-    lines = [] if found is None else [str(found), found.like, ""]
+    judged = verdict(result)
+    lines = [] if judged is None else [str(judged), judged.like, ""]
     against = "" if result["baseline"] is None else f" against {result['baseline']['name']}"
     lines.append(
         f"{result['checkpoint']['name']}{against} ({settings['dtype']}, activations {settings['activations']})"

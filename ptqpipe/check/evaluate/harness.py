@@ -85,8 +85,8 @@ def check_tasks(request: TaskRequest) -> None:
         if name in _local_names():
             _local_config(name, request.task_data)
         elif name not in manager.all_tasks:
-            known = [*_local_names(), *manager.all_tasks]
-            near = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
+            names = [*_local_names(), *manager.all_tasks]
+            near = difflib.get_close_matches(name, names, n=4, cutoff=0.5)
             hint = f"; near it are {', '.join(near)}" if near else "; `lm_eval ls tasks` lists all"
             raise UsageError(f"task {name!r} is unknown{hint}")
 
@@ -113,7 +113,7 @@ def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, progress: boo
             ) from None
         lm = _language_model()(pretrained=model, tokenizer=tokenizer, batch_size=request.batch_size)
         with _without_git(), _in_one_process(), tokenizer_errors("a text of the tasks"):
-            found = simple_evaluate(
+            results = simple_evaluate(
                 model=lm,
                 tasks=list(tasks.values()),
                 task_manager=manager,
@@ -128,7 +128,7 @@ def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, progress: boo
             PtqWarning,
             stacklevel=2,
         )
-    return [metric for name, task in tasks.items() for metric in _metrics(name, task, found)]
+    return [metric for name, task in tasks.items() for metric in _metrics(name, task, results)]
 
 
 @cache
@@ -180,14 +180,14 @@ def _resampler(metric: TaskMetric) -> Callable[[np.ndarray], float]:
     return lambda drawn: float(metric.aggregate([metric.values[index] for index in drawn]))
 
 
-def _metrics(name: str, task: Any, found: Any) -> Iterator[TaskMetric]:
-    results, aggregations = found["results"][name], task.aggregation()
-    better = found["higher_is_better"].get(name, {})
+def _metrics(name: str, task: Any, content: Any) -> Iterator[TaskMetric]:
+    results, aggregations = content["results"][name], task.aggregation()
+    better = content["higher_is_better"].get(name, {})
     for key, value in results.items():
         metric, comma, choice = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
             continue
-        samples = [sample for sample in found["samples"][name] if sample.get("filter", choice) == choice]
+        samples = [sample for sample in content["samples"][name] if sample.get("filter", choice) == choice]
         values = [sample[metric] for sample in samples if metric in sample]
         stderr = results.get(f"{metric}_stderr,{choice}")
         yield TaskMetric(
@@ -268,15 +268,15 @@ def _local_config(name: str, task_data: Path | None) -> dict[str, Any]:
     files: Mapping[str, str] = config["dataset_kwargs"]["data_files"]
     if task_data is None:
         raise UsageError(f"task {name!r} reads {', '.join(files.values())}; name its folder with --task-data DIR")
-    found = {}
+    paths = {}
     for split, file in files.items():
         places = [task_data / file, *sorted(task_data.glob(f"*/{file}"))]
         place = next((place for place in places if place.is_file()), None)
         if place is None:
             raise UsageError(f"task {name!r} needs {file} in {task_data} or one folder down; it is not there")
         _check_rows(place, config["metadata"]["fields"])
-        found[split] = str(place.resolve())
-    return {**config, "dataset_kwargs": {"data_files": found}}
+        paths[split] = str(place.resolve())
+    return {**config, "dataset_kwargs": {"data_files": paths}}
 
 
 def _check_rows(file: Path, fields: Sequence[str]) -> None:

@@ -42,7 +42,7 @@ class Window:
 
     @property
     def scored(self) -> int:
-        """How many tokens are scored."""
+        """Number of scored tokens."""
         return self.stop - self.first
 
 
@@ -82,23 +82,23 @@ def windows(count: int, window: int, *, stride: int | None = None, begin: int | 
     stride = window if stride is None else stride
     if window < 2 or not 1 <= stride <= window:
         raise UsageError(f"window {window} and stride {stride}: expected a window of 2 or more and 1 <= stride <= it")
-    found: list[Window] = []
+    spans: list[Window] = []
     end = 0
     for start in range(0, count, stride):
         stop = min(start + window, count)
         first = max(end, start + 1)
         if first < stop:
-            found.append(Window(start, stop, first, begin))
+            spans.append(Window(start, stop, first, begin))
         end = stop
         if stop == count:
             break
-    return found
+    return spans
 
 
-def batches(found: Sequence[Window], *, vocabulary: int) -> Iterator[list[Window]]:
+def batches(spans: Sequence[Window], *, vocabulary: int) -> Iterator[list[Window]]:
     """Windows in batches of one length each: as many as fit ``BATCH_TOKENS`` and ``BATCH_LOGITS``, at least one."""
     batch: list[Window] = []
-    for window in found:
+    for window in spans:
         length = window.stop - window.start
         most = max(1, min(BATCH_TOKENS, BATCH_LOGITS // vocabulary) // length)
         if batch and (len(batch) >= most or batch[0].stop - batch[0].start != length):
@@ -122,8 +122,8 @@ def scoring_bytes(vocabulary: int, window: int) -> int:
 def vocabulary_of(model: Any) -> int | None:
     """Width of the logits of a model or a store of logits (its ``vocabulary``), None where it is unknown."""
     if not isinstance(model, torch.nn.Module):
-        found: int | None = getattr(model, "vocabulary", None)
-        return found
+        width: int | None = getattr(model, "vocabulary", None)
+        return width
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     return int(model.config.get_text_config().vocab_size if head is None else head.weight.shape[0])  # type: ignore[union-attr, operator]
 
@@ -160,18 +160,18 @@ def score(
     UsageError for tokens outside the vocabulary, too few tokens, or a reference with another vocabulary.
     """
     stride = window if stride is None else stride
-    found = windows(int(tokens.numel()), window, stride=stride, begin=begin)
-    if not found:
+    spans = windows(int(tokens.numel()), window, stride=stride, begin=begin)
+    if not spans:
         raise UsageError(f"{tokens.numel()} tokens are too few to score; expected 2 or more")
     vocabulary = _checked_vocabulary(model, reference, tokens)
     give, compare = _logits_of(model), None if reference is None else _logits_of(reference)
     # Made once: small tensors that outlive their batch would lie between the large ones that come and go, and keep the
     # heap from reusing their place.
-    count = sum(w.scored for w in found)
+    count = sum(w.scored for w in spans)
     columns = [torch.empty(count, dtype=dtype) for dtype in _COLUMNS[: 1 if compare is None else None]]
     cluster, done = torch.empty(count, dtype=torch.int64), 0
-    number = iter(range(len(found)))
-    for batch in batches(found, vocabulary=vocabulary):
+    number = iter(range(len(spans)))
+    for batch in batches(spans, vocabulary=vocabulary):
         targets = torch.cat([tokens[w.first : w.stop] for w in batch])
         logits = give(batch, tokens)
         other = None if compare is None else compare(batch, tokens)

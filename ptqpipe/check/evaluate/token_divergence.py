@@ -22,8 +22,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def kl_histogram(scores: Scores) -> dict[str, Any]:
-    """How many tokens have which KL: ``counts[0]`` below ``first`` nats, then ``per_decade`` bins for each power of
-    ten, and what lies above them in the last one."""
+    """Histogram of the tokens' KL divergences: ``counts[0]`` below ``first`` nats, then ``per_decade`` bins for each
+    power of ten, then one bin for all above."""
     assert scores.kl is not None
     places = (scores.kl.double().clamp_min(FIRST / 10) / FIRST).log10().mul(PER_DECADE).floor().long() + 1
     counts = torch.bincount(places.clamp(0, BINS + 1), minlength=BINS + 2)
@@ -85,9 +85,9 @@ def worst_tokens(scores: Scores, tokens: torch.Tensor, decode: Decode) -> list[d
 
 def _places(scores: Scores, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 [T] each: where a scored token lies in the text, and how many tokens of context it was scored from."""
-    found = windows(count, scores.window, stride=scores.stride)
-    index = torch.cat([torch.arange(w.first, w.stop) for w in found])
-    start = torch.cat([torch.full((w.scored,), w.start) for w in found])
+    spans = windows(count, scores.window, stride=scores.stride)
+    index = torch.cat([torch.arange(w.first, w.stop) for w in spans])
+    start = torch.cat([torch.full((w.scored,), w.start) for w in spans])
     return index, index - start
 
 
@@ -108,6 +108,6 @@ def continued(model: Any, beginning: torch.Tensor, *, begin: int | None = None, 
     first = beginning.new_full((len(beginning), int(begin is not None)), begin or 0)
     ids = torch.cat([first, beginning], 1).to(model.device)
     plain = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "num_beams": 1}
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, pad_token_id=0, **plain)
-    written: torch.Tensor = made[:, ids.shape[1] :].cpu()
+    generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, pad_token_id=0, **plain)
+    written: torch.Tensor = generated[:, ids.shape[1] :].cpu()
     return written

@@ -82,15 +82,15 @@ def read_text(
     if texts:
         with tokenizer_errors(str(name)):
             ids = tokenizer()("\n\n".join(texts), verbose=False)["input_ids"]
-    found = torch.tensor(ids, dtype=torch.int64)[:max_tokens]
+    ids_tensor = torch.tensor(ids, dtype=torch.int64)[:max_tokens]
     if max_tokens is not None and max_tokens < LEAST:
         raise UsageError(f"--max-tokens {max_tokens}: expected 2 or more, since each is predicted from those before it")
-    if found.numel() < LEAST:
-        raise _too_short(name, found.numel())
-    digest = hashlib.sha256(found.numpy().astype("<i8").tobytes()).hexdigest()
+    if ids_tensor.numel() < LEAST:
+        raise _too_short(name, ids_tensor.numel())
+    digest = hashlib.sha256(ids_tensor.numpy().astype("<i8").tobytes()).hexdigest()
     path = Path(name).expanduser()
     shown = SAMPLE_NAME if path == SAMPLE else path.resolve().name if path.exists() else str(name)
-    return Text(shown, found, digest, begin() if begins else None, tuple(notes.lines()))
+    return Text(shown, ids_tensor, digest, begin() if begins else None, tuple(notes.lines()))
 
 
 def check_text(name: str, tokenizer: Callable[[], Any], *, field: str | None = None) -> list[str]:

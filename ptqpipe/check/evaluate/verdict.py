@@ -48,7 +48,7 @@ _BEYOND = 1.5  # times the first or the last of them, which are not like it any 
 
 
 class Verdict(NamedTuple):
-    """How a checkpoint compares with its baseline.
+    """Comparison of a checkpoint with its baseline.
 
     level  one of WORDS
     words  the numbers behind it, in words: KL, same top token, perplexity
@@ -76,8 +76,8 @@ def verdict(result: Mapping[str, Any]) -> Verdict | None:
     words, same = [f"KL {kl:.2e}".replace("e-0", "e-").replace("e+0", "e+")], worst.get("top1_agreement")
     if same is not None:
         words.append(f"same top token {100 * float(same):.1f} %")
-    known = change.get(worst["data"])
-    words += [str(known)] if known is not None else []
+    perplexity = change.get(worst["data"])
+    words += [str(perplexity)] if perplexity is not None else []
     return Verdict(WORDS[place], ", ".join(words), like(kl))
 
 
@@ -104,8 +104,8 @@ def thresholds() -> str:
 
 
 class _Change(NamedTuple):
-    """Of a text's perplexity, relative to the baseline's; ``noise``: whether its interval has zero inside; None where
-    there is no interval."""
+    """Relative change of a text's perplexity; ``noise``: whether its confidence interval contains zero; None without an
+    interval."""
 
     relative: float
     noise: bool | None
@@ -123,7 +123,7 @@ class _Change(NamedTuple):
 
 
 def _place(row: Mapping[str, Any], change: _Change | None) -> int:
-    """Of a text's word in WORDS."""
+    """The index of a text's verdict in WORDS."""
     kl, same = float(row["mean"]), row.get("top1_agreement")
     rise = change.relative if change is not None and change.noise is False else 0.0
     reached = (

@@ -70,8 +70,8 @@ def gather(
             raise UsageError(f"{ckpt} is not quantized; a report is about a checkpoint that ptqpipe convert wrote")
         record, notes = _record(opened)
         run_id = record.raw.get("run_id") if record is not None else None
-        found = read_result(evaluation, run_id=run_id) if evaluation is not None else None
-        word = verdict(found) if found is not None else None
+        result = read_result(evaluation, run_id=run_id) if evaluation is not None else None
+        word = verdict(result) if result is not None else None
         machine = machine or Machine()
         if log is not None:
             log(f"report on {ckpt}, {'without its source' if source is None else f'against {source}'}")
@@ -83,9 +83,9 @@ def gather(
                 original = as_quantized(original, {} if record is None else record.raw)
                 report = _gather(ckpt, opened, original, record, machine=machine, all_rows=all_rows)
         words = None if word is None else (word.level, word.words, f"{word.like}. {thresholds()}")
-        made = tuple((f"evaluation: {what}", value) for what, value in found["made"]) if found is not None else ()
-        facts = (*report.provenance, *made)
-        return replace(report, evaluation=found, verdict=words, provenance=facts, notes=(*notes, *report.notes))
+        run_rows = tuple((f"evaluation: {what}", value) for what, value in result["made"]) if result is not None else ()
+        facts = (*report.provenance, *run_rows)
+        return replace(report, evaluation=result, verdict=words, provenance=facts, notes=(*notes, *report.notes))
 
 
 def _record(opened: Source) -> tuple[Record | None, list[str]]:
@@ -153,20 +153,20 @@ def _gather(
 def _illegal(items: Sequence[Item], scans: Sequence[Scan]) -> list[str]:
     """A note on weights that no reader decodes, if there are any."""
     names = [item.name for item, scan in zip(items, scans, strict=True) if scan.illegal]
-    found = f"{len(names)} weights have numbers that no quantizer may write, the first {names[0]}" if names else ""
-    return [f"{found}; ptqpipe verify lists them"] if names else []
+    count = f"{len(names)} weights have numbers that no quantizer may write, the first {names[0]}" if names else ""
+    return [f"{count}; ptqpipe verify lists them"] if names else []
 
 
 def _kept(opened: Source, record: Record | None) -> tuple[KeptTensor, ...]:
     raw = record.raw.get("kept") if record is not None else None
-    found = []
+    tensors = []
     for name in opened.plain:
         entry = opened.reader.entries[name]
         claim = raw.get(name) if isinstance(raw, Mapping) else None
         reason = str(claim.get("reason", "")) if isinstance(claim, Mapping) else ""
         reason = "scale of the kv cache" if not reason and is_kv_scale(name) else reason
-        found.append(KeptTensor(name, role_of(name), layer_of(name), entry.dtype, entry.shape, entry.nbytes, reason))
-    return tuple(found)
+        tensors.append(KeptTensor(name, role_of(name), layer_of(name), entry.dtype, entry.shape, entry.nbytes, reason))
+    return tuple(tensors)
 
 
 def _headline(opened: Source) -> tuple[str, ...]:
@@ -201,22 +201,22 @@ def make_report(
     Raises what :func:`gather` raises, and OutputError where ``out`` exists and is no report: before anything is read.
     """
     target, kind = target_of(ckpt, out=out, kind=kind)
-    known = find_source(ckpt) if source is None else source
-    if all_rows and known is None:
+    original = find_source(ckpt) if source is None else source
+    if all_rows and original is None:
         raise UsageError("--all says on how many rows of the source searches are compared; add --source")
     measured = find_evaluation(ckpt) if evaluation is None else evaluation
     machine = machine or Machine()
-    report = gather(ckpt, source=known, evaluation=measured, all_rows=all_rows, machine=machine, log=log)
+    report = gather(ckpt, source=original, evaluation=measured, all_rows=all_rows, machine=machine, log=log)
     own = claims_own(ckpt)
     faults = len(verify(ckpt, workers=machine.workers, progress=machine.progress).faults) if own else None
-    made = tuple((f"this report: {what}", value) for what, value in run_facts(command).items() if value)
-    report = replace(report, faults=faults, provenance=(*report.provenance, *made))
+    run_rows = tuple((f"this report: {what}", value) for what, value in run_facts(command).items() if value)
+    report = replace(report, faults=faults, provenance=(*report.provenance, *run_rows))
     write_file(target, render(report, kind=kind))
-    return target, "\n".join(_told(target, report, known, measured))
+    return target, "\n".join(_told(target, report, original, measured))
 
 
 def target_of(ckpt: Path, *, out: Path | None, kind: str | None) -> tuple[Path, str]:
-    """Where a report goes, and its kind. UsageError for another ending, OutputError for a file that is no report."""
+    """The path and kind of a report. UsageError for another ending, OutputError for a file that is no report."""
     if kind is None:
         kind = "html" if out is None else KINDS.get(out.suffix.lower())
     if kind is None:
@@ -230,12 +230,12 @@ def target_of(ckpt: Path, *, out: Path | None, kind: str | None) -> tuple[Path, 
 
 
 def _told(target: Path, report: Report, source: Path | None, evaluation: Path | None) -> list[str]:
-    """What the terminal says of a report: what it is made of, its verdict, its notes, where it lies."""
+    """Lines for the terminal: a report's inputs, verdict, notes and path."""
     lines = [_summary(report)]
     if report.verdict is not None:
         lines.append(f"{report.verdict[1]}: {report.verdict[0]}")
-    for what, found, remedy in (("source", source, "--source MODEL"), ("eval file", evaluation, "--eval FILE")):
-        lines.append(f"{what}: {found}" if found is not None else f"{what}: not found; give it with {remedy}")
+    for what, path, remedy in (("source", source, "--source MODEL"), ("eval file", evaluation, "--eval FILE")):
+        lines.append(f"{what}: {path}" if path is not None else f"{what}: not found; give it with {remedy}")
     lines += [f"note: {one_line(note, limit=300)}" for note in report.notes]
     lines += [f"{report.faults} faults: ptqpipe verify {report.name} lists them"] if report.faults else []
     return [*lines, f"written to {target}"]

@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
     @property
     def perplexity(self) -> float | None:
-        """Of the text that it is judged by."""
+        """Perplexity on the text that the verdict is from."""
         rows = self.report.evaluation["perplexity"] if self.report.evaluation is not None and self.kl else ()
         return next((row["checkpoint"] for row in rows if self.kl is not None and row["data"] == self.kl["data"]), None)
 
@@ -53,8 +53,8 @@ def render_comparison(reports: Sequence[Report], *, kind: str, notes: Sequence[s
         return _markdown(rows, notes)
     measured = [row for row in rows if row.kl is not None and row.kl["mean"] > 0]
     measure = _measure(rows)
-    known = measure is not None and any(measure.of_weights(row, row.report.weights) is not None for row in rows)
-    in_roles = measure if known else None
+    has_errors = measure is not None and any(measure.of_weights(row, row.report.weights) is not None for row in rows)
+    in_roles = measure if has_errors else None
     return page(
         "compare.html.jinja",
         mark=HTML_MARK,
@@ -121,7 +121,7 @@ def _sqnr(_row: Row, weights: Sequence[ReportedWeight]) -> float | None:
 
 
 def _output_error(row: Row, weights: Sequence[ReportedWeight]) -> float | None:
-    """Of plain rounding it is 1, and unknown of codes that tune chose."""
+    """Output error relative to plain rounding: 1 for plain rounding itself, unknown for learned codes."""
     learned = row.report.by_data and row.report.versus_rtn is None
     return None if learned else mean_known(1.0 if weight.plain else weight.versus_rtn for weight in weights)
 
@@ -132,7 +132,7 @@ def _by_number(row: Row, of: Callable[[Row, Sequence[ReportedWeight]], float | N
     for weight in row.report.weights:
         if weight.layer is not None:
             layers[weight.layer].append(weight)
-    return [(layer, value) for layer, found in sorted(layers.items()) if (value := of(row, found)) is not None]
+    return [(layer, value) for layer, members in sorted(layers.items()) if (value := of(row, members)) is not None]
 
 
 def _tuned_layers(row: Row) -> list[tuple[int, float]]:
@@ -166,15 +166,15 @@ def _by_role(rows: Sequence[Row], measure: Measure | None) -> list[tuple[str, li
     """(role, (formats, error) of each checkpoint) in the order of a decoder layer; the error is "" where it is not
     compared."""
     names = sorted({shown(weight.role) for row in rows for weight in row.report.weights}, key=place)
-    found = []
+    table = []
     for name in names:
         cells = []
         for row in rows:
             weights = [weight for weight in row.report.weights if shown(weight.role) == name]
             formats = ", ".join(sorted({weight.scheme for weight in weights})) or "not quantized"
             cells.append((formats, measure.shown(measure.of_weights(row, weights)) if measure is not None else ""))
-        found.append((name, cells))
-    return found
+        table.append((name, cells))
+    return table
 
 
 def _markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:

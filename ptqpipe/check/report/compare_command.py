@@ -41,25 +41,25 @@ def compare(
 
 
 def _check_one_model(ckpts: Sequence[Path]) -> None:
-    known: dict[str, tuple[Path, str]] = {}
+    by_fingerprint: dict[str, tuple[Path, str]] = {}
     for ckpt in ckpts:
         source = read_source(ckpt)
         if source.get("fingerprint"):
-            known.setdefault(str(source["fingerprint"]), (ckpt, str(source.get("name"))))
-    if len(known) > 1:
-        (a, first), (b, second), *_ = known.values()
+            by_fingerprint.setdefault(str(source["fingerprint"]), (ckpt, str(source.get("name"))))
+    if len(by_fingerprint) > 1:
+        (a, first), (b, second), *_ = by_fingerprint.values()
         same = f", another model of that name than {a} was" if first == second else f", {a} from {first}"
         raise UsageError(f"{b} was made from {second}{same}; give checkpoints of one model")
 
 
 def _notes(reports: Sequence[Report]) -> list[str]:
-    """What keeps the divergences from being compared."""
+    """Reasons why the divergences are not comparable."""
     missing = [report.name for report in reports if report.verdict is None]
-    found = [f"not measured: {', '.join(missing)}; run ptqpipe eval {missing[0]} --source MODEL"] if missing else []
+    lines = [f"not measured: {', '.join(missing)}; run ptqpipe eval {missing[0]} --source MODEL"] if missing else []
     texts = {_text_of(report.evaluation) for report in reports if report.evaluation is not None and report.verdict}
     if len(texts) > 1:
-        found.append("the divergences are of different texts or windows: compare them with care, or measure again")
-    return found
+        lines.append("the divergences are of different texts or windows: compare them with care, or measure again")
+    return lines
 
 
 def _text_of(evaluation: Mapping[str, Any]) -> tuple[tuple[str, str | None, int | None], ...]:

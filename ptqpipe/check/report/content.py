@@ -14,7 +14,7 @@ from ptqpipe.run.quantities import decibels
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """How a weight uses the codes of its format.
+    """Counts of a weight's codes and scales at the ends of their ranges.
 
     elements, largest, zero   weights; those at the largest code (of either sign); those at the code of zero
     blocks                    block scales
@@ -36,7 +36,7 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class ScaleChoice:
-    """What one way of choosing scales leaves of the squared error that abs-max scales leave (1.0)."""
+    """Squared error of a scale search relative to abs-max scales (1.0)."""
 
     name: str
     versus_absmax: float
@@ -88,7 +88,7 @@ class ReportedWeight:
 
     @property
     def elements(self) -> int:
-        """How many weights it holds."""
+        """Number of weights."""
         return self.shape[0] * self.shape[1]
 
     @property
@@ -119,7 +119,7 @@ class KeptTensor:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How often each scale code occurs over the weights of one format.
+    """Histogram of scale codes over the weights of one format.
 
     codec    "e4m3", "e8m0", or "float" for scales that are plain floats: then codes count quarters of an octave
     values   the number that each code stands for
@@ -157,7 +157,7 @@ class WorstBlock:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """How far the scales are proven optimal.
+    """Result of the brute-force check that scales are optimal.
 
     claimed    weights whose record says so; None without a record
     checked    blocks that brute force scored for this report; 0 without a source
@@ -225,7 +225,7 @@ class Report:
 
     @property
     def quantized_params(self) -> int:
-        """How many numbers are quantized."""
+        """Number of quantized parameters."""
         return sum(weight.elements for weight in self.weights)
 
     @property

@@ -30,8 +30,8 @@ def error_lines(rows: Sequence[RoleRow]) -> Drawn | None:
     """
     formats = list(dict.fromkeys(row.format for row in rows))
     roles = list(dict.fromkeys(row.role for row in rows))
-    found = [_error_line([row for row in rows if row.role == role], formats[0]) for role in roles]
-    series = [line for line in found if line is not None]
+    lines = [_error_line([row for row in rows if row.role == role], formats[0]) for role in roles]
+    series = [line for line in lines if line is not None]
     if len({x for s in series for x, _, _ in s.points}) < 2:
         return None
     label = "signal to quantization noise ratio of the weights by layer, one line a role"
@@ -55,8 +55,8 @@ def _error_line(rows: Sequence[RoleRow], first: str) -> charts.Series | None:
         points.append((layer, pooled, f"layer {layer}  {rows[0].role}  {formats}: {pooled:.2f} dB{of}"))
         ranges.append((layer, min(values), max(values)))
         rings |= {layer} if formats != first else set()
-    made = charts.Series(rows[0].role, rows[0].index, tuple(points), tuple(ranges), rings=frozenset(rings))
-    return made if points else None
+    series = charts.Series(rows[0].role, rows[0].index, tuple(points), tuple(ranges), rings=frozenset(rings))
+    return series if points else None
 
 
 def error_strips(rows: Sequence[RoleRow]) -> Drawn | None:
@@ -79,12 +79,12 @@ def error_strips(rows: Sequence[RoleRow]) -> Drawn | None:
 
 def worst_weights(report: Report) -> list[ReportedWeight]:
     """The weights with the largest relative error."""
-    known = [w for w in report.weights if w.sqnr_db is not None]
-    return sorted(known, key=lambda w: (-(w.relative_mse or 0.0), w.name))[:WORST_ROWS]
+    measured = [w for w in report.weights if w.sqnr_db is not None]
+    return sorted(measured, key=lambda w: (-(w.relative_mse or 0.0), w.name))[:WORST_ROWS]
 
 
 def choice_dots(report: Report, rows: Sequence[RoleRow]) -> Drawn | None:
-    """What each choice left of the error of abs-max scales, by role."""
+    """Error of each scale search relative to abs-max scales, by role."""
     dots: list[charts.Dots] = []
     for row in rows:
         values = [
@@ -101,7 +101,7 @@ def choice_dots(report: Report, rows: Sequence[RoleRow]) -> Drawn | None:
 
 
 def choice_lines(report: Report) -> Drawn | None:
-    """What each choice left, by layer, a line per choice; None where fewer than two layers have choices."""
+    """Error of each scale search by layer, a line each; None where fewer than two layers have choices."""
     layers: dict[int, list[ReportedWeight]] = defaultdict(list)
     for weight in report.weights:
         if weight.layer is not None and weight.choices:
@@ -123,9 +123,9 @@ def choice_lines(report: Report) -> Drawn | None:
 
 
 def saved_by_global_scale(row: RoleRow) -> str:
-    """What the searched global scales saved of the squared error, as recorded; a dash where nothing says so."""
-    known = [w.versus_plain_global for w in row.weights if w.versus_plain_global is not None]
-    return f"{100 * (1 - sum(known) / len(known)):.2f} %" if known else "–"
+    """Squared error saved by searched global scales, from the record; a dash where it is not recorded."""
+    ratios = [w.versus_plain_global for w in row.weights if w.versus_plain_global is not None]
+    return f"{100 * (1 - sum(ratios) / len(ratios)):.2f} %" if ratios else "–"
 
 
 def tuned(report: Report) -> Drawn | None:

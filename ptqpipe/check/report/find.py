@@ -59,11 +59,11 @@ def find_evaluation(ckpt: Path) -> Path | None:
 
 
 def read_source(ckpt: Path) -> dict[str, Any]:
-    """What a checkpoint's record says of the model that it was made from: name and fingerprint; empty without it."""
+    """Name and fingerprint of the source model, from a checkpoint's record; empty without one."""
     record = _record(ckpt)
     before = record.get("transformed")  # what was quantized had factors folded in while it was read
-    found = before.get("from") if isinstance(before, dict) and "foldings" in before else record.get("source")
-    return found if isinstance(found, dict) else {}
+    entry = before.get("from") if isinstance(before, dict) and "foldings" in before else record.get("source")
+    return entry if isinstance(entry, dict) else {}
 
 
 def _record(ckpt: Path) -> dict[str, Any]:
@@ -71,5 +71,5 @@ def _record(ckpt: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    found = read_json(path)
-    return found if isinstance(found, dict) else {}
+    content = read_json(path)
+    return content if isinstance(content, dict) else {}

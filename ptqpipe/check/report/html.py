@@ -133,7 +133,7 @@ def proof_words(report: Report) -> str:
 
 
 def _policy(*scripts: str) -> str:
-    """What the page may load: its style, these scripts, nothing from anywhere."""
+    """The content security policy: the page's own style and scripts, nothing remote."""
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'; form-action 'none'"

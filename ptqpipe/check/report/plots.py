@@ -22,7 +22,7 @@ _BOLD = 7.0  # and of one beside a level
 
 
 def _size(wide: bool) -> tuple[float, float]:
-    """Of plots that stand in pairs on a wide page."""
+    """Width and height of plots that stand in pairs on a wide page."""
     return (WIDE / 2 + 30, 270) if wide else (NARROW, 230)
 
 
@@ -41,13 +41,13 @@ def _upright(axis: Axis, width: float) -> list[Markup]:
 
 
 def kl_histogram(row: Mapping[str, Any], *, wide: bool) -> Markup:
-    """How many tokens have which divergence, with its median, mean and 99th percentile marked.
+    """Histogram of the tokens' divergences, with median, mean and 99th percentile marked.
 
     row  of an eval file, with its ``histogram``
     """
-    found = row["histogram"]
-    counts, total = found["counts"], sum(found["counts"]) or 1
-    least, per_decade = float(found["first"]), int(found["per_decade"])
+    histogram = row["histogram"]
+    counts, total = histogram["counts"], sum(histogram["counts"]) or 1
+    least, per_decade = float(histogram["first"]), int(histogram["per_decade"])
     used = [place for place, count in enumerate(counts) if count] or [0, 1]
     first, last = max(0, used[0] - 1), min(len(counts) - 1, used[-1] + 1)
     width, height = _size(wide)
@@ -102,9 +102,9 @@ def _levels(row: Mapping[str, Any], at: Any, base: float, *, wide: bool) -> list
     """Upright lines at the median, the mean and the 99th percentile, their names in lines of their own, to the right
     where the plot has room: the lines of smaller values cross what is to the left."""
     levels = [("median", row["percentiles"].get("50")), ("mean", row["mean"]), ("99 %", row["percentiles"].get("99"))]
-    known = [(name, value) for name, value in levels if value is not None and value > 0]
+    positive = [(name, value) for name, value in levels if value is not None and value > 0]
     lines, labels = [], []
-    for number, (name, value) in enumerate(known):
+    for number, (name, value) in enumerate(positive):
         x, words = at(value), f"{name} {numbers.sci(value)}"
         anchor = "start" if x + 5 + _BOLD * len(words) < _size(wide)[0] else "end"
         lines.append(line(x, _TOP - 4 + 15 * number, x, base, "level"))

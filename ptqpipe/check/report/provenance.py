@@ -19,16 +19,16 @@ def rules(record: Record | None) -> tuple[tuple[str, str, str], ...]:
     """(match, scheme, how) of each rule of the recipe, as it resolved."""
     conversion = record.conversion if record is not None else None
     recipe = conversion.get("recipe") if conversion is not None else None
-    rules = recipe.get("rules") if isinstance(recipe, Mapping) else None
+    listed = recipe.get("rules") if isinstance(recipe, Mapping) else None
     learned = _learned(record.raw) if record is not None else None
     hidden = {"match", "scheme", "low_rank", "low_rank_dtype"} | ({"algorithm"} if learned is not None else set())
-    found = []
-    for rule in rules if isinstance(rules, list) else []:
+    lines = []
+    for rule in listed if isinstance(listed, list) else []:
         if isinstance(rule, Mapping):
             how = [f"{key.replace('_', ' ')} {value}" for key, value in rule.items() if key not in hidden]
             how += ["codes of ptqpipe tune instead of its algorithm's"] if learned is not None else []
-            found.append((str(rule.get("match")), str(rule.get("scheme")), ", ".join(how)))
-    return tuple(found)
+            lines.append((str(rule.get("match")), str(rule.get("scheme")), ", ".join(how)))
+    return tuple(lines)
 
 
 def provenance(
@@ -76,19 +76,19 @@ def _data(raw: Mapping[str, Any]) -> str | None:
 
 def _statistics(raw: Mapping[str, Any]) -> str | None:
     """The digest of the statistics that a record names."""
-    found = raw.get("statistics")
-    if isinstance(found, Mapping):
-        return str(found.get("digest") or "") or None
-    return str(found) if found else None
+    entry = raw.get("statistics")
+    if isinstance(entry, Mapping):
+        return str(entry.get("digest") or "") or None
+    return str(entry) if entry else None
 
 
 def _learned(raw: Mapping[str, Any]) -> str | None:
     """The learned codes that a record names: their digest, method and data."""
-    found = raw.get("rounding")
-    if not isinstance(found, Mapping):
+    entry = raw.get("rounding")
+    if not isinstance(entry, Mapping):
         return None
     data = text_data(raw, "rounding")
-    parts = [str(found.get("digest") or ""), str(found.get("method") or "")]
+    parts = [str(entry.get("digest") or ""), str(entry.get("method") or "")]
     parts += [f"{data.get('samples')} samples of {data.get('seqlen')} tokens"] if data else []
     return ", ".join(part for part in parts if part) or None
 

@@ -24,8 +24,8 @@ class CardNumber(NamedTuple):
 def facts(report: Report) -> list[CardNumber]:
     """The numbers beside the verdict: quality where it was measured, else what is known; size; whether verified."""
     row = worst_text(report)
-    found = _measured(report, row) if row is not None else _known(report)
-    return [*found, _size(report), *_verified(report)]
+    cards = _measured(report, row) if row is not None else _known(report)
+    return [*cards, _size(report), *_verified(report)]
 
 
 def worst_text(report: Report) -> Mapping[str, Any] | None:
@@ -39,11 +39,11 @@ def _measured(report: Report, row: Mapping[str, Any]) -> list[CardNumber]:
     to = f"nats per token of {row['data']}, to {report.evaluation['baseline'] or 'the original'}"
     interval = row["interval"]
     span = f"95 % interval {numbers.sci(interval[0])} to {numbers.sci(interval[1])}; " if interval else ""
-    found = [CardNumber("KL divergence", numbers.sci(row["mean"]), span + to)]
+    cards = [CardNumber("KL divergence", numbers.sci(row["mean"]), span + to)]
     if row["top1_agreement"] is not None:
         share = 100 * row["top1_agreement"]
-        found.append(CardNumber("Same top token", f"{share:.1f} %", f"of {row['tokens']:,} tokens"))
-    return found + _perplexity(report, str(row["data"]))
+        cards.append(CardNumber("Same top token", f"{share:.1f} %", f"of {row['tokens']:,} tokens"))
+    return cards + _perplexity(report, str(row["data"]))
 
 
 def _perplexity(report: Report, data: str) -> list[CardNumber]:
@@ -61,7 +61,7 @@ def _perplexity(report: Report, data: str) -> list[CardNumber]:
 
 
 def _known(report: Report) -> list[CardNumber]:
-    """What stands for quality while nobody has run the model: the error that its codes were chosen to make small."""
+    """The proxy for quality where the model was not evaluated: the error that its codes were chosen to minimize."""
     if report.versus_rtn is not None:
         beside = f"times that of plain rounding, on {report.judged}"
         return [CardNumber("Output error of the layers", numbers.ratio(report.versus_rtn), beside)]
@@ -90,7 +90,7 @@ def _verified(report: Report) -> list[CardNumber]:
 
 
 def drawn_texts(report: Report) -> list[tuple[Mapping[str, Any], Drawn | None, Drawn | None]]:
-    """Of each text that was scored: its row, the plot over tokens and the one over positions, where they are known."""
+    """For each scored text: its row, the plot over tokens and the plot over positions, where they are known."""
     rows = report.evaluation["kl"] if report.evaluation is not None else []
     return [(row, _over_tokens(row), _over_positions(row.get("positions") or ())) for row in rows]
 
@@ -106,12 +106,12 @@ def _over_positions(rows: Sequence[Mapping[str, Any]]) -> Drawn | None:
 def sample_texts(report: Report) -> list[tuple[str, str, str, str]]:
     """(beginning, what both models wrote, how the original goes on, how this checkpoint does) of each sample."""
     rows = report.evaluation.get("samples", ()) if report.evaluation is not None else ()
-    found = []
+    texts = []
     for row in rows:
         pairs = zip(row["baseline"], row["checkpoint"], strict=False)
         same = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if same not in (row["baseline"], row["checkpoint"]):  # they part inside of a word: it belongs to the difference
             same = same[: len(same) - len(re.split(r"\s", same)[-1])]
         rest = (row["baseline"][len(same) :], row["checkpoint"][len(same) :])
-        found.append((row["prompt"], same, *rest))
-    return found
+        texts.append((row["prompt"], same, *rest))
+    return texts

@@ -67,7 +67,7 @@ class RoleRow:
 
     @property
     def codes(self) -> Codes:
-        """How its weights use their codes, together; None for what none of them counts."""
+        """Sums over its weights; None for counts that no weight has."""
         return Codes(*(_sum(getattr(w.codes, field.name) for w in self.weights) for field in fields(Codes)))  # type: ignore[arg-type]
 
     @property
@@ -77,13 +77,13 @@ class RoleRow:
 
     @property
     def reverted(self) -> int:
-        """How many of its weights keep plain rounding, since calibration did not help."""
+        """Number of its weights that keep plain rounding, since calibration did not help."""
         return sum(w.reverted for w in self.weights)
 
 
 def _sum(values: Iterable[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) if numbers else None
 
 
 def by_role(report: Report) -> list[RoleRow]:
@@ -95,8 +95,8 @@ def by_role(report: Report) -> list[RoleRow]:
     indices = {role: index % ROLES for index, role in enumerate(sorted({role for role, _ in groups}, key=place))}
     rows = []
     for (role, fmt), members in ranked:
-        known = [w for w in members if w.relative_mse is not None]
-        worst = max(known, key=lambda w: w.relative_mse or 0.0) if known else None
+        measured = [w for w in members if w.relative_mse is not None]
+        worst = max(measured, key=lambda w: w.relative_mse or 0.0) if measured else None
         pooled = decibels(pooled_mse(members))
         rows.append(RoleRow(role, fmt, indices[role], tuple(members), pooled, worst, mean_choices(report, members)))
     return rows
@@ -104,11 +104,11 @@ def by_role(report: Report) -> list[RoleRow]:
 
 def mean_choices(report: Report, weights: Sequence[ReportedWeight]) -> tuple[ScaleChoice, ...]:
     """Each choice's mean over the weights that have it."""
-    found: dict[str, list[float]] = defaultdict(list)
+    ratios: dict[str, list[float]] = defaultdict(list)
     for weight in weights:
         for choice in weight.choices:
-            found[choice.name].append(choice.versus_absmax)
-    return tuple(ScaleChoice(n, sum(found[n]) / len(found[n])) for n in report.choice_names if n in found)
+            ratios[choice.name].append(choice.versus_absmax)
+    return tuple(ScaleChoice(n, sum(ratios[n]) / len(ratios[n])) for n in report.choice_names if n in ratios)
 
 
 def row_label(row: RoleRow, rows: Sequence[RoleRow]) -> str:

@@ -95,7 +95,8 @@ def precision_map(report: Report) -> tuple[Markup | None, list[tuple[str, str]],
     roles = sorted(dict.fromkeys(role for role, _ in squares), key=place)
     layers = sorted({layer for _, layer in squares})
     cells = [
-        _cell(layers.index(layer), roles.index(role), role, layer, found) for (role, layer), found in squares.items()
+        _cell(layers.index(layer), roles.index(role), role, layer, weights)
+        for (role, layer), weights in squares.items()
     ]
     drawing = None
     if cells:
@@ -110,21 +111,23 @@ def precision_map(report: Report) -> tuple[Markup | None, list[tuple[str, str]],
     return drawing, legend, list(outside)[:40]
 
 
-def _cell(column: int, row: int, role: str, layer: int, found: Sequence[ReportedWeight | KeptTensor]) -> charts.Cell:
-    names = list(dict.fromkeys(w.format if isinstance(w, ReportedWeight) else "kept" for w in found))
-    first = found[0]
+def _cell(column: int, row: int, role: str, layer: int, tensors: Sequence[ReportedWeight | KeptTensor]) -> charts.Cell:
+    names = list(dict.fromkeys(w.format if isinstance(w, ReportedWeight) else "kept" for w in tensors))
+    first = tensors[0]
     kind = "mixed" if len(names) > 1 else family(names[0]) if isinstance(first, ReportedWeight) else "kept"
     tip = f"layer {layer}  {role}: {', '.join(names)}"
-    weights = [w for w in found if isinstance(w, ReportedWeight)]
+    weights = [w for w in tensors if isinstance(w, ReportedWeight)]
     if not weights:
-        bits = found[0].nbytes * 8 // max(1, math.prod(found[0].shape))
+        bits = tensors[0].nbytes * 8 // max(1, math.prod(tensors[0].shape))
         return charts.Cell(
             column, row, kind, f"{tip} ({first.dtype})" if isinstance(first, KeptTensor) else tip, f"{bits}"
         )
     size = 8 * sum(w.nbytes for w in weights) / max(1, sum(w.elements for w in weights))
     error = decibels(pooled_mse(weights))
     tip += f", {size:.2f} bits" + (f", {error:.2f} dB" if error is not None else "")
-    return charts.Cell(column, row, kind, tip + (f", {len(found)} weights" if len(found) > 1 else ""), f"{int(size)}")
+    return charts.Cell(
+        column, row, kind, tip + (f", {len(tensors)} weights" if len(tensors) > 1 else ""), f"{int(size)}"
+    )
 
 
 def same_everywhere(report: Report) -> str:

@@ -20,7 +20,7 @@ from ptqpipe.conversion.measured import prove_weight
 from ptqpipe.conversion.record import Record
 from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source, SourceRows
-from ptqpipe.recipe.origins import Origins
+from ptqpipe.recipe.weight_map import WeightMap
 from ptqpipe.run.machine import Machine, counting_bar
 
 WORST_SHOWN = 12
@@ -47,7 +47,7 @@ class Item:
 
 def find_items(opened: Source, original: Source | None) -> tuple[list[Item], list[str]]:
     """Every quantized weight with its rows of the source; notes on those that have none. UsageError where all do."""
-    origins = None if original is None else Origins.of(original)
+    origins = None if original is None else WeightMap.of(original)
     items: list[Item] = []
     lost: list[str] = []
     for stored in opened.stored.values():
@@ -68,16 +68,16 @@ def find_items(opened: Source, original: Source | None) -> tuple[list[Item], lis
 
 def on_threads(items: Sequence[T], work: Callable[[T], R], *, machine: Machine, title: str) -> list[R]:
     """``work`` of every item, in their order, below a bar with this title."""
-    found: list[R] = []
+    results: list[R] = []
     shown = machine.progress and len(items) > 0
     with (
         counting_bar(len(items), "weights", shown=shown, title=title) as advance,
         ThreadPoolExecutor(max_workers=machine.workers, thread_name_prefix="report") as pool,
     ):
         for one in pool.map(work, items):
-            found.append(one)
+            results.append(one)
             advance(1, "")
-    return found
+    return results
 
 
 def describe_weight(opened: Source, item: Item, scan: Scan, record: Record | None) -> ReportedWeight:
@@ -175,13 +175,13 @@ def histograms(items: Iterable[Item], scans: Iterable[Scan]) -> tuple[Histogram,
         key = (fmt.name, role_of(item.name))
         formats[fmt.name] = fmt
         sums[key] = sums[key] + scan.scale_counts if key in sums else scan.scale_counts.clone()
-    found = []
+    rows = []
     for (name, role), counts in sums.items():
         scale = formats[name].scale
         values = scale_axis(scale)
         codec = scale.name if scale.enumerable else "float"
-        found.append(Histogram(name, codec, role, tuple(counts[: len(values)].tolist()), values))
-    return tuple(found)
+        rows.append(Histogram(name, codec, role, tuple(counts[: len(values)].tolist()), values))
+    return tuple(rows)
 
 
 def worst_blocks(scans: Iterable[Scan]) -> tuple[WorstBlock, ...]:

@@ -50,13 +50,13 @@ def check_coverage(ckpt: Source, record: Record, findings: Findings) -> None:
     if record.plain:  # decoded weights, and those that a transform changed, are tensors like others
         claims = set(object_of(record.raw, "weights"))
         stored, plain = plain & claims, plain - claims
-    for found, claimed, what in (
+    for there, claimed, what in (
         (stored, claims, "a weight" if record.plain else "a quantized weight"),
         (plain, set(record.kept), "a kept tensor"),
     ):
-        for name in sorted(found - claimed):
+        for name in sorted(there - claimed):
             findings.fault("record", name, f"is stored as {what}, but {RECORD_FILE} does not list it as such")
-        for name in sorted(claimed - found):
+        for name in sorted(claimed - there):
             findings.fault("record", name, f"is {what} in {RECORD_FILE}, but not in the checkpoint")
     if record.container != ckpt.container_name:
         findings.fault(
@@ -166,7 +166,7 @@ def check_identity(ckpt: Source, record: Record, findings: Findings) -> None:
 
 
 def conversion_parts(raw: Mapping[str, Any], recipe: Recipe, *, layout: str) -> dict[str, str]:
-    """What decides the bytes of a conversion, as ``convert`` binds it."""
+    """The parts of a run's identity that decide the bytes of a conversion, as in ``convert``."""
     parts = {
         "source": str(object_of(raw, "source").get("fingerprint")),
         "recipe": recipe.digest,
@@ -204,9 +204,9 @@ def check_rules(ckpt: Source, record: Record, findings: Findings) -> None:
         _check_taken_over(ckpt, record, findings)
         return
     recipe = recipe_of(object_of(conversion, "recipe"))
-    abilities = get_container(str(conversion.get("container"))).ABILITIES
+    capabilities = get_container(str(conversion.get("container"))).CAPABILITIES
     try:
-        plan = make_plan(ckpt.tensors, ckpt.reader.config, recipe=recipe, abilities=abilities)
+        plan = make_plan(ckpt.tensors, ckpt.reader.config, recipe=recipe, capabilities=capabilities)
     except PtqError as error:
         findings.fault("record", "recipe", f"does not fit the tensors that are stored: {error}")
         return
@@ -243,9 +243,9 @@ def _check_taken_over(ckpt: Source, record: Record, findings: Findings) -> None:
 def _check_unit(unit: Unit, claims: Mapping[str, Claim], findings: Findings, *, learned: bool) -> None:
     reverted = any(claim.reverted for claim in claims.values())
     for name, claim in claims.items():
-        for what, found, wanted in _expected(unit, claim, learned=learned, reverted=reverted):
-            if found != wanted:
-                findings.fault("record", name, f"claims {what} {found!r:.40}, its rule gives {wanted!r:.40}")
+        for what, claimed, wanted in _expected(unit, claim, learned=learned, reverted=reverted):
+            if claimed != wanted:
+                findings.fault("record", name, f"claims {what} {claimed!r:.40}, its rule gives {wanted!r:.40}")
 
 
 def _expected(unit: Unit, claim: Claim, *, learned: bool, reverted: bool) -> Iterator[tuple[str, object, object]]:
@@ -284,9 +284,11 @@ def check_float(ckpt: Source, record: Record, findings: Findings) -> None:
     if dtype is not None:
         torch_dtype = str(FLOATS[dtype][1] if dtype in FLOATS else dtype).removeprefix("torch.")
         for key in ("dtype", "torch_dtype"):
-            found = ckpt.reader.config.get(key, torch_dtype)
-            if found != torch_dtype:
-                findings.fault("record", "dtype", f"is {dtype} in {RECORD_FILE}, but config.json says {key} {found!r}")
+            dtype_there = ckpt.reader.config.get(key, torch_dtype)
+            if dtype_there != torch_dtype:
+                findings.fault(
+                    "record", "dtype", f"is {dtype} in {RECORD_FILE}, but config.json says {key} {dtype_there!r}"
+                )
     for name in sorted({str(name) for name in raw.get("untied", ())} - ckpt.reader.entries.keys()):
         findings.fault("record", name, f"is a tensor of its own in {RECORD_FILE}, but not stored")
     if "transformed_from" in raw:
@@ -298,9 +300,9 @@ def check_float(ckpt: Source, record: Record, findings: Findings) -> None:
                 "record", "rounding", f"is {raw.get('rounding')!r}, the errors of its weights give {wanted!r}"
             )
         touched = {str(name) for folding in raw.get("foldings", ()) for name in folding.get("tensors", ())}
-        asked = set(map(str, raw.get("transforms", ())))
-        for name in sorted({str(folding.get("transform")) for folding in raw.get("foldings", ())} - asked):
-            findings.fault("record", "foldings", f"are of {name}, which is none of the transforms {sorted(asked)}")
+        transforms = set(map(str, raw.get("transforms", ())))
+        for name in sorted({str(folding.get("transform")) for folding in raw.get("foldings", ())} - transforms):
+            findings.fault("record", "foldings", f"are of {name}, which is none of the transforms {sorted(transforms)}")
         for name in sorted(touched - object_of(raw, "weights").keys()):
             findings.fault(
                 "record", name, f"has factors by the foldings of {RECORD_FILE}, but is not among its weights"

@@ -36,8 +36,8 @@ from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.search.proof import Optimality
 from ptqpipe.quantization.learned_codes import TRAINED_REASON
-from ptqpipe.recipe.origins import Origins
 from ptqpipe.recipe.plan import Unit
+from ptqpipe.recipe.weight_map import WeightMap
 from ptqpipe.run.machine import counting_bar, default_workers, one_thread_each
 from ptqpipe.runtime.expected import unlike_model
 
@@ -55,7 +55,7 @@ class _Run:
     findings: Findings
     optimal: bool
     sample_blocks: int | None
-    origins: Origins | None = None
+    origins: WeightMap | None = None
     record: Record | None = None
     planned: Outputs | None = None
     statistics: Statistics | None = None
@@ -92,7 +92,7 @@ def verify(
         raise UsageError(f"--workers {workers} is too few; use 1 or more")
     opened = _open(ckpt, "checkpoint", findings)
     original = _open(source, "source", findings) if source is not None else None
-    known = Statistics.open(statistics) if statistics is not None else None
+    moments = Statistics.open(statistics) if statistics is not None else None
     container, weights, kept, foreign = "unknown", [], [], False
     tuned: tuple[str, ...] = ()
     try:
@@ -100,14 +100,14 @@ def verify(
             if log is not None:
                 log(header(ckpt, source, [entry.nbytes for entry in opened.reader.entries.values()]))
             blocks = None if all_blocks else sample_blocks
-            run = _Run(opened, original, findings, optimal or all_blocks, blocks, statistics=known)
+            run = _Run(opened, original, findings, optimal or all_blocks, blocks, statistics=moments)
             with one_thread_each():
                 _verify(run, workers if workers is not None else default_workers(), shown=progress)
             container, weights, foreign = opened.container_name, run.weights, _is_foreign(run)
             tuned = () if run.record is None else tuple(tuned_judgement(run.record.raw))
             kept = [opened.reader.entries[name].nbytes for name in opened.plain]
     finally:
-        for reader in (opened, original, known):
+        for reader in (opened, original, moments):
             if reader is not None:
                 reader.close()
     return VerifyReport(
@@ -158,8 +158,8 @@ def _verify(run: _Run, workers: int, *, shown: bool) -> None:
     jobs = _jobs(run)
     pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="verify")
     with counting_bar(len(jobs), "checks", shown=shown) as advance, pool:
-        for found, report in pool.map(lambda job: job(), jobs):
-            findings.extend(found.items)
+        for result, report in pool.map(lambda job: job(), jobs):
+            findings.extend(result.items)
             advance(1, "" if report is None else report.name)
             if report is not None:
                 run.weights.append(report)
@@ -179,14 +179,14 @@ def _as_quantized(run: _Run) -> None:
     them: such a checkpoint is checked without its source, and a note says so."""
     if run.source is not None and run.record is not None:
         run.source = as_quantized(run.source, run.record.raw)
-    made = None if run.record is None else run.record.raw.get("transformed")
-    if run.source is None or not isinstance(made, Mapping) or not isinstance(made.get("from"), Mapping):
+    raw = None if run.record is None else run.record.raw.get("transformed")
+    if run.source is None or not isinstance(raw, Mapping) or not isinstance(raw.get("from"), Mapping):
         return
-    if made["from"].get("fingerprint") == run.source.reader.fingerprint():
+    if raw["from"].get("fingerprint") == run.source.reader.fingerprint():
         run.findings.note(
             "source",
             RECORD_FILE,
-            f"says that {made.get('transform')} was folded into the model before it was quantized: its weights are not "
+            f"says that {raw.get('transform')} was folded into the model before it was quantized: its weights are not "
             "compared with the source's, everything else is checked",
         )
         run.source = None
@@ -194,7 +194,7 @@ def _as_quantized(run: _Run) -> None:
 
 def _find_origins(run: _Run) -> None:
     assert run.source is not None
-    run.origins = Origins.of(run.source, container=run.ckpt.container)
+    run.origins = WeightMap.of(run.source, container=run.ckpt.container)
 
 
 def _check_headers(run: _Run) -> None:
@@ -303,7 +303,7 @@ def _jobs(run: _Run) -> list[_Job]:
 def _weight_job(
     run: _Run, stored: StoredWeight, expert: int | None, rows: SourceRows | None
 ) -> tuple[Findings, WeightReport | None]:
-    found = Findings(run.findings.own, run.findings.chosen)
+    findings = Findings(run.findings.own, run.findings.chosen)
     name = stored.key(expert)
     reports = [WeightReport(name, stored.scheme.fmt.name, stored.shape)]
 
@@ -316,46 +316,46 @@ def _weight_job(
             record=run.record,
             optimal=run.optimal,
             sample_blocks=run.sample_blocks,
-            found=found,
+            findings=findings,
         )
         reports.append(report)
 
-    found.guard("numbers", name, check)
+    findings.guard("numbers", name, check)
     if rows is not None:
         rows.drop()  # the list of jobs keeps it to the end
-    return found, reports[-1]
+    return findings, reports[-1]
 
 
 def _kept_job(run: _Run, name: str) -> tuple[Findings, WeightReport | None]:
-    found = Findings(run.findings.own, run.findings.chosen)
+    findings = Findings(run.findings.own, run.findings.chosen)
     ckpt, record, source = run.ckpt, run.record, run.source
     if record is not None:
-        found.guard("record", name, lambda: claims.check_kept_hash(ckpt, name, record, found))
+        findings.guard("record", name, lambda: claims.check_kept_hash(ckpt, name, record, findings))
     entry = {} if record is None else record.raw["kept"].get(name, {})
-    found.guard("values", name, lambda: _check_finite(run, name, entry, found))
+    findings.guard("values", name, lambda: _check_finite(run, name, entry, findings))
     if record is not None and record.plain and name not in record.kept:  # decoded, or changed by a transform
-        found.guard("record", name, lambda: claims.check_float_tensor(ckpt, source, name, record, found))
-        return found, None
+        findings.guard("record", name, lambda: claims.check_float_tensor(ckpt, source, name, record, findings))
+        return findings, None
     origin = run.origins.kept.get(name) if run.origins is not None else None
     corrected = entry.get("reason") == CORRECTED  # by an error of the weight; its bytes have a hash
     calibrated = is_kv_scale(name) and not run.findings.own  # another tool's own, whatever the source has
     trained = record is not None and entry.get("reason") == TRAINED_REASON
     if record is not None and trained:
-        found.guard("record", name, lambda: claims.check_trained(ckpt, source, name, record, found))
+        findings.guard("record", name, lambda: claims.check_trained(ckpt, source, name, record, findings))
     elif source is not None and origin is not None and not calibrated and not corrected:
-        found.guard("kept", name, lambda: structure.check_kept(ckpt, source, name, origin, found))
-    return found, None
+        findings.guard("kept", name, lambda: structure.check_kept(ckpt, source, name, origin, findings))
+    return findings, None
 
 
-def _check_finite(run: _Run, name: str, entry: Mapping[str, Any], found: Findings) -> None:
-    bad, claimed = structure.check_kept_finite(run.ckpt, name, found), entry.get("not_finite")
+def _check_finite(run: _Run, name: str, entry: Mapping[str, Any], findings: Findings) -> None:
+    bad, claimed = structure.check_kept_finite(run.ckpt, name, findings), entry.get("not_finite")
     if claimed != bad and (claimed is not None or (run.record is not None and run.record.converted)):
         has, stored = (text or "finite numbers alone" for text in (claimed, bad))
-        found.fault("record", name, f"has {has} according to {RECORD_FILE}, but {stored} in the checkpoint")
+        findings.fault("record", name, f"has {has} according to {RECORD_FILE}, but {stored} in the checkpoint")
 
 
 def _unit_job(run: _Run, planned: Outputs, unit: Unit) -> tuple[Findings, WeightReport | None]:
-    found = Findings(run.findings.own, run.findings.chosen)
+    findings = Findings(run.findings.own, run.findings.chosen)
     record, source = run.record, run.source
     assert record is not None  # a plan was made of it, and of the source
     assert source is not None
@@ -366,20 +366,20 @@ def _unit_job(run: _Run, planned: Outputs, unit: Unit) -> tuple[Findings, Weight
             source,
             unit,
             record.weights,
-            found,
+            findings,
             cache_bytes=CACHE_BYTES,
             statistics=run.statistics,
         )
         if run.optimal and unit.scheme.fmt.one_scale:
-            prove_unit(run.ckpt, source, unit, record.weights, found)
+            prove_unit(run.ckpt, source, unit, record.weights, findings)
 
-    found.guard("repeat", unit.id, repeat)
-    return found, None
+    findings.guard("repeat", unit.id, repeat)
+    return findings, None
 
 
-def _note_savings(reports: list[WeightReport], found: Findings) -> None:
+def _note_savings(reports: list[WeightReport], findings: Findings) -> None:
     """One note for what the exact search would save."""
     proofs = sum((report.optimality for report in reports if report.optimality is not None), Optimality(0, 0))
     if proofs.worse and proofs.saved > _SAVING_NOTE:
         saved = f"the exact search would save {proofs.saved:.1%} of their squared error"
-        found.note("optimal", "block scales", f"{proofs.worse} of {proofs.blocks} blocks are not optimal: {saved}")
+        findings.note("optimal", "block scales", f"{proofs.worse} of {proofs.blocks} blocks are not optimal: {saved}")

@@ -24,10 +24,10 @@ from ptqpipe.checkpoint.layouts import (
     without_quantization,
 )
 from ptqpipe.errors import PtqError
-from ptqpipe.models.families import check_config as check_names, doubts, facts_of, fails_either_way
+from ptqpipe.models.families import check_config as check_names, doubts, fails_either_way, issues_of
 from ptqpipe.models.source import Source
 from ptqpipe.recipe.plan import conv1d_leaves, is_matrix
-from ptqpipe.recipe.recipe import failing_facts, matches
+from ptqpipe.recipe.recipe import matches, reader_issues
 
 _EMBEDDING = re.compile(r"embed|\bwte\b|\bwpe\b|norm|position", re.IGNORECASE)
 _LINEAR = re.compile(r"(^|\.)(lm_head|fc\d?|c_fc|w\d|\w*_?proj|\w*dense\w*)$")
@@ -36,7 +36,7 @@ _NO_KEY = object()
 
 
 def targets_of(ckpt: Source) -> list[Target]:
-    """What is stored quantized, as containers write configs from it."""
+    """The quantized modules, as containers take them to write configs."""
     return [Target(w.weight, w.scheme, w.experts, w.transposed) for w in ckpt.stored.values()]
 
 
@@ -61,8 +61,8 @@ def check_config(ckpt: Source, findings: Findings) -> None:
     _check_sparsity(described, findings)
     _check_groups(described, findings)
     lists = {file: ckpt.container.lists(config) for file, config in _descriptions(ckpt, files)}
-    for file, found in lists.items():
-        _check_lists(ckpt, found, file, findings)
+    for file, excluded in lists.items():
+        _check_lists(ckpt, excluded, file, findings)
     _check_agreement(ckpt, lists, findings)
     _check_hf_quant_config(ckpt, files[HF_QUANT_CONFIG], (expected or {}).get(HF_QUANT_CONFIG), findings)
 
@@ -77,15 +77,15 @@ def check_model(ckpt: Source, findings: Findings) -> None:
 
 
 def _check_hf_quant_config(
-    ckpt: Source, found: Mapping[str, Any] | None, expected: Mapping[str, Any] | None, findings: Findings
+    ckpt: Source, actual: Mapping[str, Any] | None, expected: Mapping[str, Any] | None, findings: Findings
 ) -> None:
     """hf_quant_config.json is there where the container writes one, and says the same."""
-    name, nested = HF_QUANT_CONFIG, (found or {}).get("quantization")
-    if found is None and expected is not None:
+    name, nested = HF_QUANT_CONFIG, (actual or {}).get("quantization")
+    if actual is None and expected is not None:
         findings.deviation("config", name, "is missing; TensorRT-LLM reads the quantization from it alone")
-    elif found is not None and not isinstance(nested, Mapping):
+    elif actual is not None and not isinstance(nested, Mapping):
         findings.fault("config", name, "has no object 'quantization'")
-    elif found is not None and not (ckpt.container is not None and ckpt.container.ABILITIES.hf_quant_config):
+    elif actual is not None and not (ckpt.container is not None and ckpt.container.CAPABILITIES.hf_quant_config):
         findings.fault("config", name, f"describes ModelOpt's layout, but the checkpoint has {ckpt.container_name}")
     elif isinstance(nested, Mapping) and expected is not None:
         _check_scalars(nested, expected["quantization"], name, findings)
@@ -109,15 +109,15 @@ def _expected(ckpt: Source, findings: Findings) -> dict[str, dict[str, Any]] | N
         return None
 
 
-def _check_scalars(found: Mapping[str, Any], expected: Mapping[str, Any], where: str, findings: Findings) -> None:
+def _check_scalars(stored: Mapping[str, Any], expected: Mapping[str, Any], where: str, findings: Findings) -> None:
     """Keys with one plain value mean the same in both."""
-    layerwise = () if findings.own or "quantized_layers" not in found else ("quant_algo", "group_size")
+    layerwise = () if findings.own or "quantized_layers" not in stored else ("quant_algo", "group_size")
     for key, value in expected.items():
         if isinstance(value, Mapping) or key in _LISTS or (isinstance(value, list) and not _numbers(value)):
             continue
         if key in layerwise or (key == "kv_cache_quant_algo" and value is None and not findings.own):
             continue  # every layer says its own, and was read by it; of caches we know FP8 alone
-        actual = found.get(key, _NO_KEY)
+        actual = stored.get(key, _NO_KEY)
         if actual is _NO_KEY:
             findings.deviation("config", where, f"has no {key}, expected {value!r}; readers may refuse it")
         elif not same_value(actual, value):
@@ -144,7 +144,7 @@ def _descriptions(ckpt: Source, files: Mapping[str, Mapping[str, Any] | None]) -
     hf_quant_config.json, the others of config.json."""
     assert ckpt.container is not None
     second = files[HF_QUANT_CONFIG]
-    if not ckpt.container.ABILITIES.hf_quant_config or not isinstance((second or {}).get("quantization"), Mapping):
+    if not ckpt.container.CAPABILITIES.hf_quant_config or not isinstance((second or {}).get("quantization"), Mapping):
         return [("config.json", ckpt.config)]
     own = [("config.json", ckpt.config)] if quantization_config(ckpt.reader.config) else []
     return [*own, (HF_QUANT_CONFIG, merged_config(without_quantization(ckpt.reader.config), second))]
@@ -174,7 +174,7 @@ def _check_agreement(ckpt: Source, lists: Mapping[str, Lists], findings: Finding
     """Two descriptions exclude the same modules."""
     modules = [*(weight.removesuffix(".weight") for weight in ckpt.stored), *_linear_layers(ckpt)]
     for module in modules if len(lists) > 1 else ():
-        said = {file: found.excluding(module) for file, found in lists.items()}
+        said = {file: excluded.excluding(module) for file, excluded in lists.items()}
         if None in said.values() and any(said.values()):
             file = next(file for file, text in said.items() if text is None)
             message = f"does not exclude {module} under exclude_modules or ignore, and the other config file does"
@@ -185,23 +185,23 @@ def _check_agreement(ckpt: Source, lists: Mapping[str, Lists], findings: Finding
 def _linear_layers(ckpt: Source) -> list[str]:
     """Kept modules that readers may build quantized: linear layers and stacks of experts."""
     entries = {name: (entry.dtype, entry.shape) for name, entry in ckpt.reader.entries.items()}
-    conv1d, found = conv1d_leaves(entries), []
+    conv1d, modules = conv1d_leaves(entries), []
     for module in kept_modules(ckpt):
         entry = entries.get(f"{module}.weight")
         linear = entry is not None and len(entry[1]) == 2 and module.rpartition(".")[2] not in conv1d
         stacked = is_stack(module) and len((entry or entries.get(module, ("", ())))[1]) == 3
         if (linear and not _EMBEDDING.search(module)) or stacked:
-            found.append(module)
-    return found
+            modules.append(module)
+    return modules
 
 
 def _built_plain(ckpt: Source) -> Callable[[str], bool]:
     """Whether readers build a module unquantized, whatever a config says, and so look for no codes of it."""
     patterns = [
-        fact.keep.pattern
-        for fact in facts_of(ckpt.reader.config)
-        if fact.unread and not fact.beside and not fact.formats and not fact.keep.bits
-        and (not fact.containers or ckpt.container_name in fact.containers)
+        issue.keep.pattern
+        for issue in issues_of(ckpt.reader.config)
+        if issue.unsupported and not issue.unless_quantized and not issue.formats and not issue.keep.bits
+        and (not issue.containers or ckpt.container_name in issue.containers)
     ]  # fmt: skip
     return lambda module: any(matches(pattern, module) for pattern in patterns)
 
@@ -215,7 +215,7 @@ def _check_groups(described: Mapping[str, Any], findings: Findings) -> None:
 
 
 def check_readers(ckpt: Source, source: Source | None, findings: Findings) -> None:
-    """What readers get wrong about this checkpoint: about its family, and what the container itself warns of."""
+    """Issues of readers with this checkpoint: those of its family, and the container's warnings."""
     if ckpt.container is None or not ckpt.stored:
         return
     base = source.reader.config if source is not None else ckpt.reader.config
@@ -230,17 +230,17 @@ def check_readers(ckpt: Source, source: Source | None, findings: Findings) -> No
 
 def _check_structure(ckpt: Source, config: Mapping[str, Any], findings: Findings) -> None:
     """Weights that the readers of a family do not take quantized; the one reader of ptqpipe's own layout does."""
-    if ckpt.container is None or ckpt.container.ABILITIES.own_reader:
+    if ckpt.container is None or ckpt.container.CAPABILITIES.own_reader:
         return
     stored = {one.weight.removesuffix(".weight"): one for one in ckpt.stored.values()}
     schemes = {module: one.scheme for module, one in stored.items()}
-    for fact, modules in failing_facts(config, schemes, container=ckpt.container_name, kept=kept_modules(ckpt)):
+    for issue, modules in reader_issues(config, schemes, container=ckpt.container_name, kept=kept_modules(ckpt)):
         first = stored.get(modules[0])
         more = f", like {len(modules) - 1} more of its name" if len(modules) > 1 else ""
-        again = "convert its source again" + (" without keeping it" if fact.beside else "")
-        remedy = "use another reader" if fails_either_way(config, fact) else again
-        (findings.fault if fact.unread else findings.note)(
+        again = "convert its source again" + (" without keeping it" if issue.unless_quantized else "")
+        remedy = "use another reader" if fails_either_way(config, issue) else again
+        (findings.fault if issue.unsupported else findings.note)(
             "readers",
             modules[0] if first is None else first.weight,
-            f"is {'kept' if first is None else first.scheme.name}{more}: {fact.fails}; {remedy}",
+            f"is {'kept' if first is None else first.scheme.name}{more}: {issue.symptom}; {remedy}",
         )

@@ -23,7 +23,7 @@ class Finding:
     message: str
 
     def to_json(self) -> dict[str, str]:
-        """As JSON values; the list that it stands in says how severe it is."""
+        """JSON values; severity is given by the list that holds it."""
         return {"check": self.check, "where": self.where, "message": self.message}
 
 

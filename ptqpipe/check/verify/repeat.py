@@ -18,7 +18,7 @@ from ptqpipe.check.verify.claims import SUM_TOLERANCE, check_numbers, check_reas
 from ptqpipe.check.verify.findings import Findings
 from ptqpipe.checkpoint import RECORD_FILE, run_id_of
 from ptqpipe.checkpoint.json_values import json_differences
-from ptqpipe.checkpoint.layouts import Role
+from ptqpipe.checkpoint.layouts import PartKind
 from ptqpipe.conversion import Outputs, outputs_of, quantize_unit
 from ptqpipe.conversion.measured import prove_joint
 from ptqpipe.conversion.record import Claim, Record, object_of, text_of
@@ -86,11 +86,11 @@ def _check_outcomes(
 ) -> None:
     """Checks the record's fields about quantizing with statistics, weight by weight."""
     for member, outcome in zip(unit.members, outcomes, strict=True):
-        found = claims[member.key].entry
+        entry = claims[member.key].entry
         for key, wanted in outcome.items():
-            number = isinstance(wanted, float) and isinstance(found.get(key), float | int)
-            if not (math.isclose(found[key], wanted, rel_tol=SUM_TOLERANCE) if number else found.get(key) == wanted):
-                findings.fault("record", member.key, f"claims {key} {found.get(key)!r:.40}, recomputed {wanted!r:.40}")
+            number = isinstance(wanted, float) and isinstance(entry.get(key), float | int)
+            if not (math.isclose(entry[key], wanted, rel_tol=SUM_TOLERANCE) if number else entry.get(key) == wanted):
+                findings.fault("record", member.key, f"claims {key} {entry.get(key)!r:.40}, recomputed {wanted!r:.40}")
 
 
 def _learned(unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> bool:
@@ -107,24 +107,24 @@ def _learned(unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> boo
 
 
 def _unlike(ckpt: Source, member: Member, row: int, q: QTensor) -> str:
-    """What of a run of rows the stored ones have otherwise; empty when it is nothing."""
+    """The difference between stored rows and requantized ones, as text; empty where they are equal."""
     expert = member.source.expert if member.stack is not None else None
-    found = ckpt.quantized(member.weight, expert=expert, rows=(row, row + q.shape[0]))
-    if found.data.shape != q.data.shape or found.scales.shape != q.scales.shape:
+    stored = ckpt.quantized(member.weight, expert=expert, rows=(row, row + q.shape[0]))
+    if stored.data.shape != q.data.shape or stored.scales.shape != q.scales.shape:
         return "other shapes"
-    g, wanted = found.multiplying().global_scale, q.global_scale
+    g, wanted = stored.multiplying().global_scale, q.global_scale
     if (g is None) != (wanted is None) or (g is not None and wanted is not None and not torch.equal(g, wanted)):
         return "another global scale"
-    if not torch.equal(found.scales.float(), q.scales.float()):
-        return f"{int((found.scales.float() != q.scales.float()).sum())} other block scales"
-    if not torch.equal(found.data, q.data):
-        return f"{int((found.data != q.data).sum())} other bytes of codes"
+    if not torch.equal(stored.scales.float(), q.scales.float()):
+        return f"{int((stored.scales.float() != q.scales.float()).sum())} other block scales"
+    if not torch.equal(stored.data, q.data):
+        return f"{int((stored.data != q.data).sum())} other bytes of codes"
     return ""
 
 
 def check_input_scales(ckpt: Source, planned: Outputs, record: Record, findings: Findings) -> None:
     """Every static input scale is the one that the record claims; without statistics that is the recipe's constant."""
-    roles: Sequence[Role] = (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR)
+    roles: Sequence[PartKind] = (PartKind.INPUT_GLOBAL, PartKind.INPUT_GLOBAL_DIVISOR)
     measured = isinstance(record.raw.get("statistics"), Mapping)
     for stored in ckpt.stored.values():
         largest = stored.scheme.activation.static_max
@@ -139,10 +139,10 @@ def check_input_scales(ckpt: Source, planned: Outputs, record: Record, findings:
                 claim = record.weights.get(stored.key(None if stored.experts is None else expert))
                 own = claim.input_scale if claim is not None else None
                 claimed = constant if not measured else torch.tensor(own or 0.0)
-                wanted = 1.0 / claimed if part.role is Role.INPUT_GLOBAL_DIVISOR else claimed
+                wanted = 1.0 / claimed if part.role is PartKind.INPUT_GLOBAL_DIVISOR else claimed
                 if not torch.equal(value, wanted):
-                    given = f"is {value.item():.9g}, {'the record' if measured else 'the recipe'} gives"
-                    findings.fault("scales", part.name, f"{given} {wanted.item():.9g}")
+                    mismatch = f"is {value.item():.9g}, {'the record' if measured else 'the recipe'} gives"
+                    findings.fault("scales", part.name, f"{mismatch} {wanted.item():.9g}")
 
 
 def prove_unit(ckpt: Source, source: Source, unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> None:
@@ -153,17 +153,17 @@ def prove_unit(ckpt: Source, source: Source, unit: Unit, claims: Mapping[str, Cl
     judge_proof(unit.members[0].weight, prove_joint(ckpt, members), claims.get(unit.members[0].key), findings)
 
 
-def judge_proof(name: str, proof: Optimality, claim: Claim | None, found: Findings) -> None:
+def judge_proof(name: str, proof: Optimality, claim: Claim | None, findings: Findings) -> None:
     """A fault where a claim of optimality is wrong."""
     if claim is not None and claim.proven and (proof.worse or proof.tied):
         bad = f"{proof.worse + proof.tied} of {proof.blocks} block scales"
         where = "" if proof.first is None else f", the first at {list(proof.first)} of the scale grid"
-        found.fault("optimal", name, f"{bad} are not the proven optimum that {RECORD_FILE} claims{where}")
+        findings.fault("optimal", name, f"{bad} are not the proven optimum that {RECORD_FILE} claims{where}")
 
 
 def replan(record: Record, source: Source) -> Outputs:
-    """What must have been written. Raises a PtqError where the recorded recipe is none, or makes nothing of this
-    source."""
+    """The outputs that the record's recipe plans for this source. PtqError where the recipe is invalid or does not fit
+    the source."""
     conversion = record.conversion
     if conversion is None:
         raise CheckpointError(f"{RECORD_FILE} has no recipe")
@@ -195,10 +195,10 @@ def check_plan(ckpt: Source, source: Source, record: Record, planned: Outputs, f
 
 def _check_config_files(ckpt: Source, source: Source, record: Record, planned: Outputs, findings: Findings) -> None:
     for name, wanted in planned.configs(source, version=record.raw.get("ptqpipe")).items():
-        found = ckpt.reader.read_json(name)
-        if found is None:
+        content = ckpt.reader.read_json(name)
+        if content is None:
             findings.fault("config", name, "is missing")
-        elif differences := list(json_differences(found, json.loads(json.dumps(wanted)))):
+        elif differences := list(json_differences(content, json.loads(json.dumps(wanted)))):
             key, there, expected = differences[0]
             message = f"differs from what was written in {key} ({there}, expected {expected})"
             findings.fault("config", name, message)

@@ -59,7 +59,7 @@ class VerifyReport:
 
 
 def header(ckpt: Path, source: Path | None, nbytes: Sequence[int]) -> str:
-    """What will be checked, and against what; ``nbytes`` of each tensor."""
+    """Lines about the coming checks; ``nbytes`` of each tensor."""
     against = "by itself, without --source" if source is None else f"against {source}"
     return f"checking {ckpt}, {len(nbytes)} tensors in {disk_size(sum(nbytes))}, {against}"
 
@@ -160,12 +160,12 @@ def _unproven(report: VerifyReport) -> list[str]:
 
 def _together(members: Iterable[WeightReport]) -> tuple[float, float | None]:
     """Relative MSE of several weights, and squared error over that of abs-max, weighted by energy as convert does."""
-    known = [(w.relative_mse, w.energy, w.versus_absmax) for w in members if w.relative_mse is not None]
+    measured = [(w.relative_mse, w.energy, w.versus_absmax) for w in members if w.relative_mse is not None]
     # a weight of zeros that is not stored as one has no energy and an infinite error
-    squared = sum(error * energy if energy else error for error, energy, _ in known)
-    total = sum(energy for _, energy, _ in known)
-    absmax = sum(error * energy / versus for error, energy, versus in known if versus)
-    compared = sum(error * energy for error, energy, versus in known if versus)
+    squared = sum(error * energy if energy else error for error, energy, _ in measured)
+    total = sum(energy for _, energy, _ in measured)
+    absmax = sum(error * energy / versus for error, energy, versus in measured if versus)
+    compared = sum(error * energy for error, energy, versus in measured if versus)
     return squared / total if total else squared, compared / absmax if absmax else None
 
 
@@ -220,19 +220,19 @@ def to_json(report: VerifyReport) -> dict[str, Any]:
 
 
 def _weight_json(weight: WeightReport) -> Mapping[str, Any]:
-    found: dict[str, Any] = {"format": weight.format, "shape": list(weight.shape)}
+    fields: dict[str, Any] = {"format": weight.format, "shape": list(weight.shape)}
     if weight.versus_rtn is not None:
-        found["versus_rtn"] = finite(weight.versus_rtn)
+        fields["versus_rtn"] = finite(weight.versus_rtn)
     if weight.relative_mse is not None:
         error = finite(weight.relative_mse)
-        found |= {"relative_mse": error, "versus_absmax": None if error is None else finite(weight.versus_absmax)}
+        fields |= {"relative_mse": error, "versus_absmax": None if error is None else finite(weight.versus_absmax)}
     proof = weight.optimality
     if proof is not None:
-        found["optimality"] = {
+        fields["optimality"] = {
             "blocks": proof.blocks,
             "of": proof.total,
             "worse": proof.worse,
             "tied": proof.tied,
             "saved": proof.saved,
         }
-    return found
+    return fields

@@ -11,7 +11,7 @@ import torch
 from ptqpipe.check.verify.findings import Findings
 from ptqpipe.checkpoint.layouts import (
     HF_QUANT_CONFIG,
-    Role,
+    PartKind,
     StoredWeight,
     announces_kv_cache,
     is_kv_scale,
@@ -21,12 +21,12 @@ from ptqpipe.checkpoint.tensor_names import expert_of, experts_of
 from ptqpipe.models.families import DEFAULT_FUSE, UNLIKE_EXPERTS, output_rows
 from ptqpipe.models.source import Source
 
-_GLOBALS = (Role.GLOBAL, Role.GLOBAL_DIVISOR)
-_INPUTS = (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR)
+_GLOBALS = (PartKind.GLOBAL, PartKind.GLOBAL_DIVISOR)
+_INPUTS = (PartKind.INPUT_GLOBAL, PartKind.INPUT_GLOBAL_DIVISOR)
 
 
 def scalar_fault(value: torch.Tensor) -> str | None:
-    """What is wrong with a global scale, None if it and its reciprocal are finite and positive."""
+    """The fault of a global scale; None if it and its reciprocal are finite and positive."""
     number = float(value.float().reshape(()))
     if math.isfinite(number) and number > 0 and math.isfinite(float(1.0 / value.float())):
         return None
@@ -80,7 +80,7 @@ def check_groups(ckpt: Source, findings: Findings, fuse: Sequence[Sequence[str]]
 
 
 def _check_blocks(ckpt: Source, findings: Findings, fuse: Sequence[Sequence[str]]) -> None:
-    """Of weights, and outputs of one weight, that readers put below each other only the last ends within a block."""
+    """Where readers concatenate weights, or outputs of one weight, by rows, only the last may end within a block."""
     rows_of = output_rows(ckpt.reader.config)
     last = {name for group in fused_groups(ckpt, fuse) for name in group[-1:]}
     fused = {name for group in fused_groups(ckpt, fuse) for name in group}
@@ -112,7 +112,7 @@ def _check_experts_alike(ckpt: Source, findings: Findings) -> None:
     for layer, names in layers.items():
         if len(names) > 1:
             (a, first), (b, other), *_ = names.items()
-            findings.note("groups", layer, f"{other} is {b}, but {first} is {a}; {UNLIKE_EXPERTS.fails}")
+            findings.note("groups", layer, f"{other} is {b}, but {first} is {a}; {UNLIKE_EXPERTS.symptom}")
 
 
 def _compare(ckpt: Source, a: StoredWeight, b: StoredWeight, findings: Findings) -> None:
@@ -133,7 +133,7 @@ def _compare(ckpt: Source, a: StoredWeight, b: StoredWeight, findings: Findings)
                 f"has {what} {_shown(right)}, but {a.weight} has {_shown(left)}; runtimes fuse them and keep one",
             )
     if a.scheme.fmt.one_scale:
-        left, right = (ckpt.reader.read(_part(w, Role.SCALES)).float().flatten() for w in (a, b))
+        left, right = (ckpt.reader.read(_part(w, PartKind.SCALES)).float().flatten() for w in (a, b))
         if not torch.equal(left, right):
             message = (
                 f"has scale {_shown(right)}, but {a.weight} has {_shown(left)}; vLLM quantizes them again to one scale"
@@ -141,12 +141,12 @@ def _compare(ckpt: Source, a: StoredWeight, b: StoredWeight, findings: Findings)
             findings.choice("groups", b.weight, message)
 
 
-def _part(stored: StoredWeight, role: Role) -> str:
+def _part(stored: StoredWeight, role: PartKind) -> str:
     part = stored.part(role)
     return part.name if part is not None else ""
 
 
-def _scalar(ckpt: Source, stored: StoredWeight, roles: Sequence[Role]) -> torch.Tensor | None:
+def _scalar(ckpt: Source, stored: StoredWeight, roles: Sequence[PartKind]) -> torch.Tensor | None:
     part = next((part for part in stored.parts if part.role in roles), None)
     return None if part is None else ckpt.reader.read(part.name).float().flatten()
 
@@ -203,13 +203,13 @@ def check_kv_scales(ckpt: Source, findings: Findings) -> None:
             findings.fault("scales", name, f"is {values.flatten().tolist()[:4]}, expected finite positive numbers")
         if place is not None:
             layers[place[0]].add(place[1])
-    for layer, found in layers.items():
-        if not {"k", "v"} <= found:
-            findings.fault("scales", layer, f"has a kv-cache scale for {sorted(found)} only, expected k and v")
+    for layer, kinds in layers.items():
+        if not {"k", "v"} <= kinds:
+            findings.fault("scales", layer, f"has a kv-cache scale for {sorted(kinds)} only, expected k and v")
     reader = ckpt.reader
     announced = announces_kv_cache({"config.json": reader.config, HF_QUANT_CONFIG: reader.read_json(HF_QUANT_CONFIG)})
     if names and not announced:
-        able = ckpt.container is not None and ckpt.container.ABILITIES.kv_cache is not None
+        able = ckpt.container is not None and ckpt.container.CAPABILITIES.kv_cache is not None
         report = findings.choice if able else findings.note
         report("config", "kv_cache_scheme", f"{len(names)} kv-cache scales are stored, but no config announces them")
     if announced and not names and ckpt.container is not None:

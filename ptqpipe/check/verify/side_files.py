@@ -60,8 +60,8 @@ def check_written_files(ckpt: Source, record: Record, findings: Findings) -> Non
         wrong = findings.note if name in PAGES else findings.fault
         if name not in extra | described:
             wrong("files", name, f"is missing, though {RECORD_FILE} lists it as written")
-        elif (found := _file_hash(folder / name)) != written:
-            hashes = f"sha256 {found[:12]}..., written {written[:12]}..."
+        elif (digest := _file_hash(folder / name)) != written:
+            hashes = f"sha256 {digest[:12]}..., written {written[:12]}..."
             wrong("files", name, f"is not the file that was written ({hashes}): changed after conversion")
 
 
@@ -104,10 +104,10 @@ def _files_of(source: Source) -> dict[str, Path]:
 
 def _check_template(ours: Mapping[str, Path], theirs: Mapping[str, Path], findings: Findings) -> None:
     """The chat template that readers use, whichever file it stands in, is the source's."""
-    (name, found), (other, wanted) = _template(ours), _template(theirs)
-    if found != wanted and found is None:
+    (name, template), (other, wanted) = _template(ours), _template(theirs)
+    if template != wanted and template is None:
         findings.note("files", other, "has a chat template in the source, the checkpoint has none")
-    elif found != wanted:
+    elif template != wanted:
         has = "another one" if wanted is not None else "none"
         findings.fault("files", name, f"has a chat template, the source has {has}: the model is asked with other words")
 
@@ -118,9 +118,9 @@ def _template(files: Mapping[str, Path]) -> tuple[str, Any]:
         return _TEMPLATES[0], path.read_text("utf-8", errors="replace").rstrip("\n")
     for name in (_TEMPLATES[1], "tokenizer_config.json"):
         content = read_json(files[name]) if name in files else None
-        found = content.get("chat_template") if isinstance(content, Mapping) else None
-        if found is not None:
-            return name, found.rstrip("\n") if isinstance(found, str) else found
+        template = content.get("chat_template") if isinstance(content, Mapping) else None
+        if template is not None:
+            return name, template.rstrip("\n") if isinstance(template, str) else template
     return "tokenizer_config.json", None
 
 
@@ -148,10 +148,10 @@ def _decisive(name: str, a: Any, b: Any, keys: Iterable[str]) -> bool:
     and images, what both files say."""
     if not is_opened(name) or not isinstance(a, Mapping) or not isinstance(b, Mapping):
         return is_opened(name)
-    known = [key for key in keys if key not in _RESAVED]
+    compared = [key for key in keys if key not in _RESAVED]
     if name == _GENERATION:
-        return any(_plain(a.get(k, _USUAL.get(k))) != _plain(b.get(k, _USUAL.get(k))) for k in known)
-    pairs = [(_plain(a[k]), _plain(b[k])) for k in known if k in a and k in b]
+        return any(_plain(a.get(k, _USUAL.get(k))) != _plain(b.get(k, _USUAL.get(k))) for k in compared)
+    pairs = [(_plain(a[k]), _plain(b[k])) for k in compared if k in a and k in b]
     return any(
         x != y and isinstance(x, Mapping) == isinstance(y, Mapping) for x, y in pairs
     )  # a size: 224, or an object

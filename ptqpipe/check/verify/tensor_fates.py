@@ -16,7 +16,7 @@ from ptqpipe.check.verify.side_files import changed
 from ptqpipe.checkpoint import NotFinite
 from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
 from ptqpipe.models.source import Source
-from ptqpipe.recipe.origins import Origins
+from ptqpipe.recipe.weight_map import WeightMap
 
 READ_BYTES = 8 << 20
 _ROPE_BUFFER = re.compile(r".*rotary_emb\.inv_freq")
@@ -24,18 +24,18 @@ _REWRITTEN = frozenset({"transformers_version", "_name_or_path", "torch_dtype", 
 _QUANTIZATION = frozenset({"quantization_config", "compression_config"})
 
 
-def check_fates(ckpt: Source, origins: Origins, findings: Findings) -> None:
+def check_fates(ckpt: Source, origins: WeightMap, findings: Findings) -> None:
     """Every source tensor is quantized or kept, once; every stored tensor has its origin."""
     fates: Counter[str] = Counter()
     expanded: Counter[str] = Counter()
     for stored in ckpt.stored.values():
-        found = origins.find(stored)
-        if found is None:
+        slices = origins.find(stored)
+        if slices is None:
             findings.fault("names", stored.weight, _no_origin(stored, origins))
-        elif found[0].tensor == stored.weight:
+        elif slices[0].tensor == stored.weight:
             fates[stored.weight] += 1
         else:
-            expanded[found[0].tensor] += 1
+            expanded[slices[0].tensor] += 1
     for name in ckpt.plain:
         if name in origins.kept:
             fates[origins.kept[name]] += 1
@@ -55,11 +55,11 @@ def check_fates(ckpt: Source, origins: Origins, findings: Findings) -> None:
             _missing(name, origins.source, findings)
 
 
-def _no_origin(stored: StoredWeight, origins: Origins) -> str:
-    found = origins.tensors.get(stored.weight)
+def _no_origin(stored: StoredWeight, origins: WeightMap) -> str:
+    tensor = origins.tensors.get(stored.weight)
     here = "x".join(map(str, stored.shape if stored.experts is None else (stored.experts, *stored.shape)))
-    if found is not None:
-        return f"is stored as {here}{' (transposed)' * stored.transposed}, but the source has {list(found[1])}"
+    if tensor is not None:
+        return f"is stored as {here}{' (transposed)' * stored.transposed}, but the source has {list(tensor[1])}"
     return f"is stored quantized ({here}), but the source has no weight of this name; readers will not find it"
 
 
@@ -135,10 +135,12 @@ def compare_decoded(ckpt: Source, source: Source, name: str, findings: Findings)
     for expert in stored.planes:
         decoded = stored.plain(source.quantized(name, expert=expert))
         wanted = decoded.t() if stored.transposed else decoded
-        found = ckpt.reader.read(name) if expert is None else ckpt.reader.read(name, start=expert, stop=expert + 1)[0]
-        bits = (x.contiguous().view(torch.uint8) for x in (found, wanted.to(found.dtype)))
-        if found.shape != wanted.shape or not torch.equal(*bits):
-            dtype = str(found.dtype).removeprefix("torch.")
+        stored_numbers = (
+            ckpt.reader.read(name) if expert is None else ckpt.reader.read(name, start=expert, stop=expert + 1)[0]
+        )
+        bits = (x.contiguous().view(torch.uint8) for x in (stored_numbers, wanted.to(stored_numbers.dtype)))
+        if stored_numbers.shape != wanted.shape or not torch.equal(*bits):
+            dtype = str(stored_numbers.dtype).removeprefix("torch.")
             findings.fault("kept", name, f"is not the {dtype} decode of the source's quantized weight")
             return
 
@@ -146,10 +148,10 @@ def compare_decoded(ckpt: Source, source: Source, name: str, findings: Findings)
 def _compare_rounded(ckpt: Source, source: Source, name: str, findings: Findings) -> None:
     """Other tools store kept tensors in the model's dtype: then they must be the source's numbers, rounded once."""
     for start, stop in _row_runs(source.tensors[name]):
-        found = ckpt.reader.read(name, start=start, stop=stop)
-        wanted = source.reader.read(name, start=start, stop=stop).to(found.dtype)
-        if not torch.equal(found, wanted):
-            findings.fault("kept", name, f"is {found.dtype} and not the source's numbers rounded to it")
+        stored = ckpt.reader.read(name, start=start, stop=stop)
+        wanted = source.reader.read(name, start=start, stop=stop).to(stored.dtype)
+        if not torch.equal(stored, wanted):
+            findings.fault("kept", name, f"is {stored.dtype} and not the source's numbers rounded to it")
             return
     was = source.tensors[name][0]
     findings.note("kept", name, f"is stored as {ckpt.reader.entries[name].dtype}, rounded from the source's {was}")

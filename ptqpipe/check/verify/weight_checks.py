@@ -12,7 +12,7 @@ from ptqpipe.check.verify.findings import Findings
 from ptqpipe.check.verify.repeat import judge_proof
 from ptqpipe.check.verify.shared_scales import scalar_fault
 from ptqpipe.checkpoint import RECORD_FILE
-from ptqpipe.checkpoint.layouts import Role, StoredWeight
+from ptqpipe.checkpoint.layouts import PartKind, StoredWeight
 from ptqpipe.conversion.measured import CHANGES, Measured, measure_weight, prove_weight, usual_error
 from ptqpipe.conversion.record import UNKNOWN, Claim, Record
 from ptqpipe.models.source import Source, SourceRows
@@ -58,9 +58,9 @@ def check_weight(
     record: Record | None,
     optimal: bool,
     sample_blocks: int | None,
-    found: Findings,
+    findings: Findings,
 ) -> WeightReport:
-    """The numbers of one weight, or of one expert of a stack, against ``rows`` of the source; faults go to ``found``.
+    """The numbers of one weight, or of one expert of a stack, against ``rows`` of the source; ``findings`` gets faults.
 
     optimal        also prove its block scales by brute force, ``sample_blocks`` of them; all for None
     """
@@ -71,29 +71,29 @@ def check_weight(
     nearest = claim is None or claim.nearest
     report = WeightReport(name, fmt.name, stored.shape, versus_rtn=output, nearest=nearest)
     if claim is not None:
-        check_hashes(ckpt, stored.weight, expert, claim, found)
+        check_hashes(ckpt, stored.weight, expert, claim, findings)
         moved = record is not None and not record.converted
-        _check_claim(stored, name, claim, found, moved=moved)
-        _check_scalars(ckpt, stored, name, expert or 0, claim, found, moved=moved)
-    if not _legal(ckpt, stored, name, expert, found) or rows is None:
+        _check_claim(stored, name, claim, findings, moved=moved)
+        _check_scalars(ckpt, stored, name, expert or 0, claim, findings, moved=moved)
+    if not _legal(ckpt, stored, name, expert, findings) or rows is None:
         return report
     factor = 1.0 if claim is None else claim.enlarged
     measured = measure_weight(ckpt, stored.weight, rows, expert=expert, factor=factor)
     ours = claim is not None and claim.search != UNKNOWN
-    _judge(name, fmt, measured, stored.shape[0] * stored.shape[1], claim if ours else None, found)
+    _judge(name, fmt, measured, stored.shape[0] * stored.shape[1], claim if ours else None, findings)
     if claim is not None and ours:
         keys = ("squared_error", "energy", "relative_mse") if claim.numbers.keys() & {"squared_error"} else ()
         tolerance = ROUNDED if record is not None and name in record.rounded else SUM_TOLERANCE
-        check_numbers(name, claim, {key: getattr(measured, key) for key in keys}, found, tolerance=tolerance)
+        check_numbers(name, claim, {key: getattr(measured, key) for key in keys}, findings, tolerance=tolerance)
         counted = measured.changes._asdict() if rows.below_8_bits else None
         if record is not None and record.converted and claim.entry.get(CHANGES) != counted:
             claimed = f"claims {CHANGES} {claim.entry.get(CHANGES)!r:.120} in {RECORD_FILE}"
-            found.fault("record", name, f"{claimed}; compared with the source it is {counted}")
+            findings.fault("record", name, f"{claimed}; compared with the source it is {counted}")
     proof = None
     joint = claim is not None and fmt.one_scale  # one scale for the fused group: proven by unit
     if optimal and not joint and (claim is None or claim.unweighted):
         proof = prove_weight(ckpt, stored.weight, rows, expert=expert, sample_blocks=sample_blocks, factor=factor)
-        judge_proof(name, proof, claim, found)
+        judge_proof(name, proof, claim, findings)
     absmax = measured.absmax_relative_mse
     versus = measured.relative_mse / absmax if absmax else None
     return replace(
@@ -105,46 +105,48 @@ def check_weight(
     )
 
 
-def _check_claim(stored: StoredWeight, name: str, claim: Claim, found: Findings, *, moved: bool) -> None:
+def _check_claim(stored: StoredWeight, name: str, claim: Claim, findings: Findings, *, moved: bool) -> None:
     """Checks what the record claims that needs no source. A weight whose layout was changed may have no errors."""
     fmt = stored.scheme.fmt
     if claim.shape != stored.shape or claim.format != fmt.name:
         claimed = f"{claim.format} {list(claim.shape)}"
-        found.fault("record", name, f"is {claimed} in {RECORD_FILE}, stored is {fmt.name} {list(stored.shape)}")
+        findings.fault("record", name, f"is {claimed} in {RECORD_FILE}, stored is {fmt.name} {list(stored.shape)}")
     keys = ("squared_error", "energy", "relative_mse")
     error, energy = (claim.numbers.get(key) for key in keys[:2])
     missing = [key for key in keys if key not in claim.numbers]
     if missing and not (moved and len(missing) == len(keys)):
-        found.fault("record", name, f"has no {missing[0]} in {RECORD_FILE}")
+        findings.fault("record", name, f"has no {missing[0]} in {RECORD_FILE}")
     elif error is not None and energy is not None:
-        check_numbers(name, claim, {"relative_mse": error / energy if energy else 0.0}, found)
+        check_numbers(name, claim, {"relative_mse": error / energy if energy else 0.0}, findings)
     if claim.entry.get("rotation", 0) != stored.scheme.rotation:
         claimed = f"has rotation {claim.entry.get('rotation', 0)} in {RECORD_FILE}"
-        found.fault("record", name, f"{claimed}, config.json rotates its inputs by blocks of {stored.scheme.rotation}")
+        findings.fault(
+            "record", name, f"{claimed}, config.json rotates its inputs by blocks of {stored.scheme.rotation}"
+        )
     gained = claim.numbers.get("versus_rtn", 1.0)
     if gained > 1.0 or (claim.reverted and gained != 1.0):
-        found.fault(
+        findings.fault(
             "record", name, f"claims versus_rtn {gained}, reverted {claim.reverted}: these contradict each other"
         )
     # The record counts scales as the format has them; a layout may store them wider (bfloat16 numbers as F32).
     bits = replace(stored.scheme, fmt=get_format(fmt.name)).bits_per_weight(stored.shape)
     if claim.numbers.get("bits_per_weight") != bits:
         claimed_bits = claim.numbers.get("bits_per_weight")
-        found.fault("record", name, f"has {claimed_bits} bits_per_weight in {RECORD_FILE}, expected {bits}")
+        findings.fault("record", name, f"has {claimed_bits} bits_per_weight in {RECORD_FILE}, expected {bits}")
 
 
 def _check_scalars(
-    ckpt: Source, stored: StoredWeight, name: str, expert: int, claim: Claim, found: Findings, *, moved: bool
+    ckpt: Source, stored: StoredWeight, name: str, expert: int, claim: Claim, findings: Findings, *, moved: bool
 ) -> None:
     """The global scale and the input's are the stored ones; ``moved``: or what inverting them again and again gives."""
     for what, claimed, multiplies, divides in (
-        ("global_scale", claim.global_scale, Role.GLOBAL, Role.GLOBAL_DIVISOR),
-        ("input_scale", claim.input_scale, Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR),
+        ("global_scale", claim.global_scale, PartKind.GLOBAL, PartKind.GLOBAL_DIVISOR),
+        ("input_scale", claim.input_scale, PartKind.INPUT_GLOBAL, PartKind.INPUT_GLOBAL_DIVISOR),
     ):
         part = stored.part(multiplies) or stored.part(divides)
         if part is None or claimed is None:
             if claimed is not None or (part is not None and (claim.search != UNKNOWN or what == "global_scale")):
-                found.fault("record", name, f"has {what} {claimed} in {RECORD_FILE}; {stored.scheme.name} differs")
+                findings.fault("record", name, f"has {what} {claimed} in {RECORD_FILE}; {stored.scheme.name} differs")
             continue
         value = ckpt.reader.read(part.name).float().reshape(-1)[expert]
         chain = [torch.tensor(claimed, dtype=torch.float32)]
@@ -152,35 +154,35 @@ def _check_scalars(
             chain.append(1.0 / chain[-1])
         if not any(torch.equal(value, x) for x in chain[part.role is divides :: 2]):
             shown = f"{float(value):.9g}{' (divides)' * (part.role is divides)}"
-            found.fault("record", name, f"claims {what} {claimed:.9g}, stored is {shown}")
+            findings.fault("record", name, f"claims {what} {claimed:.9g}, stored is {shown}")
 
 
-def _legal(ckpt: Source, stored: StoredWeight, name: str, expert: int | None, found: Findings) -> bool:
+def _legal(ckpt: Source, stored: StoredWeight, name: str, expert: int | None, findings: Findings) -> bool:
     """Whether all codes and scales are such as a quantizer may write; faults where they are not."""
-    found_here, legal = [], True
+    counts_of_runs, legal = [], True
     for _, q in ckpt.runs(stored.weight, expert=expert):
-        found_here.append(illegal_numbers(q))
+        counts_of_runs.append(illegal_numbers(q))
         if q.global_scale is not None and scalar_fault(q.global_scale) is not None:
             legal = False  # reported with the other global scales
-    counts = Illegal(*map(sum, zip(*found_here, strict=True)))
+    counts = Illegal(*map(sum, zip(*counts_of_runs, strict=True)))
     fmt = stored.scheme.fmt
     if counts.bad_scales:
-        found.fault(
+        findings.fault(
             "scales", name, f"{counts.bad_scales} block scales are NaN, infinite or negative, expected positive ones"
         )
     if counts.zero_scales:
-        found.fault(
+        findings.fault(
             "scales", name, f"{counts.zero_scales} block scales are zero although their blocks have codes that are not"
         )
     if counts.empty_scales:
         message = f"{counts.empty_scales} block scales of all-zero blocks are zero; write positive ones"
-        found.choice("scales", name, message)
+        findings.choice("scales", name, message)
     if counts.bad_codes:
-        found.fault("codes", name, f"{counts.bad_codes} codes are NaN or infinite in {fmt.element.name}")
+        findings.fault("codes", name, f"{counts.bad_codes} codes are NaN or infinite in {fmt.element.name}")
     return legal and counts == Illegal()
 
 
-def _judge(name: str, fmt: Format, measured: Measured, elements: int, claim: Claim | None, found: Findings) -> None:
+def _judge(name: str, fmt: Format, measured: Measured, elements: int, claim: Claim | None, findings: Findings) -> None:
     """Errors and codes that no quantizer leaves on the weight of this name; ``claim`` is that of our own record."""
     by_data = claim is not None and not claim.unweighted
     # A source that was quantized once may lie on the grid of abs-max scales; codes that data chose leave it.
@@ -188,17 +190,17 @@ def _judge(name: str, fmt: Format, measured: Measured, elements: int, claim: Cla
     if measured.relative_mse > (DATA_RATIO if by_data else TOTAL_RATIO) * absmax:
         beside = f"relative MSE is {number(measured.relative_mse, 3)} where abs-max scales give {number(absmax, 3)}"
         message = f"{beside}: these are not the numbers of the source's weight"
-        found.fault("error", name, message)
+        findings.fault("error", name, message)
     elif measured.worst_ratio > ROW_RATIO and claim is None:  # ours are quantized once more and compared bit by bit
         ratio = f"{number(measured.worst_ratio, 3)} times the error of abs-max scales"
         message = f"row {measured.worst_row} has {ratio}: it is damaged or misplaced"
-        found.fault("error", name, message)
+        findings.fault("error", name, message)
     if claim is not None and not claim.nearest:
         return  # the codes follow from the recipe and the statistics; their bytes have hashes
     if claim is not None and measured.first_other is not None:
-        found.fault(
+        findings.fault(
             "codes", name, f"row {measured.first_other} has codes that are not the nearest to the source's weights"
         )
     elif measured.far_codes and measured.other_codes <= NEAREST_SHARE * elements:
         message = f"{measured.far_codes} codes are two or more steps from the source, all others at most one: damaged"
-        found.fault("codes", name, message)
+        findings.fault("codes", name, message)

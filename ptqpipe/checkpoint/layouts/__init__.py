@@ -29,9 +29,9 @@ from ptqpipe.checkpoint.layouts._config import (
     is_read_only,
     kv_scale,
     kv_scale_place,
+    memoized_parts,
     merged_config,
     quantization_config,
-    remembered,
     same_value,
     without_quantization,
 )
@@ -44,7 +44,7 @@ from ptqpipe.checkpoint.layouts._types import (
     Container,
     Names,
     Part,
-    Role,
+    PartKind,
     StoredWeight,
     Target,
 )
@@ -59,7 +59,7 @@ def container_names() -> list[str]:
 @cache
 def _names_in(folders: tuple[str, ...]) -> list[str]:
     """Listed once: a checkpoint asks for them a dozen times, which took a quarter of deciding its conversion."""
-    return sorted(found.name for found in pkgutil.iter_modules(folders) if not found.name.startswith("_"))
+    return sorted(module.name for module in pkgutil.iter_modules(folders) if not module.name.startswith("_"))
 
 
 def get_container(name: str) -> Container:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from ptqpipe.checkpoint.dtypes import DTYPE_NAMES, DTYPES, FLOATS
-from ptqpipe.checkpoint.layouts._types import Load, Part, Role, StoredWeight
+from ptqpipe.checkpoint.layouts._types import Load, Part, PartKind, StoredWeight
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError
 from ptqpipe.numerics.formats import CODECS, Format
 from ptqpipe.numerics.qtensor import QTensor, scale_values
@@ -22,7 +22,9 @@ FLOAT_SCALES: dict[str, str] = {stored: short for short, (stored, _) in FLOATS.i
 """The codec of a scale that is stored as a plain float, by safetensors dtype."""
 
 # Parts that belong to the whole weight, not to rows of it.
-WHOLE_ROLES = frozenset((Role.GLOBAL, Role.GLOBAL_DIVISOR, Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR, Role.SHAPE))
+WHOLE_ROLES = frozenset(
+    (PartKind.GLOBAL, PartKind.GLOBAL_DIVISOR, PartKind.INPUT_GLOBAL, PartKind.INPUT_GLOBAL_DIVISOR, PartKind.SHAPE)
+)
 
 
 def part_bytes(part: Part) -> int:
@@ -51,7 +53,7 @@ def part_offset(
     rows = fmt.step(0)
     if not 0 <= row_start < shape[0] or row_start % rows:
         raise FormatError(f"row {row_start} of {part.name} does not begin a block; use multiples of {rows}")
-    if part.role is Role.DATA:
+    if part.role is PartKind.DATA:
         return base + row_start * (one // shape[0])
     return base + fmt.scale_run(0, row_start, row_start + 1)[0] * (one // fmt.scale_shape(shape)[0])
 
@@ -66,17 +68,17 @@ def encode_part(part: Part, q: QTensor, *, input_global_scale: torch.Tensor | No
     exactly.
     """
     inner = part.shape[1:] if part.stacked else part.shape
-    if part.role is Role.DATA:
+    if part.role is PartKind.DATA:
         data = q.data.contiguous()
         return _cut(data if part.dtype == "U8" else data.view(TORCH_DTYPES[part.dtype]), inner)
-    if part.role is Role.SHAPE:
+    if part.role is PartKind.SHAPE:
         return torch.tensor(part.numbers, dtype=TORCH_DTYPES[part.dtype])
-    if part.role is Role.SCALES:
+    if part.role is PartKind.SCALES:
         return _cut(_stored_scales(part, q.scales, q.fmt), inner)
-    if part.role in (Role.GLOBAL, Role.GLOBAL_DIVISOR):
-        return _stored_global(part, q.global_scale, q.global_divides is (part.role is Role.GLOBAL)).reshape(inner)
-    if part.role in (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR):
-        return _stored_global(part, input_global_scale, part.role is Role.INPUT_GLOBAL_DIVISOR).reshape(inner)
+    if part.role in (PartKind.GLOBAL, PartKind.GLOBAL_DIVISOR):
+        return _stored_global(part, q.global_scale, q.global_divides is (part.role is PartKind.GLOBAL)).reshape(inner)
+    if part.role in (PartKind.INPUT_GLOBAL, PartKind.INPUT_GLOBAL_DIVISOR):
+        return _stored_global(part, input_global_scale, part.role is PartKind.INPUT_GLOBAL_DIVISOR).reshape(inner)
     raise FormatError(f"{part.name} is not computed from the weight; copy it")
 
 
@@ -100,12 +102,14 @@ def decode(
         _check_shape(stored, load)
     if stored.whole is not None:
         return stored.whole(load).narrow(0, start, stop - start)
-    data = _read(_need(stored, Role.DATA), load, expert=expert, rows=(start, stop), total=n)
-    scales = _read(_need(stored, Role.SCALES), load, expert=expert, rows=grid, total=fmt.scale_shape(stored.shape)[0])
+    data = _read(_need(stored, PartKind.DATA), load, expert=expert, rows=(start, stop), total=n)
+    scales = _read(
+        _need(stored, PartKind.SCALES), load, expert=expert, rows=grid, total=fmt.scale_shape(stored.shape)[0]
+    )
     if fmt.scale.enumerable:
-        scales = scale_codes(scales, fmt, _need(stored, Role.SCALES).name)
-    divisor = stored.part(Role.GLOBAL_DIVISOR)
-    source = divisor or stored.part(Role.GLOBAL)
+        scales = scale_codes(scales, fmt, _need(stored, PartKind.SCALES).name)
+    divisor = stored.part(PartKind.GLOBAL_DIVISOR)
+    source = divisor or stored.part(PartKind.GLOBAL)
     return QTensor(
         fmt,
         (stop - start, k),
@@ -118,7 +122,7 @@ def decode(
 
 def _check_shape(stored: StoredWeight, load: Load) -> None:
     """CheckpointError where a stored shape is another one than that of the codes: readers cut or pad by it."""
-    part = stored.part(Role.SHAPE)
+    part = stored.part(PartKind.SHAPE)
     said = None if part is None else tuple(load(part.name, None, None).tolist())
     if part is not None and said != stored.shape:
         raise CheckpointError(
@@ -130,8 +134,8 @@ def _check_shape(stored: StoredWeight, load: Load) -> None:
 
 def decode_input_global(stored: StoredWeight, load: Load, *, expert: int | None = None) -> torch.Tensor | None:
     """The static input scale of a stored weight, float32 0-d, as a factor; None where there is none."""
-    divisor = stored.part(Role.INPUT_GLOBAL_DIVISOR)
-    source = divisor or stored.part(Role.INPUT_GLOBAL)
+    divisor = stored.part(PartKind.INPUT_GLOBAL_DIVISOR)
+    source = divisor or stored.part(PartKind.INPUT_GLOBAL)
     if source is None:
         return None
     value = _read(source, load, expert=expert).float().reshape(())
@@ -194,7 +198,7 @@ def _stored_global(part: Part, scale: torch.Tensor | None, invert: bool) -> torc
     return value.to(TORCH_DTYPES[part.dtype])
 
 
-def _need(stored: StoredWeight, role: Role) -> Part:
+def _need(stored: StoredWeight, role: PartKind) -> Part:
     part = stored.part(role)
     if part is None:
         raise CheckpointError(f"{stored.weight} has no stored {role}")

@@ -15,7 +15,7 @@ from ptqpipe.checkpoint.layouts._types import (
     Container,
     Names,
     Part,
-    Role,
+    PartKind,
     StoredWeight,
     Target,
 )
@@ -40,12 +40,12 @@ def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(holder, Mapping):
             continue
         for key in _KEYS:
-            found = holder.get(key)
-            if found is None:
+            section = holder.get(key)
+            if section is None:
                 continue
-            if not isinstance(found, Mapping):
-                raise CheckpointError(f"{key} in config.json is {type(found).__name__}, expected an object")
-            return found
+            if not isinstance(section, Mapping):
+                raise CheckpointError(f"{key} in config.json is {type(section).__name__}, expected an object")
+            return section
     return {}
 
 
@@ -85,7 +85,7 @@ def without_quantization(base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def structure(fmt: Format) -> tuple[str, tuple[int, int], str, bool, bool]:
-    """What a layout can see of a format: float scales of any width are alike, names do not count."""
+    """The stored structure of a format: names and the width of float scales do not count."""
     scale = "float" if fmt.scale.dtype is not None else fmt.scale.name
     return fmt.element.name, fmt.block, scale, fmt.has_global, fmt.has_zeros
 
@@ -104,27 +104,27 @@ def scheme_for(fmt: Format, activation: Activation) -> Scheme:
 def check_parts(parts: Sequence[Part], names: Names, *, weight: str) -> None:
     """CheckpointError unless every part is stored with its dtype and shape."""
     for part in parts:
-        found = names.get(part.name)
-        if found is None:
+        stored = names.get(part.name)
+        if stored is None:
             raise CheckpointError(
                 f"{weight} has no tensor {part.name!r} {part.dtype} {list(part.shape)}: it is lost, or the layout is "
                 f"another than config.json says; {FLOAT_MODEL}"
             )
-        if found != (part.dtype, part.shape):
+        if stored != (part.dtype, part.shape):
             raise CheckpointError(
-                f"{part.name!r} is {found[0]} {list(found[1])}, but its config says {part.dtype} {list(part.shape)}; "
+                f"{part.name!r} is {stored[0]} {list(stored[1])}, but its config says {part.dtype} {list(part.shape)}; "
                 f"the two do not belong together, or the layout is one that is not read: {FLOAT_MODEL}"
             )
 
 
 def matrix_shape(names: Names, name: str, *, bits: int, owner: str) -> tuple[int, int]:
     """(N, K) of the weight whose codes of ``bits`` bits are the stored tensor ``name``; ``owner`` is who needs it."""
-    found = names.get(name)
-    if found is None:
+    stored = names.get(name)
+    if stored is None:
         raise CheckpointError(f"{owner} has scales of a quantized weight, but no {name!r}; {FLOAT_MODEL}")
-    if len(found[1]) != 2 or 0 in found[1]:
-        raise CheckpointError(f"{name!r} has shape {list(found[1])}, expected two dimensions and at least one element")
-    return found[1][0], found[1][1] * 8 // bits
+    if len(stored[1]) != 2 or 0 in stored[1]:
+        raise CheckpointError(f"{name!r} has shape {list(stored[1])}, expected two dimensions and at least one element")
+    return stored[1][0], stored[1][1] * 8 // bits
 
 
 def refuse(weight: str, *, container: str, scheme_reason: str | None, experts: int | None, transposed: bool) -> None:
@@ -153,7 +153,7 @@ def stored_grid(weight: str, fmt: Format, shape: tuple[int, int]) -> tuple[int, 
         raise CheckpointError(f"{weight}: {error}") from None
 
 
-def as_found(expected: Sequence[Part], names: Names, *, weight: str) -> tuple[Part, ...]:
+def accept_variants(expected: Sequence[Part], names: Names, *, weight: str) -> tuple[Part, ...]:
     """Parts with the variations that readers accept: one number as [] or [1], static input scales in any float.
 
     CheckpointError where a part is not stored, or otherwise than so.
@@ -168,7 +168,7 @@ def as_found(expected: Sequence[Part], names: Names, *, weight: str) -> tuple[Pa
         dtype, shape = names.get(part.name, (part.dtype, part.shape))
         if part.shape not in ((), (1,)) or shape not in ((), (1,)):
             shape = part.shape
-        if part.role is not Role.INPUT_GLOBAL or dtype not in FLOAT_SCALES:
+        if part.role is not PartKind.INPUT_GLOBAL or dtype not in FLOAT_SCALES:
             dtype = part.dtype
         same = (dtype, shape) == (part.dtype, part.shape)
         changed.append(part if same else part._replace(dtype=dtype, shape=shape))
@@ -180,10 +180,10 @@ PartsOf = Callable[..., tuple[Part, ...]]
 """`Container.parts` of a layout."""
 
 
-def remembered(parts: PartsOf) -> PartsOf:
+def memoized_parts(parts: PartsOf) -> PartsOf:
     """``parts`` of a layout, which asks it once for weights of one shape, scheme and leaf name: of the tens of
     thousands of a mixture of experts the names alone differ."""
-    known: dict[tuple[object, ...], tuple[Scheme, list[tuple[str, tuple[Any, ...]]]]] = {}
+    memo: dict[tuple[object, ...], tuple[Scheme, list[tuple[str, tuple[Any, ...]]]]] = {}
 
     def of(
         weight: str, shape: tuple[int, int], scheme: Scheme, /, *, experts: int | None = None, transposed: bool = False
@@ -192,13 +192,13 @@ def remembered(parts: PartsOf) -> PartsOf:
         start = len(parent) + len(dot)
         key = (leaf, len(weight) - start, bool(experts_of(weight)), shape, id(scheme), experts, transposed)
         base = weight[:start]
-        if key in known:
-            return tuple([Part(base + name, *rest) for name, rest in known[key][1]])
-        made = parts(weight, shape, scheme, experts=experts, transposed=transposed)
-        if all(part.name.startswith(base) for part in made):
+        if key in memo:
+            return tuple([Part(base + name, *rest) for name, rest in memo[key][1]])
+        fresh = parts(weight, shape, scheme, experts=experts, transposed=transposed)
+        if all(part.name.startswith(base) for part in fresh):
             # With the scheme, so that no other gets its id.
-            known[key] = scheme, [(part.name[start:], part[1:]) for part in made]
-        return made
+            memo[key] = scheme, [(part.name[start:], part[1:]) for part in fresh]
+        return fresh
 
     return of
 
@@ -222,12 +222,12 @@ def kv_cache_scheme(base: Mapping[str, Any]) -> dict[str, Any] | None:
 
     In compressed-tensors' terms; ModelOpt's are the same without a strategy.
     """
-    found = quantization_config(base).get("kv_cache_scheme")
-    if found == "FP8":
-        found = {"num_bits": 8, "type": "float"}
-    if not isinstance(found, Mapping) or found.get("num_bits") != 8 or found.get("type") != "float":
+    scheme = quantization_config(base).get("kv_cache_scheme")
+    if scheme == "FP8":
+        scheme = {"num_bits": 8, "type": "float"}
+    if not isinstance(scheme, Mapping) or scheme.get("num_bits") != 8 or scheme.get("type") != "float":
         return None
-    return {"num_bits": 8, "type": "float", "strategy": found.get("strategy") or "tensor", "dynamic": False}
+    return {"num_bits": 8, "type": "float", "strategy": scheme.get("strategy") or "tensor", "dynamic": False}
 
 
 # Model types of transformers 5.23 whose experts are one tensor on disk and have no converter from per-expert names.
@@ -268,10 +268,10 @@ _SGLANG_LLAMAS = frozenset(
 
 def sglang_scale_warnings(config: Mapping[str, Any], *, remedy: str) -> list[str]:
     """A warning where SGLang loads a model without its scales, if it keeps them as ``weight_scale_inv``."""
-    found = _SGLANG_LLAMAS.intersection(config.get("architectures") or ())
+    architectures = _SGLANG_LLAMAS.intersection(config.get("architectures") or ())
     return [
         f"SGLang 0.5.23 loads a {name} with these names without its scales and serves it all the same; {remedy}"
-        for name in sorted(found)
+        for name in sorted(architectures)
     ]
 
 
@@ -314,15 +314,15 @@ _BEHIND = {"falcon_h1": "num_hidden_layers", "zamba2": "hybrid_layer_ids"}
 
 
 def _readers_name(module: str, config: Mapping[str, Any]) -> str:
-    """What readers call a module of the model of a config.json."""
+    """Readers' name for a module of the model of a config.json."""
     kind = str(config.get("model_type"))
     layers = config.get(_BEHIND.get(kind, ""))
     first = len(layers) if isinstance(layers, list) else layers if isinstance(layers, int) else 0
     for pattern, named in _READERS_NAMES.get(kind, ()):
-        found = re.search(pattern, module)
-        if found is not None:
-            behind = first + int(found[1]) if "{behind}" in named else 0
-            module = module[: found.start()] + named.format(behind=behind) + module[found.end() :]
+        match = re.search(pattern, module)
+        if match is not None:
+            behind = first + int(match[1]) if "{behind}" in named else 0
+            module = module[: match.start()] + named.format(behind=behind) + module[match.end() :]
     return module
 
 
@@ -414,10 +414,10 @@ def kv_scale(name: str, dtype: str, shape: tuple[int, ...], *, container: Contai
     match = _KV_SCALE.fullmatch(name)
     if match is None:
         return None
-    style = None if container is None else container.ABILITIES.kv_cache
+    style = None if container is None else container.CAPABILITIES.kv_cache
     if style is None or style.name is None or shape not in ((), (1,)):
-        return Part(name, dtype, shape, Role.OTHER)
-    return Part(match.expand(style.name), dtype, style.shape, Role.OTHER)
+        return Part(name, dtype, shape, PartKind.OTHER)
+    return Part(match.expand(style.name), dtype, style.shape, PartKind.OTHER)
 
 
 def kv_scale_place(name: str) -> tuple[str, str] | None:

@@ -47,11 +47,11 @@ def check_formats(described: Mapping[str, Any], names: Iterable[str]) -> None:
     """CheckpointError for weights in a format of compressed-tensors that is not read, saying what it stores."""
     groups, sparsity = described.get("config_groups"), described.get("sparsity_config")
     holders = [described, *(groups.values() if isinstance(groups, Mapping) else ())]
-    found = [str(holder.get("format")) for holder in holders if isinstance(holder, Mapping)]
+    formats = [str(holder.get("format")) for holder in holders if isinstance(holder, Mapping)]
     sparse = next((name for name in names if name.endswith(_BITMASKS)), None)
     if sparse is not None and isinstance(sparsity, Mapping):
-        found.append(str(sparsity.get("format")))
-    unread = next((kind for kind in found if kind in _UNREAD), None)
+        formats.append(str(sparsity.get("format")))
+    unread = next((kind for kind in formats if kind in _UNREAD), None)
     if unread is not None:
         raise CheckpointError(f"config.json says format {unread!r}: {_UNREAD[unread]}")
     if sparse is not None:
@@ -59,7 +59,7 @@ def check_formats(described: Mapping[str, Any], names: Iterable[str]) -> None:
     for group in holders[1:]:
         weights = group.get("weights") if isinstance(group, Mapping) else None
         bits = weights.get("num_bits") if isinstance(weights, Mapping) else 8
-        if weights is not None and (group.get("format") or found[0]) == _NAIVE and isinstance(bits, int) and bits < 8:
+        if weights is not None and (group.get("format") or formats[0]) == _NAIVE and isinstance(bits, int) and bits < 8:
             raise CheckpointError(
                 f"config.json says format {_NAIVE!r} of {bits} bits: one code in a byte, which ptqpipe reads of 8 bits "
                 "alone: start from the float model"
@@ -100,9 +100,9 @@ def resolver(groups: Iterable[tuple[Iterable[str], T]], *, classes: bool = True)
     Names do not tell which class a module has, so the first target that is written like one (one word, its first letter
     a capital) speaks for every other module. None where nothing does.
     """
-    exact = {target: found for targets, found in groups for target in targets}
+    exact = {target: entry for targets, entry in groups for target in targets}
     expressions = sorted(target for target in exact if target.startswith("re:"))
-    others = (found for target, found in exact.items() if target[:1].isupper() and "." not in target)
+    others = (entry for target, entry in exact.items() if target[:1].isupper() and "." not in target)
     by_class = next(others, None) if classes else None
 
     def find(module: str) -> T | None:
@@ -147,9 +147,9 @@ def _target_faults(groups: Mapping[str, Any], modules: Sequence[str]) -> Iterato
         targets = [str(target) for target in group.get("targets") or []]
         exact, patterns = set(targets), [target for target in targets if target.startswith("re:")]
         everything = not _CLASSES.isdisjoint(exact)
-        found = [m for m in modules if everything or m in exact or any(matches(p, m) for p in patterns)]
-        aimed.update(found)
-        if not found and group.get("weights") is not None:
+        covered = [m for m in modules if everything or m in exact or any(matches(p, m) for p in patterns)]
+        aimed.update(covered)
+        if not covered and group.get("weights") is not None:
             shown = short_json(targets)
             message = f"targets {shown}: neither a quantized module nor a class of layers; readers drop it"
             yield f"config_groups.{name}", message
@@ -170,7 +170,7 @@ def _unknown_keys(group: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _pairs(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says, flat; targets aside."""
+    """A group's settings as a flat mapping, without its targets."""
     flat: dict[str, Any] = {"format": group.get("format")}
     for part in ("weights", "input_activations"):
         arguments = group.get(part)
@@ -181,19 +181,19 @@ def _pairs(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreement(group: Mapping[str, Any], wanted: Mapping[str, Any]) -> int:
-    found = _pairs(group)
-    return sum(found.get(key) == value for key, value in _pairs(wanted).items())
+    actual = _pairs(group)
+    return sum(actual.get(key) == value for key, value in _pairs(wanted).items())
 
 
 def _difference(group: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """What readers act on and the group states differently, as text; empty when there is nothing."""
-    found, expected = _pairs(group), _pairs(wanted)
+    """The first decisive setting that differs, as text; empty where none does."""
+    actual, expected = _pairs(group), _pairs(wanted)
     defaults = {"symmetric": True, "dynamic": False, "type": "float"}
     decisive = ("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "scale_dtype")
-    for key in dict.fromkeys([*expected, *(k for k in found if k.rpartition(".")[2] in decisive)]):
+    for key in dict.fromkeys([*expected, *(k for k in actual if k.rpartition(".")[2] in decisive)]):
         default = defaults.get(key.rpartition(".")[2])
-        if found.get(key, default) != expected.get(key, default):
-            return f"{key} is {found.get(key)!r}, expected {expected.get(key)!r}"
+        if actual.get(key, default) != expected.get(key, default):
+            return f"{key} is {actual.get(key)!r}, expected {expected.get(key)!r}"
     return ""
 
 
@@ -217,8 +217,8 @@ def described_rotations(targets: Sequence[Target], kept: Sequence[str]) -> dict[
     groups, used = {}, {scheme.rotation for scheme in schemes_of(targets)}
     for block in ROTATION_BLOCKS:
         if block in used:
-            turned = [target.module for target in targets if target.scheme.rotation == block]
-            patterns = name_patterns(turned, [name for name in names if name not in set(turned)])
+            rotated = [target.module for target in targets if target.scheme.rotation == block]
+            patterns = name_patterns(rotated, [name for name in names if name not in set(rotated)])
             uses: list[dict[str, Any]] = [{"targets": patterns, "location": "input"}]
             uses += [{"targets": patterns, "location": "weight_input", "inverse": True}]
             groups[f"rotate_{block}"] = {"type": "hadamard", "head_dim": block, "apply": uses}
@@ -230,7 +230,7 @@ def stored_rotations(config: Mapping[str, Any], described: Mapping[str, Any]) ->
 
     CheckpointError for a ``transform_config`` that changes inputs or outputs in any other way.
     """
-    found: list[tuple[list[str], int]] = []
+    blocks: list[tuple[list[str], int]] = []
     for holder in (config, described):
         entry = holder.get(TRANSFORM_CONFIG) or {}
         groups = entry.get("config_groups") or {} if isinstance(entry, Mapping) else None
@@ -239,11 +239,11 @@ def stored_rotations(config: Mapping[str, Any], described: Mapping[str, Any]) ->
                 f"{TRANSFORM_CONFIG} in config.json is damaged; expected an object with config_groups"
             )
         for name, group in groups.items():
-            found += [
+            blocks += [
                 (strings(use.get("targets"), f"{TRANSFORM_CONFIG} {name!r}"), block)
                 for use, block in _inputs(name, group)
             ]
-    find = resolver(found, classes=False)
+    find = resolver(blocks, classes=False)
     return lambda module: find(module) or 0
 
 
@@ -255,8 +255,8 @@ def _inputs(name: str, group: Any) -> Iterator[tuple[Mapping[str, Any], int]]:
         place = use.get("location") if isinstance(use, Mapping) else None
         if place in _IN_WEIGHTS:
             continue
-        known = place == "input" and described.get("type") == "hadamard" and not described.get("randomize")
-        if not known or block not in ROTATION_BLOCKS or use.get("ignore"):
+        supported = place == "input" and described.get("type") == "hadamard" and not described.get("randomize")
+        if not supported or block not in ROTATION_BLOCKS or use.get("ignore"):
             raise CheckpointError(
                 f"{TRANSFORM_CONFIG} in config.json has {name!r} at {place!r}: a change of the activations that "
                 f"ptqpipe does not read, which are Hadamard rotations of inputs by blocks of "

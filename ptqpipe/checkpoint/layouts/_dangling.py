@@ -75,8 +75,8 @@ def dangling(names: Names, consumed: Collection[str] = (), *, described: bool = 
     consumed   the parts of weights that are read
     described  config.json describes a quantization, which the scales of a KV cache are part of
     """
-    found = _dangling(names, consumed, described)
-    return sorted(found, key=lambda part: part.looks != _LOOKS["packed"] and not part.looks.startswith("F"))
+    parts = _dangling(names, consumed, described)
+    return sorted(parts, key=lambda part: part.looks != _LOOKS["packed"] and not part.looks.startswith("F"))
 
 
 def _dangling(names: Names, consumed: Collection[str], described: bool) -> Iterator[Dangling]:

@@ -8,7 +8,7 @@ import torch
 
 from ptqpipe.checkpoint.layouts._codec import FLOAT_SCALES, scale_dtype
 from ptqpipe.checkpoint.layouts._config import FLOAT_MODEL, check_parts, matrix_shape, scheme_for, stored_grid
-from ptqpipe.checkpoint.layouts._types import Load, Names, Part, Role, StoredWeight
+from ptqpipe.checkpoint.layouts._types import Load, Names, Part, PartKind, StoredWeight
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import CODECS, WHOLE, Format, unpack
 from ptqpipe.numerics.qtensor import QTensor
@@ -43,7 +43,7 @@ def has_integers(described: Mapping[str, Any]) -> bool:
     """Whether a compressed-tensors config has a group of integer weights."""
     groups = described.get("config_groups")
     weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
-    return any(isinstance(found, Mapping) and found.get("type") == "int" for found in weights)
+    return any(isinstance(group_weights, Mapping) and group_weights.get("type") == "int" for group_weights in weights)
 
 
 def described_integers(weights: Mapping[str, Any]) -> Format | None:
@@ -65,13 +65,13 @@ def integer_parts(module: str, shape: tuple[int, int], fmt: Format) -> list[Part
     """
     n, k = shape
     grid, bits = fmt.scale_shape(shape), fmt.element.bits
-    scales = Part(f"{module}.weight_scale", scale_dtype(fmt), grid, Role.SCALES)
+    scales = Part(f"{module}.weight_scale", scale_dtype(fmt), grid, PartKind.SCALES)
     if fmt.element.grid[0] == 0:
-        return [Part(f"{module}.weight", "I8", shape, Role.DATA), scales]
+        return [Part(f"{module}.weight", "I8", shape, PartKind.DATA), scales]
     if k * bits % 32:
         raise FormatError(f"{module}: compressed-tensors packs integers into words of 32 bits, {k} do not fill them")
-    data = Part(f"{module}.weight_packed", "I32", (n, k * bits // 32), Role.DATA)
-    return [data, scales, Part(f"{module}.weight_shape", "I64", (2,), Role.SHAPE, numbers=shape)]
+    data = Part(f"{module}.weight_packed", "I32", (n, k * bits // 32), PartKind.DATA)
+    return [data, scales, Part(f"{module}.weight_shape", "I64", (2,), PartKind.SHAPE, numbers=shape)]
 
 
 def stored_integers(module: str, fmt: Format, activation: Activation, names: Names) -> StoredWeight:
@@ -91,16 +91,16 @@ def stored_integers(module: str, fmt: Format, activation: Activation, names: Nam
     grid = stored_grid(weight, fmt, (n, k))
     expected = integer_parts(module, (n, k), fmt)
     if f"{module}.weight_shape" not in names:
-        expected = [part for part in expected if part.role is not Role.SHAPE]
+        expected = [part for part in expected if part.role is not PartKind.SHAPE]
     whole = None
     zero = f"{module}.weight_zero_point"
     if fmt.has_zeros:
         words = packed and names.get(zero, ("I32", ()))[0] != "I8"
         shape = (-(-n * bits // 32), grid[1]) if words else grid
-        expected.append(Part(zero, "I32" if words else "I8", shape, Role.ZEROS))
+        expected.append(Part(zero, "I32" if words else "I8", shape, PartKind.ZEROS))
         whole = partial(_read, module, data, fmt, (n, k))
     check_parts(expected, names, weight=weight)
-    others = [] if fmt.has_zeros or zero not in names else [Part(zero, *names[zero], Role.OTHER)]
+    others = [] if fmt.has_zeros or zero not in names else [Part(zero, *names[zero], PartKind.OTHER)]
     if others:
         whole = partial(_read_symmetric, module, data, fmt, (n, k))
     return StoredWeight(weight, (n, k), scheme_for(fmt, activation), (*expected, *others), whole=whole)
@@ -109,13 +109,13 @@ def stored_integers(module: str, fmt: Format, activation: Activation, names: Nam
 def integer_stacks(names: Names) -> list[str]:
     """Stacks of experts whose codes are one tensor ``<stack>_packed`` I32 [E, N, K*bits/32]: of both projections of an
     MLP, with shapes that say which axis is the inputs'."""
-    found = []
+    stacks = []
     for name, (dtype, shape) in names.items():
         stack = name.removesuffix("gate_up_proj_packed")
         down = names.get(f"{stack}down_proj_packed", ("", ()))
         if stack.endswith("experts.") and dtype == down[0] == "I32" and len(shape) == len(down[1]) == 3:
-            found += [f"{stack}gate_up_proj", f"{stack}down_proj"]
-    return found
+            stacks += [f"{stack}gate_up_proj", f"{stack}down_proj"]
+    return stacks
 
 
 def stored_stack(stack: str, fmt: Format, activation: Activation, names: Names) -> StoredWeight:
@@ -136,11 +136,17 @@ def stored_stack(stack: str, fmt: Format, activation: Activation, names: Names) 
     shape = (n, words * 32 // bits)
     fmt = integer_format(bits, fmt.block[1], names.get(f"{stack}_scale", ("BF16", ()))[0], zeros=False)
     expected = [
-        Part(f"{stack}_packed", "I32", (experts, n, words), Role.DATA, stacked=True),
-        Part(f"{stack}_scale", scale_dtype(fmt), (experts, *stored_grid(stack, fmt, shape)), Role.SCALES, stacked=True),
+        Part(f"{stack}_packed", "I32", (experts, n, words), PartKind.DATA, stacked=True),
+        Part(
+            f"{stack}_scale",
+            scale_dtype(fmt),
+            (experts, *stored_grid(stack, fmt, shape)),
+            PartKind.SCALES,
+            stacked=True,
+        ),
     ]
     if f"{stack}_shape" in names:
-        expected.append(Part(f"{stack}_shape", "I64", (2,), Role.SHAPE, numbers=shape))
+        expected.append(Part(f"{stack}_shape", "I64", (2,), PartKind.SHAPE, numbers=shape))
     check_parts(expected, names, weight=stack)
     return StoredWeight(stack, shape, scheme_for(fmt, activation), tuple(expected), experts)
 

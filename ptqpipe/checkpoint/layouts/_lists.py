@@ -58,7 +58,7 @@ def called(module: str, *, roots: bool = True) -> list[str]:
 
 
 def wholes(names: Collection[str]) -> Iterator[str]:
-    """What readers call what they make of these modules and their neighbours: qkv_proj for q_proj."""
+    """Readers' names for the fused modules of these and their neighbours: qkv_proj for q_proj."""
     for pattern, whole in WHOLES:
         for name in names:
             if (other := re.sub(pattern, whole, name)) != name:
@@ -66,7 +66,7 @@ def wholes(names: Collection[str]) -> Iterator[str]:
 
 
 class Lists:
-    """What a description says of modules: which are excluded, and which of the others readers look for codes of."""
+    """The exclusions in a quantization config, and the modules that readers expect codes for."""
 
     def __init__(
         self,
@@ -134,9 +134,9 @@ class Lists:
         vLLM in ModelOpt's layout: "layers.1" for layers.10. The first module of each entry."""
         text = "\n".join(modules)
         for entry in sorted(self._entries):
-            found = re.search(rf"^.*{re.escape(entry)}(?=[^.\n]).*$", text, re.MULTILINE) if entry in text else None
-            if found is not None:
-                yield entry, found[0]
+            match = re.search(rf"^.*{re.escape(entry)}(?=[^.\n]).*$", text, re.MULTILINE) if entry in text else None
+            if match is not None:
+                yield entry, match[0]
 
     def _called(self, module: str) -> list[str]:
         return called(module, roots=self._roots or not module.startswith("model.layers."))
@@ -214,15 +214,15 @@ def by_wildcards(entries: Iterable[str]) -> dict[str, str]:
 def as_transformers(entries: Iterable[str]) -> dict[str, str]:
     """The entries of a list as transformers' ``should_convert_module`` takes them, but for plain names: expressions
     that end where a component of the name does."""
-    found = {}
+    patterns = {}
     for entry in entries:
         if _META.search(entry) or entry.endswith("."):
             try:
                 expression(f"(?:{entry}){_BOUNDARY}")
             except ValueError:
                 continue  # no reader matches it with anything: transformers stops, the others compare the text
-            found[entry] = f"(?:{entry}){_BOUNDARY}"
-    return found
+            patterns[entry] = f"(?:{entry}){_BOUNDARY}"
+    return patterns
 
 
 def components(key: str, entries: Iterable[str]) -> Callable[[Sequence[str]], str | None] | None:

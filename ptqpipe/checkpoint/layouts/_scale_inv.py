@@ -14,7 +14,7 @@ import torch
 from ptqpipe.checkpoint.layouts._codec import FLOAT_SCALES, scale_codes
 from ptqpipe.checkpoint.layouts._config import (
     FLOAT_MODEL,
-    as_found,
+    accept_variants,
     kept_experts,
     matrix_shape,
     module_list,
@@ -27,7 +27,7 @@ from ptqpipe.checkpoint.layouts._config import (
     without_quantization,
 )
 from ptqpipe.checkpoint.layouts._lists import Lists, as_transformers, is_head, listed
-from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Load, Names, Part, Role, StoredWeight
+from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Load, Names, Part, PartKind, StoredWeight
 from ptqpipe.errors import CheckpointError
 from ptqpipe.numerics.formats import CODECS, FORMATS, Format
 from ptqpipe.numerics.qtensor import QTensor
@@ -75,8 +75,8 @@ class ScaleInv:
         reason = self.supports(scheme)
         refuse(weight, container=self.name, scheme_reason=reason, experts=experts, transposed=transposed)
         return (
-            Part(weight, "F8_E4M3", shape, Role.DATA),
-            Part(f"{weight}_scale_inv", self.scale_dtype, scheme.fmt.scale_shape(shape), Role.SCALES),
+            Part(weight, "F8_E4M3", shape, PartKind.DATA),
+            Part(f"{weight}_scale_inv", self.scale_dtype, scheme.fmt.scale_shape(shape), PartKind.SCALES),
         )
 
     def configs(self, request: ConfigRequest) -> dict[str, dict[str, Any]]:
@@ -124,7 +124,7 @@ def stored_weights_of(
     fmt        what the config says of F8_E4M3 weights; the scale's dtype decides its codec
     in_shards  blocks of a fused ``qkv_proj`` begin anew with each of the shards that it was quantized in
     """
-    found, kinds = {}, dict[tuple[object, ...], StoredWeight]()  # a hundred thousand weights are of few kinds
+    weights, kinds = {}, dict[tuple[object, ...], StoredWeight]()  # a hundred thousand weights are of few kinds
     for name, described in names.items():
         if described[0] not in ("F8_E4M3", "I8") or not name.endswith(".weight"):
             continue
@@ -136,16 +136,16 @@ def stored_weights_of(
         kind = (described, scale, names[module + scale], static, static and names[module + static])
         sharded = in_shards and module.endswith("qkv_proj")
         if kind in kinds and not sharded:
-            found[name] = kinds[kind].renamed(name)
+            weights[name] = kinds[kind].renamed(name)
             continue
-        found[name] = _stored(module, names, fmt, activation, scale=scale, static=static, in_shards=sharded)
+        weights[name] = _stored(module, names, fmt, activation, scale=scale, static=static, in_shards=sharded)
         if not sharded:
-            kinds[kind] = found[name]
+            kinds[kind] = weights[name]
     for name in (name for name in names if name.endswith(SUFFIXES[:2])):
         for suffix in SUFFIXES[:2]:  # ".scale" is also what other things than weights have
-            if name.endswith(suffix) and name.removesuffix(suffix) + ".weight" not in found:
+            if name.endswith(suffix) and name.removesuffix(suffix) + ".weight" not in weights:
                 raise CheckpointError(f"{name!r} belongs to no F8_E4M3 weight; {FLOAT_MODEL}")
-    return found
+    return weights
 
 
 def fmt_of_scale(fmt: Format, dtype: str) -> Format:
@@ -176,7 +176,7 @@ def _stored(
         fmt, activation = FORMATS["mxfp4"], Activation.UNKNOWN
     shape = matrix_shape(names, weight, bits=fmt.element.bits, owner=module)
     fmt = fmt_of_scale(fmt, names[scales][0])
-    codes = Part(weight, names[weight][0], (shape[0], shape[1] * fmt.element.bits // 8), Role.DATA)
+    codes = Part(weight, names[weight][0], (shape[0], shape[1] * fmt.element.bits // 8), PartKind.DATA)
     grid, whole = stored_grid(weight, fmt, shape), None
     if fmt.step(0) > 1 and (in_shards or names[scales][1] != grid):
         rows = _shard_rows(scales, names[scales][1], shape[0], fmt, grid=grid, in_shards=in_shards)
@@ -184,32 +184,32 @@ def _stored(
             grid, high = names[scales][1], fmt.step(0)
             fmt = replace(fmt, block=(math.gcd(rows, high), fmt.block[1]))
             whole = partial(_read_shards, weight, scales, fmt, shape, rows=rows, high=high)
-    expected = [codes, Part(scales, names[scales][0], grid, Role.SCALES)]
+    expected = [codes, Part(scales, names[scales][0], grid, PartKind.SCALES)]
     if static is not None:
-        expected.append(Part(module + static, names[module + static][0], (1,), Role.INPUT_GLOBAL))
+        expected.append(Part(module + static, names[module + static][0], (1,), PartKind.INPUT_GLOBAL))
         activation = Activation.FP8_TENSOR_STATIC
     return StoredWeight(
-        weight, shape, scheme_for(fmt, activation), as_found(expected, names, weight=weight), whole=whole
+        weight, shape, scheme_for(fmt, activation), accept_variants(expected, names, weight=weight), whole=whole
     )
 
 
 def _shard_rows(
-    scales: str, found: tuple[int, ...], total: int, fmt: Format, *, grid: tuple[int, ...], in_shards: bool
+    scales: str, stored: tuple[int, ...], total: int, fmt: Format, *, grid: tuple[int, ...], in_shards: bool
 ) -> int:
     """How many rows each of the shards has that a weight of ``total`` rows was quantized in, one below the other; all
     of them where it was quantized as one, or shards begin where blocks do.
 
     Where the rows of a shard do not fill blocks, its last block is short, and the next shard begins a new one. How many
     shards there are is told by nothing but shapes. CheckpointError where they leave it open, and for shards where
-    nothing says what they are. ``found``: the shape of the scales. ``grid``: that of the scales of one weight.
+    nothing says what they are. ``stored``: the shape of the scales. ``grid``: that of the scales of one weight.
     """
-    high, columns = fmt.step(0), found[1:] == grid[1:] and len(found) == 2
-    counts = [n for n in range(1, min(found[0], _MOST_SHARDS) + 1) if total % n == 0] if columns else []
-    fits = {total // n for n in counts if n * -(-(total // n) // high) == found[0]}
+    high, columns = fmt.step(0), stored[1:] == grid[1:] and len(stored) == 2
+    counts = [n for n in range(1, min(stored[0], _MOST_SHARDS) + 1) if total % n == 0] if columns else []
+    fits = {total // n for n in counts if n * -(-(total // n) // high) == stored[0]}
     rows = {total if height % high == 0 else height for height in fits}  # whole blocks: as if it were one
     if len(rows) == 1 and (in_shards or rows == {total}):
         return rows.pop()
-    if not rows or (found == grid and not in_shards):
+    if not rows or (stored == grid and not in_shards):
         return total  # and no shape that is read
     counted = ", ".join(str(total // height) for height in sorted(rows, reverse=True))
     if in_shards:
@@ -219,7 +219,7 @@ def _shard_rows(
             f"as if it had been quantized in {counted} shards apart, a layout that is read of MiMo-V2's qkv_proj alone"
         )
     raise CheckpointError(
-        f"{scales!r} has {found[0]} rows of scales for {total} rows of the weight, {why}; {FLOAT_MODEL}"
+        f"{scales!r} has {stored[0]} rows of scales for {total} rows of the weight, {why}; {FLOAT_MODEL}"
     )
 
 
@@ -229,7 +229,7 @@ def _read_shards(
     """A weight of shards of ``rows`` rows, quantized in blocks ``high`` rows high, as blocks that no shard cuts."""
     first = torch.arange(0, shape[0], fmt.step(0))
     index = first // rows * -(-rows // high) + first % rows // high
-    found = load(scales, None, None)[index]
+    scale_rows = load(scales, None, None)[index]
     if fmt.scale.enumerable:
-        found = scale_codes(found, fmt, scales)
-    return QTensor(fmt, shape, load(weight, None, None).view(torch.uint8), found)
+        scale_rows = scale_codes(scale_rows, fmt, scales)
+    return QTensor(fmt, shape, load(weight, None, None).view(torch.uint8), scale_rows)

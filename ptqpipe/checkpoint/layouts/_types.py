@@ -12,7 +12,7 @@ from ptqpipe.errors import FormatError
 from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.rotation import rotated_weight
-from ptqpipe.numerics.schemes import Abilities, Scheme
+from ptqpipe.numerics.schemes import Capabilities, Scheme
 
 Names = Mapping[str, tuple[str, tuple[int, ...]]]
 """The tensors of a checkpoint: name -> (safetensors dtype, shape)."""
@@ -24,8 +24,8 @@ Load = Callable[[str, int | None, int | None], torch.Tensor]
 """Reads rows [start, stop) of a stored tensor's first axis (all of it for None)."""
 
 
-class Role(StrEnum):
-    """What a stored tensor of a quantized weight is: its codes, its scales ..."""
+class PartKind(StrEnum):
+    """Kinds of stored tensors of a quantized weight: codes, scales, ..."""
 
     DATA = "data"  # packed codes, row major
     SCALES = "scales"  # block scales, row major over the scale grid
@@ -39,7 +39,7 @@ class Role(StrEnum):
     OTHER = "other"  # kept with the weight, not part of its decode
 
 
-DECODED_ROLES = frozenset(role for role in Role if not role.value.startswith(("input", "shape", "other")))
+DECODED_ROLES = frozenset(role for role in PartKind if not role.value.startswith(("input", "shape", "other")))
 """Roles of the parts that make up a weight's decode."""
 
 
@@ -53,7 +53,7 @@ class Part(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    role: Role
+    role: PartKind
     stacked: bool = False
     numbers: tuple[int, ...] = ()
 
@@ -77,7 +77,7 @@ class StoredWeight:
     transposed: bool = False
     whole: Callable[[Load], QTensor] | None = None
 
-    def part(self, role: Role) -> Part | None:
+    def part(self, role: PartKind) -> Part | None:
         """The part with this role, if there is one."""
         return next((part for part in self.parts if part.role is role), None)
 
@@ -124,7 +124,7 @@ def schemes_of(targets: Iterable[Target]) -> list[Scheme]:
 
 @dataclass(frozen=True, slots=True)
 class ConfigRequest:
-    """What the config files of a checkpoint are written from.
+    """The input for writing a checkpoint's config files.
 
     base          the source's config.json
     targets       the weights that are stored quantized
@@ -153,7 +153,7 @@ class Container(Protocol):
     """
 
     QUANT_METHOD: str
-    ABILITIES: Abilities
+    CAPABILITIES: Capabilities
 
     def supports(self, scheme: Scheme, /) -> str | None:
         """None if the layout can store this scheme, else one line that says why not and what can."""

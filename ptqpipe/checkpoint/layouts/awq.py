@@ -13,14 +13,14 @@ import torch
 from ptqpipe.checkpoint.layouts._config import ReadOnly, check_parts, quantization_config, scheme_for
 from ptqpipe.checkpoint.layouts._integers import group_size, integer_format
 from ptqpipe.checkpoint.layouts._lists import Lists, as_transformers, in_blocks, is_head, listed, plain_head
-from ptqpipe.checkpoint.layouts._types import Load, Names, Part, Role, StoredWeight
+from ptqpipe.checkpoint.layouts._types import Load, Names, Part, PartKind, StoredWeight
 from ptqpipe.errors import CheckpointError
 from ptqpipe.numerics.formats import Format, pack, unpack
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.numerics.schemes import Abilities, Activation
+from ptqpipe.numerics.schemes import Activation, Capabilities
 
 QUANT_METHOD = "awq"
-ABILITIES = Abilities(transformers="transformers")
+CAPABILITIES = Capabilities(transformers="transformers")
 _LAYOUT = ReadOnly(QUANT_METHOD)
 supports, parts, configs, warnings = _LAYOUT.supports, _LAYOUT.parts, _LAYOUT.configs, _LAYOUT.warnings
 detect, config_faults = _LAYOUT.detect, _LAYOUT.config_faults
@@ -67,9 +67,9 @@ def _stored(module: str, group: int, names: Names) -> StoredWeight:
     scale = names.get(f"{module}.scales", ("F16", ()))[0]
     fmt = integer_format(4, group, scale, zeros=True)
     expected = (
-        Part(f"{module}.qweight", "I32", (k, n // 8), Role.DATA),
-        Part(f"{module}.qzeros", "I32", (groups, n // 8), Role.ZEROS),
-        Part(f"{module}.scales", scale, (groups, n), Role.SCALES),
+        Part(f"{module}.qweight", "I32", (k, n // 8), PartKind.DATA),
+        Part(f"{module}.qzeros", "I32", (groups, n // 8), PartKind.ZEROS),
+        Part(f"{module}.scales", scale, (groups, n), PartKind.SCALES),
     )
     weight = f"{module}.weight"
     check_parts(expected, names, weight=weight)

@@ -13,7 +13,7 @@ from typing import Any
 from ptqpipe.checkpoint.layouts._codec import scale_dtype, with_scale_dtype
 from ptqpipe.checkpoint.layouts._config import (
     FLOAT_MODEL,
-    as_found,
+    accept_variants,
     expert_name_warnings,
     kept_stacks,
     kv_cache_scheme,
@@ -50,7 +50,7 @@ from ptqpipe.checkpoint.layouts._types import (
     ConfigRequest,
     Names,
     Part,
-    Role,
+    PartKind,
     StoredWeight,
     Target,
     schemes_of,
@@ -58,10 +58,10 @@ from ptqpipe.checkpoint.layouts._types import (
 from ptqpipe.checkpoint.tensor_names import experts_of
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import FORMATS, Format
-from ptqpipe.numerics.schemes import Abilities, Activation, KvCache, Scheme
+from ptqpipe.numerics.schemes import Activation, Capabilities, KvCache, Scheme
 
 QUANT_METHOD = "compressed-tensors"
-ABILITIES = Abilities(rotation=True, kv_cache=KvCache(r"\1.\2_scale", written=True))
+CAPABILITIES = Capabilities(rotation=True, kv_cache=KvCache(r"\1.\2_scale", written=True))
 
 _E4M3, _U8 = "torch.float8_e4m3fn", "torch.uint8"
 
@@ -165,16 +165,16 @@ def parts(
         f"{module}.weight_packed" if packed else weight,
         "U8" if packed else "F8_E4M3",
         (n, k * fmt.element.bits // 8),
-        Role.DATA,
+        PartKind.DATA,
     )
-    found = [data, Part(f"{module}.weight_scale", scale_dtype(fmt), scale_grid(fmt, shape), Role.SCALES)]
+    stored = [data, Part(f"{module}.weight_scale", scale_dtype(fmt), scale_grid(fmt, shape), PartKind.SCALES)]
     if fmt.has_global:
-        found.append(Part(f"{module}.weight_global_scale", "F32", (1,), Role.GLOBAL_DIVISOR))
+        stored.append(Part(f"{module}.weight_global_scale", "F32", (1,), PartKind.GLOBAL_DIVISOR))
     if scheme.activation is Activation.NVFP4_STATIC_GLOBAL:
-        found.append(Part(f"{module}.input_global_scale", "F32", (1,), Role.INPUT_GLOBAL_DIVISOR))
+        stored.append(Part(f"{module}.input_global_scale", "F32", (1,), PartKind.INPUT_GLOBAL_DIVISOR))
     if scheme.activation is Activation.FP8_TENSOR_STATIC:
-        found.append(Part(f"{module}.input_scale", scale_dtype(fmt), (1,), Role.INPUT_GLOBAL))
-    return tuple(found)
+        stored.append(Part(f"{module}.input_scale", scale_dtype(fmt), (1,), PartKind.INPUT_GLOBAL))
+    return tuple(stored)
 
 
 # --- Writing the config
@@ -214,11 +214,11 @@ def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
 
 def _grouped(targets: Sequence[Target]) -> list[tuple[Scheme, list[str]]]:
     """Modules by scheme, schemes with routed experts first."""
-    found: dict[tuple[Any, Activation], tuple[Scheme, list[str]]] = {}
+    modules: dict[tuple[Any, Activation], tuple[Scheme, list[str]]] = {}
     keys = {id(scheme): (structure(scheme.fmt), scheme.activation) for scheme in schemes_of(targets)}
     for target in targets:
-        found.setdefault(keys[id(target.scheme)], (target.scheme, []))[1].append(target.module)
-    return sorted(found.values(), key=lambda group: not any(experts_of(name) for name in group[1]))
+        modules.setdefault(keys[id(target.scheme)], (target.scheme, []))[1].append(target.module)
+    return sorted(modules.values(), key=lambda group: not any(experts_of(name) for name in group[1]))
 
 
 def _group(scheme: Scheme, names: Sequence[str]) -> dict[str, Any]:
@@ -257,48 +257,48 @@ def _kept_stack_patterns(kept: Sequence[str], targets: Sequence[Target]) -> list
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     """What readers get wrong about this output: one line each, with the remedy."""
-    found, schemes = [], schemes_of(targets)
+    lines, schemes = [], schemes_of(targets)
     kinds = {id(scheme): structure(scheme.fmt) for scheme in schemes}
     llama4 = str(config.get("model_type")).startswith("llama4")  # its experts become linear layers here
     experts = {kinds[id(t.scheme)]: t.scheme for t in targets if experts_of(t.module) and not llama4}
     for scheme in experts.values():
         name = _BY_STRUCTURE.get(structure(scheme.fmt))
         if name == "nvfp4":
-            found.append(
+            lines.append(
                 "transformers up to 5.23 loads NVFP4 experts wrong by their global scale, silently (its issue 48371); "
                 "serve with vLLM or SGLang, or give the experts fp8_dynamic or mxfp4"
             )
         if name in ("fp8_block", "mxfp8"):
             remedy = "deepseek_fp8" if name == "fp8_block" else "mxfp8_hf"
-            found.append(
+            lines.append(
                 f"transformers up to 5.23 refuses {name} experts in this layout; use --container {remedy} for it"
             )
         if name == "fp8_tensor" and scheme.activation is Activation.FP8_TOKEN:
-            found.append("vLLM 0.33 and SGLang 0.5.23 refuse experts with fp8_tensor; use fp8 or fp8_block for them")
+            lines.append("vLLM 0.33 and SGLang 0.5.23 refuse experts with fp8_tensor; use fp8 or fp8_block for them")
         if name == "int8_signed_channel":
-            found.append("SGLang 0.5.23 refuses experts with int8_w8a8; use int8 or fp8_dynamic for it")
+            lines.append("SGLang 0.5.23 refuses experts with int8_w8a8; use int8 or fp8_dynamic for it")
     if len(experts) > 1:
-        found.append(
+        lines.append(
             "transformers gives all routed experts the scheme of one group; use one scheme for all experts, or vLLM"
         )
     if str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.") == "float32":
-        found.append("transformers decodes packed weights to bfloat16: load this float32 model with dtype=bfloat16")
+        lines.append("transformers decodes packed weights to bfloat16: load this float32 model with dtype=bfloat16")
     names = {_BY_STRUCTURE.get(kind) for kind in kinds.values()}
     if "mxfp6_e2m3" in names:
-        found.append("vLLM 0.32 and SGLang 0.5.23 have no mxfp6; transformers with compressed-tensors 0.20 reads it")
+        lines.append("vLLM 0.32 and SGLang 0.5.23 have no mxfp6; transformers with compressed-tensors 0.20 reads it")
     if names & {"mxfp4", "mxfp8"}:
-        found.append("SGLang 0.5.23 reads no mxfp4 and mxfp8 linear layers in this layout; use nvfp4 or fp8 for it")
+        lines.append("SGLang 0.5.23 reads no mxfp4 and mxfp8 linear layers in this layout; use nvfp4 or fp8 for it")
     if any(scheme.name in ("mxfp4a16", "mxfp8a16") for scheme in schemes):
-        found.append(
+        lines.append(
             "vLLM 0.32 quantizes the activations of mxfp4a16 and mxfp8a16 where it can; use nvfp4 if it must not"
         )
     if any(scheme.rotation for scheme in schemes):
-        found.append(
+        lines.append(
             "only vLLM, on one GPU, rotates inputs; transformers 5.23 without ptqpipe, SGLang 0.5.23 "
             "and TensorRT-LLM do not, and compute garbage"
         )
-    found += expert_name_warnings(targets, config, container="compressed_tensors")
-    return found + _float16_warning(schemes, config)
+    lines += expert_name_warnings(targets, config, container="compressed_tensors")
+    return lines + _float16_warning(schemes, config)
 
 
 def _float16_warning(schemes: Sequence[Scheme], config: Mapping[str, Any]) -> list[str]:
@@ -324,7 +324,7 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
     rotation_of = stored_rotations(config, described)
     scheme_of = resolver(_read_groups(described))
     excluded = lists(config)
-    found, kinds = {}, dict[tuple[object, ...], StoredWeight]()  # a hundred thousand weights are of few kinds
+    weights, kinds = {}, dict[tuple[object, ...], StoredWeight]()  # a hundred thousand weights are of few kinds
     modules: dict[str, list[tuple[str, object]]] = {}  # what tensors each has, in whatever order
     for name, stored in names.items():
         module, _, leaf = name.rpartition(".")
@@ -339,21 +339,21 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
         weight, rotation = f"{module}.weight", rotation_of(module)
         kind = (id(scheme), rotation, rotation and experts_of(weight), *tensors)
         if kind in kinds:
-            found[weight] = kinds[kind].renamed(weight)
+            weights[weight] = kinds[kind].renamed(weight)
             continue
         scheme = replace(scheme, rotation=rotation) if rotation != scheme.rotation else scheme
-        found[weight] = _stored(module, scheme, names)
-        if found[weight].whole is None:
-            kinds[kind] = found[weight]
+        weights[weight] = _stored(module, scheme, names)
+        if weights[weight].whole is None:
+            kinds[kind] = weights[weight]
     for stack in integer_stacks(names):
         excluded.refuse([stack])
         scheme = scheme_of(stack)
         if scheme is not None and scheme.fmt.element.grid:
-            found[stack] = stored_stack(stack, scheme.fmt, scheme.activation, names)
+            weights[stack] = stored_stack(stack, scheme.fmt, scheme.activation, names)
     for name, (dtype, shape) in names.items():
-        if dtype == "F8_E4M3" and name.endswith(".weight") and len(shape) == 2 and name not in found:
+        if dtype == "F8_E4M3" and name.endswith(".weight") and len(shape) == 2 and name not in weights:
             raise CheckpointError(f"{name!r} is F8_E4M3 without a {name + '_scale'!r}; {FLOAT_MODEL}")
-    return found
+    return weights
 
 
 def _stored(module: str, scheme: Scheme, names: Names) -> StoredWeight:
@@ -373,11 +373,11 @@ def _stored(module: str, scheme: Scheme, names: Names) -> StoredWeight:
     if fmt is not scheme.fmt:
         scheme = replace(scheme_for(fmt, scheme.activation), rotation=scheme.rotation)
     try:
-        expected = as_found(parts_for_reading(weight, shape, scheme), names, weight=weight)
+        expected = accept_variants(parts_for_reading(weight, shape, scheme), names, weight=weight)
     except FormatError as error:
         raise CheckpointError(str(error)) from None
     extra = [f"{module}.{suffix}" for suffix in _NOT_DECODED if f"{module}.{suffix}" in names]
-    others = tuple(Part(name, *names[name], Role.OTHER) for name in extra)
+    others = tuple(Part(name, *names[name], PartKind.OTHER) for name in extra)
     return StoredWeight(weight, shape, scheme, expected + others)
 
 
@@ -405,7 +405,7 @@ def _read_groups(described: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]
             "quantization_config in config.json has no config_groups, which say how weights are stored: take that file "
             "from where the checkpoint comes from"
         )
-    found = []
+    schemes = []
     for key, group in groups.items():
         if not isinstance(group, Mapping):
             raise CheckpointError(f"config group {key!r} is {type(group).__name__}, expected an object")
@@ -413,8 +413,8 @@ def _read_groups(described: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]
         if weights is None:
             continue
         scheme = scheme_for(_read_format(weights, key), _read_activation(group.get("input_activations")))
-        found.append((strings(group.get("targets"), f"{key}.targets"), scheme))
-    return found
+        schemes.append((strings(group.get("targets"), f"{key}.targets"), scheme))
+    return schemes
 
 
 def _read_format(weights: Any, key: str) -> Format:
@@ -440,9 +440,11 @@ def _read_activation(inputs: Any) -> Activation:
     if inputs is None:
         return Activation.NONE
     if isinstance(inputs, Mapping) and inputs.get("symmetric") is not False:
-        given = {"type": "float", **inputs}
+        described = {"type": "float", **inputs}
         fields = ("num_bits", "strategy", "group_size", "dynamic")
         for activation, row in _INPUTS.items():
-            if given["type"] == row.get("type", "float") and all(given.get(key) == row.get(key) for key in fields):
+            if described["type"] == row.get("type", "float") and all(
+                described.get(key) == row.get(key) for key in fields
+            ):
                 return activation
     return Activation.UNKNOWN

@@ -14,10 +14,10 @@ from ptqpipe.checkpoint.layouts._scale_inv import ScaleInv, stored_weights_of
 from ptqpipe.checkpoint.layouts._types import ConfigRequest, Names, Part, StoredWeight, Target, schemes_of
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import FORMATS, Format
-from ptqpipe.numerics.schemes import Abilities, Activation, Scheme, get_scheme
+from ptqpipe.numerics.schemes import Activation, Capabilities, Scheme, get_scheme
 
 QUANT_METHOD = "fp8"
-ABILITIES = Abilities(float32_scales=True, even_blocks=True, transformers="kernels")
+CAPABILITIES = Capabilities(float32_scales=True, even_blocks=True, transformers="kernels")
 _LAYOUT = ScaleInv(
     "deepseek_fp8",
     QUANT_METHOD,

@@ -20,13 +20,13 @@ from ptqpipe.checkpoint.layouts._config import (
     without_quantization,
 )
 from ptqpipe.checkpoint.layouts._lists import Lists, as_transformers, is_stack, listed
-from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
+from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, PartKind, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import FORMATS
-from ptqpipe.numerics.schemes import Abilities, Activation, Scheme
+from ptqpipe.numerics.schemes import Activation, Capabilities, Scheme
 
 QUANT_METHOD = "mxfp4"
-ABILITIES = Abilities(matrices=False, stacks=True, transformers="kernels")
+CAPABILITIES = Capabilities(matrices=False, stacks=True, transformers="kernels")
 _FMT = FORMATS["mxfp4"]
 _BLOCK_BYTES = 16
 
@@ -49,8 +49,8 @@ def parts(
         raise FormatError(f"{weight}: gptoss_mxfp4 stores stacks of experts only; keep it, or use compressed_tensors")
     n, groups = scheme.fmt.scale_shape(shape)
     return (
-        Part(f"{weight}_blocks", "U8", (experts, n, groups, _BLOCK_BYTES), Role.DATA, stacked=True),
-        Part(f"{weight}_scales", "U8", (experts, n, groups), Role.SCALES, stacked=True),
+        Part(f"{weight}_blocks", "U8", (experts, n, groups, _BLOCK_BYTES), PartKind.DATA, stacked=True),
+        Part(f"{weight}_scales", "U8", (experts, n, groups), PartKind.SCALES, stacked=True),
     )
 
 
@@ -95,7 +95,7 @@ def lists(config: Mapping[str, Any]) -> Lists:
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every stack of experts, by the name of the float model's tensor. CheckpointError where shapes disagree."""
-    found, excluded = {}, lists(config)
+    weights, excluded = {}, lists(config)
     for name, (_, shape) in names.items():
         weight = name.removesuffix("_blocks")
         if weight == name:
@@ -108,8 +108,8 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
         scheme = scheme_for(_FMT, Activation.NONE)
         expected = parts(weight, matrix, scheme, experts=experts)
         check_parts(expected, names, weight=weight)
-        found[weight] = StoredWeight(weight, matrix, scheme, expected, experts, transposed=True)
+        weights[weight] = StoredWeight(weight, matrix, scheme, expected, experts, transposed=True)
     for name in names:
-        if name.endswith("_scales") and name.removesuffix("_scales") not in found:
+        if name.endswith("_scales") and name.removesuffix("_scales") not in weights:
             raise CheckpointError(f"{name!r} has no '{name.removesuffix('_scales')}_blocks'; {FLOAT_MODEL}")
-    return found
+    return weights

@@ -13,14 +13,14 @@ import torch
 from ptqpipe.checkpoint.layouts._config import ReadOnly, check_parts, quantization_config, scheme_for, strings
 from ptqpipe.checkpoint.layouts._integers import group_size, integer_format
 from ptqpipe.checkpoint.layouts._lists import Lists, in_blocks, is_head, matched, plain_head
-from ptqpipe.checkpoint.layouts._types import Load, Names, Part, Role, StoredWeight
+from ptqpipe.checkpoint.layouts._types import Load, Names, Part, PartKind, StoredWeight
 from ptqpipe.errors import CheckpointError, one_line
 from ptqpipe.numerics.formats import Format, unpack
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.numerics.schemes import Abilities, Activation
+from ptqpipe.numerics.schemes import Activation, Capabilities
 
 QUANT_METHOD = "gptq"
-ABILITIES = Abilities(transformers="transformers")
+CAPABILITIES = Capabilities(transformers="transformers")
 _LAYOUT = ReadOnly(QUANT_METHOD)
 supports, parts, configs, warnings = _LAYOUT.supports, _LAYOUT.parts, _LAYOUT.configs, _LAYOUT.warnings
 detect, config_faults = _LAYOUT.detect, _LAYOUT.config_faults
@@ -60,13 +60,13 @@ def _rule(described: Mapping[str, Any], module: str) -> str | None:
 
 def _inside(described: Mapping[str, Any]) -> list[str]:
     """``modules_in_block_to_quantize``, a list of lists of names, as one; empty where all are quantized."""
-    found = described.get("modules_in_block_to_quantize") or []
-    runs = [run if isinstance(run, list) else [run] for run in found] if isinstance(found, list) else [[found]]
+    blocks = described.get("modules_in_block_to_quantize") or []
+    runs = [run if isinstance(run, list) else [run] for run in blocks] if isinstance(blocks, list) else [[blocks]]
     return strings([name for run in runs for name in run], "modules_in_block_to_quantize")
 
 
 def _described(described: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """What config.json says of a module, its own rule before the rest."""
+    """The settings of a module in config.json: its own rule overrides the others."""
     rule = _rule(described, module)
     own = {} if rule is None else described["dynamic"][rule]
     if not isinstance(own, Mapping):
@@ -80,17 +80,17 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
     version = described.get("checkpoint_format") or "gptq"
     modules = [name.removesuffix(".qweight") for name in names if name.endswith(".qweight")]
     lists(config).refuse(modules)
-    found = {}
+    weights = {}
     for module in modules:
         own = _described(described, module)
         bits = own.get("bits")
         if bits not in (4, 8) or version not in _LEAST_ZERO:
             shown = f"{bits!r} bits, checkpoint_format {version!r}"
-            known = " or ".join(_LEAST_ZERO)
-            raise CheckpointError(f"a gptq checkpoint of {shown}, is not read ({module}); expected 4 or 8, {known}")
-        given = {"bits": bits, "group": group_size(own, QUANT_METHOD), "ordered": not own.get("desc_act")}
-        found[f"{module}.weight"] = _stored(module, names, **given, least=_LEAST_ZERO[version])
-    return found
+            versions = " or ".join(_LEAST_ZERO)
+            raise CheckpointError(f"a gptq checkpoint of {shown}, is not read ({module}); expected 4 or 8, {versions}")
+        settings = {"bits": bits, "group": group_size(own, QUANT_METHOD), "ordered": not own.get("desc_act")}
+        weights[f"{module}.weight"] = _stored(module, names, **settings, least=_LEAST_ZERO[version])
+    return weights
 
 
 def _stored(module: str, names: Names, *, bits: int, group: int, ordered: bool, least: int) -> StoredWeight:
@@ -104,12 +104,12 @@ def _stored(module: str, names: Names, *, bits: int, group: int, ordered: bool, 
     groups = k // group if group else 1
     scale = names.get(f"{module}.scales", ("F16", ()))[0]
     expected = [
-        Part(f"{module}.qweight", "I32", shape, Role.DATA),
-        Part(f"{module}.qzeros", "I32", (groups, n * bits // 32), Role.ZEROS),
-        Part(f"{module}.scales", scale, (groups, n), Role.SCALES),
+        Part(f"{module}.qweight", "I32", shape, PartKind.DATA),
+        Part(f"{module}.qzeros", "I32", (groups, n * bits // 32), PartKind.ZEROS),
+        Part(f"{module}.scales", scale, (groups, n), PartKind.SCALES),
     ]
     if not ordered or f"{module}.g_idx" in names:
-        expected.append(Part(f"{module}.g_idx", "I32", (k,), Role.GROUPS))
+        expected.append(Part(f"{module}.g_idx", "I32", (k,), PartKind.GROUPS))
     weight = f"{module}.weight"
     check_parts(expected, names, weight=weight)
     fmt = integer_format(bits, group if ordered else 1, scale, zeros=True)
@@ -134,8 +134,8 @@ def _read(module: str, fmt: Format, shape: tuple[int, int], load: Load, *, least
 def _groups(module: str, index: torch.Tensor, groups: int, fmt: Format) -> torch.Tensor:
     """``g_idx`` as it is. CheckpointError for a group that there is not, or an order that the config denies."""
     if not 0 <= int(index.min()) <= int(index.max()) < groups:
-        found = f"{int(index.min())} to {int(index.max())}"
-        raise CheckpointError(f"'{module}.g_idx' has groups {found}, but there are {groups}, counted from 0")
+        span = f"{int(index.min())} to {int(index.max())}"
+        raise CheckpointError(f"'{module}.g_idx' has groups {span}, but there are {groups}, counted from 0")
     width = fmt.block[1] or len(index)
     if width > 1 and not torch.equal(index, torch.arange(len(index)) // width):
         raise CheckpointError(f"'{module}.g_idx' has columns in another order, but config.json says desc_act false")

@@ -13,7 +13,7 @@ from ptqpipe.checkpoint.layouts._codec import with_scale_dtype
 from ptqpipe.checkpoint.layouts._config import (
     FLOAT_MODEL,
     HF_QUANT_CONFIG,
-    as_found,
+    accept_variants,
     kept_experts,
     kv_cache_scheme,
     matrix_shape,
@@ -28,14 +28,14 @@ from ptqpipe.checkpoint.layouts._config import (
     without_quantization,
 )
 from ptqpipe.checkpoint.layouts._lists import Lists, by_wildcards, called, components, is_head, listed
-from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
+from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, PartKind, StoredWeight, Target
 from ptqpipe.checkpoint.tensor_names import experts_of
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import FORMATS, Format, get_format
-from ptqpipe.numerics.schemes import Abilities, Activation, KvCache, Scheme
+from ptqpipe.numerics.schemes import Activation, Capabilities, KvCache, Scheme
 
 QUANT_METHOD = "modelopt"
-ABILITIES = Abilities(
+CAPABILITIES = Capabilities(
     kv_cache=KvCache(r"\1.\2_proj.\2_scale", (), written=True, per_head=False),
     float32_scales=True,
     hf_quant_config=True,
@@ -88,20 +88,20 @@ def _parts(weight: str, shape: tuple[int, int], scheme: Scheme, float_dtype: str
     fmt, (n, k), module = scheme.fmt, shape, weight.removesuffix(".weight")
     rows, cols = fmt.scale_shape(shape)
     bits = fmt.element.bits
-    found = [Part(weight, "U8" if bits < 8 else "F8_E4M3", (n, k * bits // 8), Role.DATA)]
+    stored = [Part(weight, "U8" if bits < 8 else "F8_E4M3", (n, k * bits // 8), PartKind.DATA)]
     if fmt.scale.dtype is None:
         scale = Part(
-            f"{module}.weight_scale", "F8_E4M3" if fmt.scale.name == "e4m3" else "U8", (rows, cols), Role.SCALES
+            f"{module}.weight_scale", "F8_E4M3" if fmt.scale.name == "e4m3" else "U8", (rows, cols), PartKind.SCALES
         )
     else:
         forms: dict[tuple[int, int], tuple[int, ...]] = {(0, 0): (), (1, 0): (n,)}
-        scale = Part(f"{module}.weight_scale", float_dtype, forms.get(fmt.block, (rows, 1, cols, 1)), Role.SCALES)
-    found.append(scale)
+        scale = Part(f"{module}.weight_scale", float_dtype, forms.get(fmt.block, (rows, 1, cols, 1)), PartKind.SCALES)
+    stored.append(scale)
     if fmt.has_global:
-        found.append(Part(f"{module}.weight_scale_2", "F32", (), Role.GLOBAL))
+        stored.append(Part(f"{module}.weight_scale_2", "F32", (), PartKind.GLOBAL))
     if scheme.needs_input_global_scale:
-        found.append(Part(f"{module}.input_scale", "F32", (), Role.INPUT_GLOBAL))
-    return tuple(found)
+        stored.append(Part(f"{module}.input_scale", "F32", (), PartKind.INPUT_GLOBAL))
+    return tuple(stored)
 
 
 # --- Writing the config
@@ -205,7 +205,7 @@ def _exclusions(kept: Sequence[str], quantized: Sequence[str]) -> list[str]:
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     """What readers get wrong about this output: one line each, with the remedy."""
-    found = [
+    lines = [
         "transformers does not read ModelOpt's layout: FP8 weights load as garbage without an error; "
         "use --container compressed-tensors for transformers"
     ]
@@ -214,23 +214,23 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     used = set(algorithms.values())
     mixed = len(used) > 1
     if "FP8_PER_CHANNEL_PER_TOKEN" in experts or ("FP8_PB_WO" in experts and not mixed):
-        found.append(
+        lines.append(
             "vLLM 0.32 reads no experts with FP8 per channel (or, as the only scheme, per block) in ModelOpt's layout; "
             "use --container compressed-tensors or deepseek_fp8 for it"
         )
     if "FP8_PER_CHANNEL_PER_TOKEN" in used or ("FP8_PB_WO" in used and not mixed):
-        found.append(
+        lines.append(
             "SGLang 0.5.23 reads no FP8 per channel (or, as the only scheme, per block) in ModelOpt's layout; "
             "use --container compressed-tensors for it"
         )
     if "W4A16_NVFP4" in experts:
-        found.append(
+        lines.append(
             "SGLang 0.5.23 may quantize the inputs of these experts, with a scale of 1, where its kernels can; "
             "use --container compressed-tensors for SGLang"
         )
     if "MXFP8" in used:
-        found += sglang_scale_warnings(config, remedy="use --format fp8 or nvfp4 for SGLang")
-    return found
+        lines += sglang_scale_warnings(config, remedy="use --format fp8 or nvfp4 for SGLang")
+    return lines
 
 
 # --- Reading
@@ -273,17 +273,17 @@ def _no_tower(names: Sequence[str]) -> bool:
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described, excluded = _flat(config), lists(config)
-    found = {}
+    weights = {}
     for name in names:
         module = name.removesuffix(".weight_scale")
         if module == name:
             continue
         excluded.refuse([module])
-        found[f"{module}.weight"] = _stored(module, _read_algorithm(module, described), names)
+        weights[f"{module}.weight"] = _stored(module, _read_algorithm(module, described), names)
     for name, (dtype, shape) in names.items():
-        if name.endswith(".weight") and len(shape) == 2 and dtype in ("F8_E4M3", "U8") and name not in found:
+        if name.endswith(".weight") and len(shape) == 2 and dtype in ("F8_E4M3", "U8") and name not in weights:
             raise CheckpointError(f"{name!r} is {dtype} without a {name + '_scale'!r}; {FLOAT_MODEL}")
-    return found
+    return weights
 
 
 def _read_algorithm(module: str, described: Mapping[str, Any]) -> str:
@@ -300,7 +300,7 @@ def _read_algorithm(module: str, described: Mapping[str, Any]) -> str:
 
 
 def _entry(name: str, described: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What ``quantized_layers`` says of a module: an entry of a parent speaks for its children."""
+    """The entry of a module in ``quantized_layers``; an entry of a parent holds for its children."""
     layers = described.get("quantized_layers")
     while name and isinstance(layers, Mapping):
         entry = layers.get(name)
@@ -313,8 +313,10 @@ def _entry(name: str, described: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _stored(module: str, algorithm: str, names: Names) -> StoredWeight:
     weight = f"{module}.weight"
     if algorithm not in _READ:
-        known = ", ".join(_READ)
-        raise CheckpointError(f"{module} has quant_algo {algorithm!r}, which ptqpipe does not read (it reads {known})")
+        algorithms = ", ".join(_READ)
+        raise CheckpointError(
+            f"{module} has quant_algo {algorithm!r}, which ptqpipe does not read (it reads {algorithms})"
+        )
     if f"{module}.pre_quant_scale" in names:
         raise CheckpointError(
             f"{module} has a pre_quant_scale (AWQ), which is not folded into the weight; not readable"
@@ -325,7 +327,7 @@ def _stored(module: str, algorithm: str, names: Names) -> StoredWeight:
     shape = matrix_shape(names, weight, bits=fmt.element.bits, owner=module)
     scheme = scheme_for(fmt, activation)
     try:
-        expected = as_found(_parts(weight, shape, scheme, scale_dtype), names, weight=weight)
+        expected = accept_variants(_parts(weight, shape, scheme, scale_dtype), names, weight=weight)
     except FormatError as error:
         raise CheckpointError(f"{weight}: {error}") from None
     return StoredWeight(weight, shape, scheme, expected)

@@ -11,10 +11,10 @@ from ptqpipe.checkpoint.layouts._config import expert_name_warnings, quantizatio
 from ptqpipe.checkpoint.layouts._scale_inv import ScaleInv, stored_weights_of
 from ptqpipe.checkpoint.layouts._types import Names, StoredWeight, Target
 from ptqpipe.errors import CheckpointError
-from ptqpipe.numerics.schemes import Abilities, get_scheme
+from ptqpipe.numerics.schemes import Capabilities, get_scheme
 
 QUANT_METHOD = "mxfp8"
-ABILITIES = Abilities(transformers="kernels")
+CAPABILITIES = Capabilities(transformers="kernels")
 _LAYOUT = ScaleInv(
     "mxfp8_hf",
     QUANT_METHOD,

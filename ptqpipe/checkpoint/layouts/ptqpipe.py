@@ -25,13 +25,13 @@ from typing import Any
 from ptqpipe.checkpoint.layouts._codec import scale_dtype
 from ptqpipe.checkpoint.layouts._config import check_parts, quantization_config, scheme_for, without_quantization
 from ptqpipe.checkpoint.layouts._lists import Lists
-from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
+from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, PartKind, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import Format, get_codec, get_format
-from ptqpipe.numerics.schemes import ROTATION_BLOCKS, Abilities, Activation, KvCache, Scheme
+from ptqpipe.numerics.schemes import ROTATION_BLOCKS, Activation, Capabilities, KvCache, Scheme
 
 QUANT_METHOD = "ptqpipe"
-ABILITIES = Abilities(
+CAPABILITIES = Capabilities(
     stacks=True, transposed=True, rotation=True, kv_cache=KvCache(), own_reader=True, transformers="never"
 )
 VERSION = 1
@@ -58,15 +58,15 @@ def parts(
         raise FormatError(f"{weight}: {k} codes of {fmt.element.bits} bits do not fill whole bytes; keep it")
     stacked = experts is not None
     lead = () if experts is None else (experts,)
-    found = [
-        Part(f"{weight}_packed", "U8", (*lead, n, k * fmt.element.bits // 8), Role.DATA, stacked),
-        Part(f"{weight}_scale", scale_dtype(fmt), (*lead, *grid), Role.SCALES, stacked),
+    stored = [
+        Part(f"{weight}_packed", "U8", (*lead, n, k * fmt.element.bits // 8), PartKind.DATA, stacked),
+        Part(f"{weight}_scale", scale_dtype(fmt), (*lead, *grid), PartKind.SCALES, stacked),
     ]
     if fmt.has_global:
-        found.append(Part(f"{weight}_global_scale", "F32", (*lead, 1), Role.GLOBAL, stacked))
+        stored.append(Part(f"{weight}_global_scale", "F32", (*lead, 1), PartKind.GLOBAL, stacked))
     if scheme.needs_input_global_scale:
-        found.append(Part(f"{weight}_input_global_scale", "F32", (*lead, 1), Role.INPUT_GLOBAL, stacked))
-    return tuple(found)
+        stored.append(Part(f"{weight}_input_global_scale", "F32", (*lead, 1), PartKind.INPUT_GLOBAL, stacked))
+    return tuple(stored)
 
 
 def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
@@ -126,12 +126,12 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
     if described.get("version") == LOW_RANK_VERSION:
         raise _has_low_rank("the checkpoint")
     if described.get("version") not in (VERSION, ROTATION_VERSION):
-        known = f"{VERSION} and {ROTATION_VERSION}"
-        raise CheckpointError(f"ptqpipe layout version {described.get('version')!r}; this ptqpipe reads {known}")
+        versions = f"{VERSION} and {ROTATION_VERSION}"
+        raise CheckpointError(f"ptqpipe layout version {described.get('version')!r}; this ptqpipe reads {versions}")
     default, listed = described.get("default"), described.get("weights")
     if not isinstance(default, Mapping) or not isinstance(listed, Mapping):
         raise CheckpointError("quantization_config has no 'default' and 'weights'; the config.json is damaged")
-    found: dict[str, StoredWeight] = {}
+    weights: dict[str, StoredWeight] = {}
     for name in names:
         weight = name.removesuffix("_packed")
         if weight == name or f"{weight}_scale" not in names:
@@ -139,11 +139,11 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
         entry = listed.get(weight, {})
         if not isinstance(entry, Mapping):
             raise CheckpointError(f"the entry of {weight!r} in config.json must be an object")
-        found[weight] = _stored(weight, {**(default if "format" not in entry else {}), **entry}, names)
-    missing = [weight for weight in listed if weight not in found]
+        weights[weight] = _stored(weight, {**(default if "format" not in entry else {}), **entry}, names)
+    missing = [weight for weight in listed if weight not in weights]
     if missing:
         raise CheckpointError(f"config.json lists {missing[0]!r} as quantized, but there is no '{missing[0]}_packed'")
-    return found
+    return weights
 
 
 def _stored(weight: str, entry: Mapping[str, Any], names: Names) -> StoredWeight:

@@ -11,20 +11,20 @@ from typing import Any
 from ptqpipe.checkpoint.layouts._codec import with_scale_dtype
 from ptqpipe.checkpoint.layouts._config import (
     ReadOnly,
-    as_found,
+    accept_variants,
     matrix_shape,
     quantization_config,
     scheme_for,
     stored_grid,
 )
 from ptqpipe.checkpoint.layouts._lists import Lists, by_expressions, by_wildcards, is_head, listed
-from ptqpipe.checkpoint.layouts._types import Names, Part, Role, StoredWeight
+from ptqpipe.checkpoint.layouts._types import Names, Part, PartKind, StoredWeight
 from ptqpipe.errors import CheckpointError
 from ptqpipe.numerics.formats import FORMATS
-from ptqpipe.numerics.schemes import Abilities, Activation
+from ptqpipe.numerics.schemes import Activation, Capabilities
 
 QUANT_METHOD = "quark"
-ABILITIES = Abilities(transformers="quark")
+CAPABILITIES = Capabilities(transformers="quark")
 _LAYOUT = ReadOnly(QUANT_METHOD)
 supports, parts, configs, warnings = _LAYOUT.supports, _LAYOUT.parts, _LAYOUT.configs, _LAYOUT.warnings
 detect, config_faults = _LAYOUT.detect, _LAYOUT.config_faults
@@ -53,13 +53,13 @@ def lists(config: Mapping[str, Any]) -> Lists:
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described, excluded = quantization_config(config), lists(config)
-    found = {}
+    weights = {}
     for name in names:
         module = name.removesuffix(".weight_scale")
         if module != name:
             excluded.refuse([module])
-            found[f"{module}.weight"] = _stored(module, _spec(module, described), names)
-    return found
+            weights[f"{module}.weight"] = _stored(module, _spec(module, described), names)
+    return weights
 
 
 def _without_weights(module: str, described: Mapping[str, Any]) -> str | None:
@@ -93,13 +93,13 @@ def _stored(module: str, spec: Mapping[str, Any], names: Names) -> StoredWeight:
     if fmt.block == (1, 0) and len(scale[1]) == 1:
         grid = (n,)
     expected = [
-        Part(weight, "U8" if fmt.element.bits < 8 else "F8_E4M3", (n, k * fmt.element.bits // 8), Role.DATA),
-        Part(f"{module}.weight_scale", "U8" if fmt.scale.dtype is None else scale[0], grid, Role.SCALES),
+        Part(weight, "U8" if fmt.element.bits < 8 else "F8_E4M3", (n, k * fmt.element.bits // 8), PartKind.DATA),
+        Part(f"{module}.weight_scale", "U8" if fmt.scale.dtype is None else scale[0], grid, PartKind.SCALES),
     ]
     activation = _activation(spec.get("input_tensors"))
     if f"{module}.input_scale" in names:
-        expected.append(Part(f"{module}.input_scale", names[f"{module}.input_scale"][0], (1,), Role.INPUT_GLOBAL))
-    checked = as_found(expected, names, weight=weight)
+        expected.append(Part(f"{module}.input_scale", names[f"{module}.input_scale"][0], (1,), PartKind.INPUT_GLOBAL))
+    checked = accept_variants(expected, names, weight=weight)
     return StoredWeight(weight, shape, scheme_for(fmt, activation), checked)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Unpack
 
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, TensorSpec, check_disjoint
-from ptqpipe.checkpoint.layouts import ConfigRequest, Container, Role, get_container
+from ptqpipe.checkpoint.layouts import ConfigRequest, Container, PartKind, get_container
 from ptqpipe.conversion import (
     CopyTensor,
     Done,
@@ -45,7 +45,7 @@ from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.recipe.plan import is_matrix
-from ptqpipe.run.machine import Share
+from ptqpipe.run.machine import WorkerBudget
 
 # What holds of each part of a stack's weight that is split: how its numbers were found, not what they cost.
 _OF_EVERY_PART = (
@@ -93,15 +93,15 @@ class Relayout(Rewrite[MoveWeight | CopyTensor]):
         """As `Rewrite`."""
         return tuple(warnings_of(self.source, self.container, self.container_name, self.jobs))
 
-    def do(self, job: MoveWeight | CopyTensor, writer: CheckpointWriter, share: Share) -> dict[str, Any]:
+    def do(self, job: MoveWeight | CopyTensor, writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
         """As `Rewrite`. CheckpointError for bytes that are not those that the source's record describes."""
         if isinstance(job, CopyTensor):
             return {"kept": {job.spec.name: self._keep(job, writer)}}
         moved = [(piece, move(piece, self.source, writer)) for piece in job.pieces]
         return {
-            "members": {piece.name: self._member(piece, found) for piece, found in moved},
-            "changed": [piece.name for piece, found in moved if found.changed],
-            "irreversible": [name for _, found in moved for name in found.irreversible],
+            "members": {piece.name: self._member(piece, result) for piece, result in moved},
+            "changed": [piece.name for piece, result in moved if result.changed],
+            "irreversible": [name for _, result in moved for name in result.irreversible],
         }
 
     def _keep(self, job: CopyTensor, writer: CheckpointWriter) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class Relayout(Rewrite[MoveWeight | CopyTensor]):
             "bits_per_weight": get_format(stored.scheme.fmt.name).bits_per_weight(piece.shape),  # in any layout
         }
         if piece.whole:
-            self._check_same(name, moved.hashes[Role.DATA.value], old.get("sha256", {}).get(Role.DATA.value))
+            self._check_same(name, moved.hashes[PartKind.DATA.value], old.get("sha256", {}).get(PartKind.DATA.value))
             facts = {**old, **({} if old else facts)}
         else:
             facts |= {key: old[key] for key in _OF_EVERY_PART if key in old}
@@ -189,7 +189,7 @@ def prepare(source: Source, out: Path, *, container: str) -> Relayout:
     if source.container_name == name:
         raise UsageError(f"{source.reader.path} has the {name} layout already; choose another --container")
     turned = next((weight for weight in source.stored.values() if weight.scheme.rotation), None)
-    if turned is not None and not target.ABILITIES.rotation:
+    if turned is not None and not target.CAPABILITIES.rotation:
         raise FormatError(
             f"{turned.weight} has rotated inputs (blocks of {turned.scheme.rotation}), which no reader of {name} "
             "rotates; convert the source without --rotate"

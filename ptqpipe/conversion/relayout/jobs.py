@@ -14,7 +14,7 @@ import torch
 
 from ptqpipe.checkpoint import COPY_BYTES, CheckpointReader, CheckpointWriter, TensorSpec
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
-from ptqpipe.checkpoint.layouts import Container, Part, Role, StoredWeight, Target, kv_scale, scale_codes
+from ptqpipe.checkpoint.layouts import Container, Part, PartKind, StoredWeight, Target, kv_scale, scale_codes
 from ptqpipe.conversion import CopyTensor
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.models.families import family_of
@@ -25,10 +25,10 @@ from ptqpipe.numerics.schemes import Scheme
 from ptqpipe.run.machine import Job
 
 _OTHER_SPELLING = {
-    Role.GLOBAL: Role.GLOBAL_DIVISOR,
-    Role.GLOBAL_DIVISOR: Role.GLOBAL,
-    Role.INPUT_GLOBAL: Role.INPUT_GLOBAL_DIVISOR,
-    Role.INPUT_GLOBAL_DIVISOR: Role.INPUT_GLOBAL,
+    PartKind.GLOBAL: PartKind.GLOBAL_DIVISOR,
+    PartKind.GLOBAL_DIVISOR: PartKind.GLOBAL,
+    PartKind.INPUT_GLOBAL: PartKind.INPUT_GLOBAL_DIVISOR,
+    PartKind.INPUT_GLOBAL_DIVISOR: PartKind.INPUT_GLOBAL,
 }
 
 
@@ -61,10 +61,10 @@ class WeightPiece:
 
     def origin(self, part: Part) -> Part:
         """The stored part that a part of the output is made of. FormatError where there is none."""
-        found = self.source.part(part.role) or self.source.part(_OTHER_SPELLING.get(part.role, part.role))
-        if found is None:
+        part_there = self.source.part(part.role) or self.source.part(_OTHER_SPELLING.get(part.role, part.role))
+        if part_there is None:
             raise FormatError(f"{part.name} needs a scale, and the checkpoint stores none for {self.source.weight}")
-        return found
+        return part_there
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +90,19 @@ def move(piece: WeightPiece, source: Source, writer: CheckpointWriter) -> Moved:
     global_scale: float | None = None
     for part in piece.parts:
         origin = piece.origin(part)
-        if part.role in (Role.DATA, Role.SCALES):
+        if part.role in (PartKind.DATA, PartKind.SCALES):
             hashes[part.role.value] = _move_rows(piece, part, origin, source.reader, writer)
             continue
         value = source.number(origin, expert=piece.expert)
         if origin.role is not part.role:
             inverse = 1.0 / value
             irreversible += [part.name] if bool(1.0 / inverse != value) else []
-            divisor, factor = (value, inverse) if origin.role is Role.GLOBAL_DIVISOR else (inverse, value)
-            if part.role in (Role.GLOBAL, Role.GLOBAL_DIVISOR):
+            divisor, factor = (value, inverse) if origin.role is PartKind.GLOBAL_DIVISOR else (inverse, value)
+            if part.role in (PartKind.GLOBAL, PartKind.GLOBAL_DIVISOR):
                 changed = changed or not decodes_alike(divisor, factor, piece.scheme.fmt.scale)
             value = inverse
-        if part.role in (Role.GLOBAL, Role.GLOBAL_DIVISOR):
-            global_scale = float(value if part.role is Role.GLOBAL else 1.0 / value)
+        if part.role in (PartKind.GLOBAL, PartKind.GLOBAL_DIVISOR):
+            global_scale = float(value if part.role is PartKind.GLOBAL else 1.0 / value)
         number = _exactly(value.reshape(1), part)
         written = writer.tensor(part.name, byte_offset=(piece.into or 0) * number.nbytes).put(number)
         hashes[part.role.value] = written.sha256
@@ -141,7 +141,7 @@ def rows_of(piece: WeightPiece, part: Part) -> tuple[int, int, int, int]:
     FormatError where the piece would cut a block in two.
     """
     fmt, source = piece.source.scheme.fmt, piece.source
-    if part.role is Role.DATA:
+    if part.role is PartKind.DATA:
         return piece.shape[0], source.shape[0], piece.start, piece.step
     block = fmt.block[0]
     total = fmt.scale_shape(source.shape)[0]
@@ -158,7 +158,7 @@ def rows_of(piece: WeightPiece, part: Part) -> tuple[int, int, int, int]:
 def _move_rows(piece: WeightPiece, part: Part, origin: Part, reader: CheckpointReader, writer: CheckpointWriter) -> str:
     """Writes a DATA or SCALES part; its sha256."""
     fmt = piece.scheme.fmt
-    as_numbers = part.role is Role.SCALES and fmt.scale.enumerable and "F32" in (origin.dtype, part.dtype)
+    as_numbers = part.role is PartKind.SCALES and fmt.scale.enumerable and "F32" in (origin.dtype, part.dtype)
     same = origin.dtype == part.dtype or origin.dtype not in FLOAT_DTYPES
     one = writer.layout.placements[part.name].nbytes // (part.shape[0] if part.stacked else 1)
     written = writer.tensor(part.name, byte_offset=one * (piece.into or 0))
@@ -188,7 +188,7 @@ class MoveWeight(Job):
 
 def weight_jobs(stored: StoredWeight, source: Source, target: Container, name: str, *, group: int) -> list[MoveWeight]:
     """One job per weight, or per expert of a stack; FormatError naming the weight where the layout cannot store it."""
-    scales, grid = stored.part(Role.SCALES), stored.scheme.fmt.scale_shape(stored.shape)
+    scales, grid = stored.part(PartKind.SCALES), stored.scheme.fmt.scale_shape(stored.shape)
     if scales is not None and math.prod(scales.shape) != (stored.experts or 1) * math.prod(grid):
         raise FormatError(
             f"{stored.weight}: its scales are of shards that were quantized apart, for which {name} has no place; "
@@ -200,7 +200,7 @@ def weight_jobs(stored: StoredWeight, source: Source, target: Container, name: s
         raise FormatError(f"{stored.weight}: {reason}")
     if stored.experts is None:
         pieces = [[_piece(stored.weight, stored.shape, scheme, target, stored)]]
-    elif target.ABILITIES.stacks:
+    elif target.CAPABILITIES.stacks:
         parts = target.parts(stored.weight, stored.shape, scheme, experts=stored.experts, transposed=stored.transposed)
         pieces = [
             [WeightPiece(stored.weight, stored.shape, scheme, parts, stored, expert=e, into=e)]
@@ -212,7 +212,7 @@ def weight_jobs(stored: StoredWeight, source: Source, target: Container, name: s
     for piece in pieces[0]:
         for part in piece.parts:
             origin = piece.origin(part)
-            if part.role in (Role.DATA, Role.SCALES):
+            if part.role in (PartKind.DATA, PartKind.SCALES):
                 rows_of(piece, origin)  # raises where it cuts blocks
     return [
         MoveWeight(
@@ -267,13 +267,13 @@ def _split(
 def _scheme_in(stored: StoredWeight, source: Source, target: Container) -> Scheme:
     """The scheme as the target stores it: float scales that only a wider layout made float32 become bfloat16 again."""
     scheme, fmt = stored.scheme, stored.scheme.fmt
-    widened = source.container is not None and source.container.ABILITIES.float32_scales
-    if target.ABILITIES.float32_scales or not widened or fmt.scale.name != "fp32":
+    widened = source.container is not None and source.container.CAPABILITIES.float32_scales
+    if target.CAPABILITIES.float32_scales or not widened or fmt.scale.name != "fp32":
         return scheme
     numbers = [
         source.reader.read(part.name)
         for part in stored.parts
-        if part.role in (Role.SCALES, Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR)
+        if part.role in (PartKind.SCALES, PartKind.INPUT_GLOBAL, PartKind.INPUT_GLOBAL_DIVISOR)
     ]
     if all(bool((x.float() == x.bfloat16().float()).all()) for x in numbers):
         return replace(scheme, fmt=replace(fmt, scale=CODECS["bf16"]))
@@ -283,7 +283,7 @@ def _scheme_in(stored: StoredWeight, source: Source, target: Container) -> Schem
 def kept_job(tensor: str, source: Source, target: Container, name: str, *, group: int) -> CopyTensor:
     """A tensor that is part of no quantized weight; scales of the kv cache get the layout's name."""
     entry = source.reader.entries[tensor]
-    spelled, style = kv_scale(tensor, entry.dtype, entry.shape, container=target), target.ABILITIES.kv_cache
+    spelled, style = kv_scale(tensor, entry.dtype, entry.shape, container=target), target.CAPABILITIES.kv_cache
     if spelled is not None and style is not None and not style.per_head and spelled.shape != style.shape:
         raise FormatError(f"{tensor} is {list(entry.shape)}, {name} has one kv-cache scale per layer; keep the layout")
     spec = TensorSpec(tensor, entry.dtype, entry.shape)
@@ -309,7 +309,7 @@ def dropped_parts(source: Source, jobs: Iterable[MoveWeight | CopyTensor]) -> It
     used = {piece.origin(part).name for piece in pieces_of(jobs) for part in piece.parts}
     for stored in source.stored.values():
         for part in stored.parts:
-            if part.name not in used and part.role is not Role.SHAPE:
+            if part.name not in used and part.role is not PartKind.SHAPE:
                 yield part.name
 
 
@@ -318,15 +318,15 @@ def warnings_of(source: Source, target: Container, name: str, jobs: Sequence[Mov
     yield from target.warnings(targets_of(jobs), source.reader.config)
     names = [job.spec.name for job in jobs if isinstance(job, CopyTensor)]
     scales = [n for n in names if kv_scale(n, "F32", (1,), container=target) is not None]
-    if scales and target.ABILITIES.kv_cache is None:
+    if scales and target.CAPABILITIES.kv_cache is None:
         yield f"{name} cannot announce a quantized KV cache; {scales[0]} and its like are kept, and readers drop them"
 
 
 def targets_of(jobs: Iterable[MoveWeight | CopyTensor]) -> list[Target]:
     """What the config files say of every weight of the output."""
-    found: dict[str, Target] = {}
+    targets: dict[str, Target] = {}
     for piece in pieces_of(jobs):
         stack = piece.source.experts if piece.into is not None else None
         transposed = piece.source.transposed and (piece.into is not None or piece.expert is None)
-        found.setdefault(piece.weight, Target(piece.weight, piece.scheme, stack, transposed))
-    return list(found.values())
+        targets.setdefault(piece.weight, Target(piece.weight, piece.scheme, stack, transposed))
+    return list(targets.values())

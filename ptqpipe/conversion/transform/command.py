@@ -42,7 +42,7 @@ from ptqpipe.models.folding import ROTATIONS, Edge, Op, Structure, find_structur
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.quantization.transforms import SCALINGS, Solution, SolveOptions, get_scaling, transform_names
-from ptqpipe.run.machine import BASE_BYTES, Machine, Share, counting_bar
+from ptqpipe.run.machine import BASE_BYTES, Machine, WorkerBudget, counting_bar
 from ptqpipe.run.quantities import option_size, option_size_above, scientific
 
 FLOAT32_ROUNDING = 1e-12  # relative MSE below which an error is float32's own: not worth a number
@@ -133,7 +133,7 @@ class Transformation(Rewrite[Component | CopyTensor]):
             weights = Weights(self.source.reader, self.origins)
             learn_units(left, weights, self.statistics, self.options, machine=machine, advance=advance, keep=keep)
 
-    def do(self, job: Component | CopyTensor, writer: CheckpointWriter, share: Share) -> dict[str, Any]:
+    def do(self, job: Component | CopyTensor, writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
         """As `Rewrite`. NumericsError for numbers outside the range of the written dtype."""
         if isinstance(job, CopyTensor):
             return {"kept": {job.tensor: self.copy(job, writer)}}

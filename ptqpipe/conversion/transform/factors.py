@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe._version import __version__
-from ptqpipe.checkpoint import FOLDING_FILE, BlockFolder, Finished, Mode, read_json_object, resolve_source
+from ptqpipe.checkpoint import FOLDING_FILE, Finished, LayerFolder, Mode, read_json_object, resolve_source
 from ptqpipe.conversion import named_source, records_of
 from ptqpipe.conversion.transform.command import Transformation, check_memory, prepare
 from ptqpipe.conversion.transform.plan import Component, TransformOptions
@@ -50,7 +50,7 @@ def find_factors(
         if rotates != bool(work.units) or work.statistics is None or work.dtype != "fp32":
             raise UsageError(f"{options.apply} has no factors that are folded in while a model is read; use transform")
         check_memory(work, machine or Machine())
-        folder = BlockFolder(out, work.run_parts, source=source.reader, index_file=FOLDING_FILE, mode=mode)
+        folder = LayerFolder(out, work.run_parts, source=source.reader, index_file=FOLDING_FILE, mode=mode)
         with folder:
             if rotates:
                 with one_thread_each():
@@ -62,7 +62,7 @@ def find_factors(
     return Finished(out, content, time.monotonic() - begun, peak_bytes())
 
 
-def _run(work: Transformation, folder: BlockFolder, machine: Machine) -> None:
+def _run(work: Transformation, folder: LayerFolder, machine: Machine) -> None:
     """Finds what is not in the journal yet."""
     jobs = _components(work)
     left = [job for job in jobs if job.id not in folder.done]
@@ -81,8 +81,8 @@ def _run(work: Transformation, folder: BlockFolder, machine: Machine) -> None:
 
 def _foldings(work: Transformation, job: Component) -> list[dict[str, Any]]:
     weights = Weights(work.source.reader, work.origins)
-    found = [folding for name in work.names for folding in work.fold(name, job, weights)]
-    return [entry if factors is None else entry | {"factors": encoded(factors)} for entry, factors in found]
+    foldings = [folding for name in work.names for folding in work.fold(name, job, weights)]
+    return [entry if factors is None else entry | {"factors": encoded(factors)} for entry, factors in foldings]
 
 
 def _components(work: Transformation) -> list[Component]:
@@ -91,15 +91,15 @@ def _components(work: Transformation) -> list[Component]:
 
 def _rotations(work: Transformation) -> list[dict[str, Any]]:
     """Of what is learned, the matrices that gain something."""
-    found = []
+    rotations = []
     for unit in work.units:
         entry = work.learned[unit.id]
         if entry["record"] is not None and entry["record"]["error"] < entry["record"]["plain_error"]:
-            found.append({**entry["record"], "matrices": entry["matrices"]})
-    return found
+            rotations.append({**entry["record"], "matrices": entry["matrices"]})
+    return rotations
 
 
-def _content(work: Transformation, folder: BlockFolder, path: Path) -> Mapping[str, Any]:
+def _content(work: Transformation, folder: LayerFolder, path: Path) -> Mapping[str, Any]:
     """ptqpipe-folding.json. The model's place is for this machine; nothing that is published has it."""
     done = records_of([] if work.units else _components(work), folder.done)
     former = read_json_object(path / FOLDING_FILE) if (path / FOLDING_FILE).is_file() else {}

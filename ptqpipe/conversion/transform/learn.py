@@ -182,11 +182,11 @@ def learn_units(
         def step(unit: LearningUnit = unit) -> None:
             advance(len(unit.inputs), unit.title)
 
-        found = learn(
+        learned = learn(
             readers, count=unit.count, block=unit.block, rounding=rounding, steps=options.learn, threads=threads,
             products=products, stepped=step,
         )  # fmt: skip
-        keep(unit, {"matrices": encoded(found.matrices), "record": _entry(unit, found)})
+        keep(unit, {"matrices": encoded(learned.matrices), "record": _entry(unit, learned)})
 
 
 def _reader(one: Input, unit: LearningUnit, weights: Weights, statistics: Statistics) -> Reader:
@@ -195,10 +195,10 @@ def _reader(one: Input, unit: LearningUnit, weights: Weights, statistics: Statis
     gain = torch.ones(edge.channels)
     if isinstance(edge.producer, Norm):
         gain = (weights.whole(edge.producer.weight) + edge.producer.offset).float()
-    found = statistics.pairs(one.module)
-    assert found is not None  # `_unit`
-    stride = -(-len(found[0]) // unit.most_tokens)
-    x, h = found if stride == 1 else (each[::stride].clone() for each in found)  # a view keeps all of them in memory
+    pairs = statistics.pairs(one.module)
+    assert pairs is not None  # `_unit`
+    stride = -(-len(pairs[0]) // unit.most_tokens)
+    x, h = pairs if stride == 1 else (each[::stride].clone() for each in pairs)  # a view keeps all of them in memory
     if not bool(torch.isfinite(x).all() and torch.isfinite(h).all()):
         raise NumericsError(f"{statistics.path} has NaN or inf for '{one.module}'; calibrate again")
     return Reader(x, h, turns(edge, unit.block), gain[edge.channel_of()])

@@ -95,10 +95,10 @@ class Weights:
 
     def column_amax(self, matrix: Matrix) -> torch.Tensor:
         """float64 [K]: the largest magnitude of each column."""
-        found = torch.zeros(matrix.shape[1], dtype=torch.float64)
+        amax = torch.zeros(matrix.shape[1], dtype=torch.float64)
         for _, rows in self.rows(matrix):
-            found = torch.maximum(found, rows.abs().amax(dim=0))
-        return found
+            amax = torch.maximum(amax, rows.abs().amax(dim=0))
+        return amax
 
     def sample(self, matrix: Matrix, elements: int) -> torch.Tensor:
         """float32 [n, K]: a weight of at most ``elements`` whole, of a larger one runs of 16 rows spread evenly."""
@@ -145,8 +145,8 @@ def make_problem(
         edge.id,
         edge.channels,
         edge.channel_of(),
-        torch.stack([found.amax for found in inputs]).amax(dim=0),
-        torch.cat([found.weights for found in consumers]).abs().amax(dim=0).double()
+        torch.stack([side.amax for side in inputs]).amax(dim=0),
+        torch.cat([side.weights for side in consumers]).abs().amax(dim=0).double()
         if searched
         else torch.stack([weights.column_amax(consumer) for consumer in quantized]).amax(dim=0),
         tuple(consumers),
@@ -160,24 +160,24 @@ def _inputs(
     module = next((name for name in consumer.modules if name in statistics.modules), consumer.modules[0])
     full = full and statistics.has(module, "full_moment")
     block = block and not full and statistics.has(module, "block_moment")
-    found = statistics.of(module, block=block, full=full)
-    if found.amax.shape != columns.shape:
+    stored = statistics.of(module, block=block, full=full)
+    if stored.amax.shape != columns.shape:
         raise UsageError(
-            f"{statistics.path} saw {found.amax.numel()} input channels of '{module}', expected {columns.numel()}; "
+            f"{statistics.path} saw {stored.amax.numel()} input channels of '{module}', expected {columns.numel()}; "
             "calibrate this model"
         )
-    if not bool(torch.isfinite(found.amax).all() and torch.isfinite(found.second_moment).all()):
+    if not bool(torch.isfinite(stored.amax).all() and torch.isfinite(stored.second_moment).all()):
         raise NumericsError(f"{statistics.path} has NaN or inf for '{module}'; calibrate again")
     inverse = (1.0 / columns).float()
-    blocks = inverse.reshape(-1, 16) if found.block_moment is not None else None
+    blocks = inverse.reshape(-1, 16) if stored.block_moment is not None else None
     return InputStatistics(
-        tokens=found.tokens,
-        amax=found.amax * inverse,
-        mean=found.mean * inverse,
-        second_moment=found.second_moment * inverse**2,
-        block_moment=None if found.block_moment is None or blocks is None
-        else found.block_moment * blocks[:, :, None] * blocks[:, None, :],
-        full_moment=None if found.full_moment is None else found.full_moment * inverse[:, None] * inverse[None, :],
+        tokens=stored.tokens,
+        amax=stored.amax * inverse,
+        mean=stored.mean * inverse,
+        second_moment=stored.second_moment * inverse**2,
+        block_moment=None if stored.block_moment is None or blocks is None
+        else stored.block_moment * blocks[:, :, None] * blocks[:, None, :],
+        full_moment=None if stored.full_moment is None else stored.full_moment * inverse[:, None] * inverse[None, :],
     )  # fmt: skip
 
 

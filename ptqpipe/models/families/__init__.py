@@ -25,11 +25,11 @@ from ptqpipe.models.families.contradictions import (
     unmerged,
 )
 from ptqpipe.models.families.defaults import COMMON, DEFAULT_FUSE, OUTSIDE, UNLIKE_EXPERTS
-from ptqpipe.models.families.family import Fact, Family, Keep, Mtp, Norms
+from ptqpipe.models.families.family import Family, Keep, Mtp, Norms, ReaderIssue
 from ptqpipe.models.families.table import FAMILIES, MERGED_BY_READERS
 
 # What a recipe keeps whatever the model is.
-DEFAULT_KEEP: tuple[Keep, ...] = tuple(fact.keep for fact in COMMON if fact.by_default and not fact.counted_by)
+DEFAULT_KEEP: tuple[Keep, ...] = tuple(issue.keep for issue in COMMON if issue.by_default and not issue.counted_by)
 
 # Where a config.json keeps the language model's part, if not at its top.
 _TEXT = ("text_config", "language_config", "llm_config", "thinker_config")
@@ -40,9 +40,9 @@ _BY_TYPE = {name: family for family in FAMILIES for name in family.types}
 def family_of(config: Mapping[str, Any]) -> Family:
     """The row of the model of a config.json; an empty one for a family that the table does not have."""
     for part in (config, *_text_parts(config)):
-        found = _BY_TYPE.get(str(part.get("model_type")))
-        if found is not None:
-            return found
+        family = _BY_TYPE.get(str(part.get("model_type")))
+        if family is not None:
+            return family
     return Family()
 
 
@@ -52,7 +52,7 @@ def is_known(config: Mapping[str, Any]) -> bool:
 
 
 def norms_of(config: Mapping[str, Any]) -> Norms | None:
-    """Where factors may move in the model of a config.json, or in its language model; None where that is not known."""
+    """The norms of the model of a config.json, or of its language model; None where they are unknown."""
     rows = (_BY_TYPE.get(str(part.get("model_type"))) for part in (config, *_text_parts(config)))
     return next((row.norms for row in rows if row is not None and row.norms is not None), None)
 
@@ -78,7 +78,7 @@ def mtp_layer(config: Mapping[str, Any]) -> str:
 
 def in_mtp_layers(config: Mapping[str, Any]) -> Callable[[str], bool]:
     """Says of the name of a tensor whether it belongs to a multi-token prediction layer, the first or a further one."""
-    patterns = [re.compile(fact.keep.pattern.removeprefix("re:")) for fact in facts_of(config) if fact.mtp]
+    patterns = [re.compile(issue.keep.pattern.removeprefix("re:")) for issue in issues_of(config) if issue.mtp]
     return lambda name: any(pattern.match(name) for pattern in patterns)
 
 
@@ -93,29 +93,31 @@ def uncounted_layers(config: Mapping[str, Any], names: Iterable[str]) -> frozens
 def outside_language_model(config: Mapping[str, Any], names: Iterable[str]) -> frozenset[str]:
     """The tensors that only images or sound pass: of towers and projectors."""
     reasons = ("tower", "projector")
-    patterns = [re.compile(fact.keep.pattern.removeprefix("re:")) for fact in facts_of(config)
-                if any(word in fact.keep.reason for word in reasons)]  # fmt: skip
+    patterns = [re.compile(issue.keep.pattern.removeprefix("re:")) for issue in issues_of(config)
+                if any(word in issue.keep.reason for word in reasons)]  # fmt: skip
     return frozenset(name for name in names if any(pattern.match(name) for pattern in patterns))
 
 
-def facts_of(config: Mapping[str, Any]) -> Iterator[Fact]:
-    """The facts that hold for the model of a config.json, those of its family first, with layers by their numbers."""
-    for fact in (*family_of(config).facts, *COMMON):
-        if not fact.counted_by:
-            yield fact
+def issues_of(config: Mapping[str, Any]) -> Iterator[ReaderIssue]:
+    """The issues that hold for the model of a config.json, those of its family first, with layers by their numbers."""
+    for issue in (*family_of(config).issues, *COMMON):
+        if not issue.counted_by:
+            yield issue
             continue
-        numbers = _extra_layers(config, fact.counted_by)
+        numbers = _extra_layers(config, issue.counted_by)
         if numbers:
-            pattern = fact.keep.pattern.replace("{layers}", "|".join(map(str, numbers)))
-            yield replace(fact, keep=fact.keep._replace(pattern=pattern))
+            pattern = issue.keep.pattern.replace("{layers}", "|".join(map(str, numbers)))
+            yield replace(issue, keep=issue.keep._replace(pattern=pattern))
 
 
-def fails_either_way(config: Mapping[str, Any], fact: Fact) -> bool:
+def fails_either_way(config: Mapping[str, Any], issue: ReaderIssue) -> bool:
     """Whether the readers that fail where these modules are quantized also fail where they are kept."""
     return any(
-        other.keep == fact.keep and bool(other.beside) != bool(fact.beside) and set(fact.readers) <= set(other.readers)
-        for other in facts_of(config)
-        if other.fails
+        other.keep == issue.keep
+        and bool(other.unless_quantized) != bool(issue.unless_quantized)
+        and set(issue.readers) <= set(other.readers)
+        for other in issues_of(config)
+        if other.symptom
     )
 
 
@@ -127,16 +129,16 @@ def check_config(config: Mapping[str, Any], names: Iterable[str]) -> None:
     config  of the model, as it stands in its files
     names   of all tensors
     """
-    known = dict.fromkeys(names)
-    check_experts(config, known)
-    check_tower(config, known)
-    if not any(fact.keep == MERGED_BY_READERS.keep for fact in family_of(config).facts):
-        check_unmerged(known)
+    unique = dict.fromkeys(names)
+    check_experts(config, unique)
+    check_tower(config, unique)
+    if not any(issue.keep == MERGED_BY_READERS.keep for issue in family_of(config).issues):
+        check_unmerged(unique)
     row, layers = family_of(config).mtp, layer_count(config)
     if row is None or layers is None:
         return
     parts = [f"{part}.weight".format(at=layers) for part in (row.join, row.tokens, row.states, row.last)]
-    missing = [part for part in parts if part not in known]
+    missing = [part for part in parts if part not in unique]
     if missing and len(missing) < len(parts):
         raise CheckpointError(
             f"the files hold a multi-token prediction layer without {missing[0]!r}; download the model again, or "
@@ -149,8 +151,8 @@ def doubts(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[int,
 
     shapes  name -> (dtype, shape) of all tensors
     """
-    found = (absent_layers(config, shapes), _uncounted(config, shapes))
-    return [line for line in found if line]
+    lines = (absent_layers(config, shapes), _uncounted(config, shapes))
+    return [line for line in lines if line]
 
 
 def misfits(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
@@ -164,22 +166,22 @@ def misfits(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[int
         return [layout]
     further = {int(prefix.rpartition("layers.")[2][:-1]) for prefix in uncounted_layers(config, shapes)}
     drafts = in_mtp_layers(config)
-    found = (
+    lines = (
         too_few_layers(config, shapes),
         too_many_layers(config, [name for name in shapes if not drafts(name)], further),
         another_width(config, shapes),
         unmerged(shapes),
     )
-    return [line for line in found if line]
+    return [line for line in lines if line]
 
 
 def _uncounted(config: Mapping[str, Any], names: Iterable[str]) -> str:
-    found = sorted(uncounted_layers(config, names))
-    if not found:
+    layers = sorted(uncounted_layers(config, names))
+    if not layers:
         return ""
     return (
-        f"{found[0][:-1]} is a multi-token prediction layer that config.json does not count: it stays as it is; for "
-        f"readers that predict several tokens set num_nextn_predict_layers to {len(found)}"
+        f"{layers[0][:-1]} is a multi-token prediction layer that config.json does not count: it stays as it is; for "
+        f"readers that predict several tokens set num_nextn_predict_layers to {len(layers)}"
     )
 
 
@@ -208,29 +210,29 @@ def fuse_of(config: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
 def output_rows(config: Mapping[str, Any]) -> Callable[[str, int], tuple[int, ...]]:
     """Says of a module and its rows which rows make up each of the outputs that readers build of it, one below the
     other: all of them where it has one output, or where the config.json does not say how many each has."""
-    text, known = language_config(config), list[tuple[re.Pattern[str], tuple[int, ...]]]()
+    text, outputs_by_pattern = language_config(config), list[tuple[re.Pattern[str], tuple[int, ...]]]()
     for outputs in family_of(config).outputs:
         counts = [[int(text[key]) for key in keys if type(text.get(key)) is int] for keys in outputs.rows]
         if list(map(len, counts)) == list(map(len, outputs.rows)):
-            known.append((re.compile(outputs.pattern), tuple(math.prod(count) for count in counts)))
+            outputs_by_pattern.append((re.compile(outputs.pattern), tuple(math.prod(count) for count in counts)))
 
     def of(module: str, rows: int) -> tuple[int, ...]:
-        fitting = (found for pattern, found in known if sum(found) == rows and pattern.match(module))
+        fitting = (sizes for pattern, sizes in outputs_by_pattern if sum(sizes) == rows and pattern.match(module))
         return next(fitting, (rows,))
 
     return of
 
 
 def head_counts(config: Mapping[str, Any]) -> frozenset[int]:
-    """How many heads of some kind a config.json gives attention, in any of its parts: a matrix of so many rows has one
-    output for each head."""
-    found = {value for key, value in config.items() if "heads" in key and type(value) is int}
+    """The head counts of attention in a config.json, in any of its parts: a matrix with that many rows has one output
+    for each head."""
+    counts = {value for key, value in config.items() if "heads" in key and type(value) is int}
     inner = (head_counts(value) for value in config.values() if isinstance(value, Mapping))
-    return frozenset(found).union(*inner)
+    return frozenset(counts).union(*inner)
 
 
 def layer_count(config: Mapping[str, Any]) -> int | None:
-    """How many decoder layers a config.json says, those of multi-token prediction aside; None where it does not."""
+    """Number of decoder layers in a config.json, without MTP layers; None where it has none."""
     counts = (part.get("num_hidden_layers") for part in (config, *_text_parts(config)))
     return next((count for count in counts if type(count) is int), None)
 

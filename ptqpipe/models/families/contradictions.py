@@ -43,9 +43,9 @@ def check_experts(config: Mapping[str, Any], names: Iterable[str]) -> None:
     """
     experts: dict[str, set[int]] = {}
     for name in names:
-        parent, found, rest = name.partition(".experts.")
+        parent, separator, rest = name.partition(".experts.")
         number = rest.partition(".")[0]
-        if found and number.isdecimal():
+        if separator and number.isdecimal():
             experts.setdefault(f"{parent}.experts", set()).add(int(number))
     counts = {key: count for part in _parts(config) for key, count in part.items() if key in _COUNTS}
     for module, numbers in experts.items():
@@ -66,10 +66,10 @@ def check_tower(config: Mapping[str, Any], names: Iterable[str]) -> None:
 def check_unmerged(names: Iterable[str]) -> None:
     """CheckpointError, in one line, where an adapter lies beside the weights that it is of, as peft keeps a model that
     it trains."""
-    known = set(names)
-    for name in known:
+    unique = set(names)
+    for name in unique:
         parent, part, _ = name.rpartition(".base_layer.")
-        adapters = (other for other in known if part and other.startswith(f"{parent}.") and _ADAPTER.search(other))
+        adapters = (other for other in unique if part and other.startswith(f"{parent}.") and _ADAPTER.search(other))
         adapter = next(adapters, None)
         if adapter is not None:
             raise CheckpointError(f"{adapter!r} is of an adapter that is not merged into {name!r}; {_MERGE}")
@@ -98,42 +98,42 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def too_few_layers(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
-    """What is to be said of a count of layers that the files do not hold, or nothing. Of all lists of layers together,
-    since some families have several."""
+    """A complaint about fewer layers in the files than in the config, or "". Counted over all lists of layers, since
+    some families have several."""
     counts = [part.get("num_hidden_layers") for part in _parts(config)]
     count = next((value for value in counts if type(value) is int), 0)
-    found = {match[0] for match in map(_LAYER.match, shapes) if match}
-    if not found or len(found) >= count:
+    layers = {match[0] for match in map(_LAYER.match, shapes) if match}
+    if not layers or len(layers) >= count:
         return ""
     return (
-        f"config.json says num_hidden_layers {count}, but the files have {len(found)}; readers stop: download what is "
+        f"config.json says num_hidden_layers {count}, but the files have {len(layers)}; readers stop: download what is "
         "missing, or correct the number"
     )
 
 
 def too_many_layers(config: Mapping[str, Any], names: Iterable[str], further: Collection[int]) -> str:
-    """What is to be said of layers behind the last that the config counts, or nothing.
+    """A complaint about layers behind the last that the config counts, or "".
 
     names    without those of multi-token prediction layers
     further  numbers of such that the config does not count
     """
     counts = [part.get("num_hidden_layers") for part in _parts(config)]
-    known = [value for value in counts if type(value) is int]
+    said = [value for value in counts if type(value) is int]
     keys = _keys(config)
-    if not known or any("nextn" in key or "mtp" in key for key in keys):
+    if not said or any("nextn" in key or "mtp" in key for key in keys):
         return ""
-    found = {(match[1], int(match[2])) for match in map(_DECODER.match, names) if match and len(match[2]) < 7}
-    late = sorted((number, layers) for layers, number in found if number >= max(known) and number not in further)
+    numbered = {(match[1], int(match[2])) for match in map(_DECODER.match, names) if match and len(match[2]) < 7}
+    late = sorted((number, layers) for layers, number in numbered if number >= max(said) and number not in further)
     if not late:
         return ""
     return (
-        f"config.json says num_hidden_layers {max(known)}, but the files have {late[0][1]}.{late[0][0]}; readers stop, "
+        f"config.json says num_hidden_layers {max(said)}, but the files have {late[0][1]}.{late[0][0]}; readers stop, "
         "or leave it out: take the config.json that belongs to them, or correct the number"
     )
 
 
 def unmerged(names: Collection[str]) -> str:
-    """What is to be said of an adapter's tensors beside the weights that it is of, or nothing."""
+    """A complaint about an adapter's tensors beside its base weights, or ""."""
     for name in names:
         match = _ADAPTER.search(name)
         if match is not None and (weight := f"{name[: match.start()]}.weight") in names:
@@ -142,7 +142,7 @@ def unmerged(names: Collection[str]) -> str:
 
 
 def another_layout(config: Mapping[str, Any], names: Iterable[str]) -> str:
-    """What is to be said of names that another program gives a model, or nothing."""
+    """A complaint about tensor names of another program's layout, or ""."""
     own = {str(part.get("model_type")) for part in _parts(config)} & _OF_MISTRAL
     for name in () if own else names:
         for pattern, whose in _LAYOUTS:
@@ -160,13 +160,13 @@ def is_plain_decoder(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, 
     keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
     numbers = [config.get(key) for key in keys]
     numbers += [config.get("num_key_value_heads") or numbers[2]]
-    known = [n for n in numbers if isinstance(n, int) and 0 < n < 10**7]
+    sizes = [n for n in numbers if isinstance(n, int) and 0 < n < 10**7]
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in _PLAIN or len(known) < len(numbers):
+    if not isinstance(kind, str) or kind not in _PLAIN or len(sizes) < len(numbers):
         return False
     if config.get("architectures") not in (None, [_PLAIN[kind]]):
         return False
-    hidden, inner, heads, count, vocabulary, groups = known
+    hidden, inner, heads, count, vocabulary, groups = sizes
     head = config.get("head_dim") or hidden // heads
     wanted: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (heads * head, hidden),
@@ -190,7 +190,7 @@ def is_plain_decoder(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, 
 
 
 def another_width(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
-    """What is to be said of an embedding whose width is no number of the config, or nothing."""
+    """A complaint about an embedding whose width is no number of the config, or ""."""
     numbers = {value for part in _parts(config) for value in part.values() if type(value) is int}
     for name, (_, shape) in shapes.items():
         if name.endswith("embed_tokens.weight") and len(shape) == 2 and "hidden_size" in _keys(config):

@@ -18,24 +18,24 @@ class Keep(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class ReaderIssue:
     """A part of models that is not quantized like the rest.
 
     keep        its modules; ``{layers}`` in the pattern stands for the numbers that ``counted_by`` gives
     counted_by  the key of config.json with the number of layers behind the last of ``num_hidden_layers``
-    fails       which readers fail where it is quantized (with fewer bits than ``keep.bits``), and how; empty: none does
-    beside      what fails is instead that it is kept while modules of this pattern are quantized
+    symptom     which readers fail where it is quantized (with fewer bits than ``keep.bits``), and how; empty: none does
+    unless_quantized  the readers fail instead where the part is kept, while modules of this pattern are quantized
     readers     those that fail, by their names in ``readers.py``
     containers  the layouts in which they do; empty: all that other programs read
     formats     the formats in which they do, by their names in ``schemes.py``; empty: all
-    by_default  kept unless a rule names it; else a fact about readers alone
+    by_default  kept unless a rule names it; else it concerns readers alone
     mtp         the part is the whole multi-token prediction layer: ``--mtp`` of a conversion decides over it
     """
 
     keep: Keep
     counted_by: str = ""
-    fails: str = ""
-    beside: str = ""
+    symptom: str = ""
+    unless_quantized: str = ""
     readers: tuple[str, ...] = ()
     containers: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Fact:
     mtp: bool = False
 
     @property
-    def unread(self) -> bool:
+    def unsupported(self) -> bool:
         """Neither vLLM nor SGLang gets it right."""
         return {"vllm", "sglang"} <= set(self.readers)
 
@@ -102,7 +102,7 @@ class Family:
     """One row of the table.
 
     types        the values of ``model_type`` in config.json, at its top or in the language model's part
-    facts        what is not quantized like the rest, beside `COMMON`
+    issues       what is not quantized like the rest, beside `COMMON`
     fuse         leaf names that readers make one matrix of; a group takes the place of those of `DEFAULT_FUSE` that it
                  shares a name with
     interleaved  gate and up rows take turns in a stack of experts; else all rows of gate come first
@@ -116,7 +116,7 @@ class Family:
     """
 
     types: tuple[str, ...] = ()
-    facts: tuple[Fact, ...] = ()
+    issues: tuple[ReaderIssue, ...] = ()
     fuse: tuple[tuple[str, ...], ...] = ()
     interleaved: bool = False
     experts: tuple[str, ...] = ()

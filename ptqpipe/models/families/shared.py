@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ptqpipe.models.families.defaults import GATES
-from ptqpipe.models.families.family import Fact, Keep, ModuleOutputs, Mtp, Norms
+from ptqpipe.models.families.family import Keep, ModuleOutputs, Mtp, Norms, ReaderIssue
 
 # What compressed-tensors stores as ``weight_packed`` instead of ``weight``, and what has one scale of a whole matrix.
 PACKED = ("nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp4_w4a8", "int4_g128", "int4_g32", "int8")
@@ -11,17 +11,17 @@ ONE_SCALE = ("fp8_static", "fp8_tensor")
 
 QWEN = (
     # SGLang's qwen3_5_mtp.py and vLLM's qwen3_next_mtp.py, qwen3_5_mtp.py.
-    Fact(
+    ReaderIssue(
         Keep(r"re:(.*\.)?mtp\.fc$", "projection into the multi-token prediction layer"),
-        fails=(
+        symptom=(
             "SGLang builds it as a plain linear layer, and so does vLLM beside ModelOpt's NVFP4: they find no place "
             "for codes"
         ),
         readers=("sglang",),
     ),
-    Fact(
+    ReaderIssue(
         Keep(r"re:(.*\.)?mtp\.layers\.", "multi-token prediction layer beside ModelOpt's NVFP4", bits=8),
-        fails="SGLang builds it unquantized beside ModelOpt's NVFP4 and cannot load it; vLLM reads it",
+        symptom="SGLang builds it unquantized beside ModelOpt's NVFP4 and cannot load it; vLLM reads it",
         readers=("sglang",),
         containers=("modelopt",),
         by_default=False,
@@ -29,30 +29,30 @@ QWEN = (
 )
 QWEN3_NEXT = (
     *QWEN,
-    Fact(
+    ReaderIssue(
         Keep(r"re:(.*\.)?layers\.\d+\.self_attn\.[qkv]_proj$", "attention beside ModelOpt's NVFP4", bits=8),
-        fails="SGLang builds q, k and v of Qwen3-Next unquantized beside ModelOpt's NVFP4; vLLM reads them",
+        symptom="SGLang builds q, k and v of Qwen3-Next unquantized beside ModelOpt's NVFP4; vLLM reads them",
         readers=("sglang",),
         containers=("modelopt",),
         by_default=False,
     ),
     # SGLang's qwen3_next_mtp.py names its modules like those of the first decoder layer, so that no list can tell them
     # apart. Found by labs/readers/sglang_loads.py --drafts.
-    Fact(
+    ReaderIssue(
         Keep(r"re:(.*\.)?mtp\.layers\.\d+\..*_proj$", "multi-token prediction layer beside FP8"),
-        fails=(
+        symptom=(
             "SGLang, where it drafts with it, takes it for quantized and computes with weights without their scales, "
             "without a word; the model without its speculative decoding loads"
         ),
-        beside="re:.*",
+        unless_quantized="re:.*",
         readers=("sglang",),
         formats=("fp8_dynamic", "fp8_static", "fp8_block"),
         by_default=False,
     ),
     # _make_packed_weight_loader of SGLang's qwen3_next.py.
-    Fact(
+    ReaderIssue(
         Keep(r"re:(.*\.)?linear_attn\.in_proj_qkvz$", "linear attention in packed codes"),
-        fails=(
+        symptom=(
             "SGLang asks for the plain weight, which compressed-tensors' packed codes have not, and stops with an "
             "AttributeError; vLLM reads it"
         ),
@@ -62,9 +62,9 @@ QWEN3_NEXT = (
         by_default=False,
     ),
     *(
-        Fact(
+        ReaderIssue(
             Keep(r"re:(.*\.)?linear_attn\.in_proj_qkvz$", "linear attention with one scale of the whole matrix"),
-            fails="SGLang expects a scale of each part of it and stops with an error of its shape; vLLM reads it",
+            symptom="SGLang expects a scale of each part of it and stops with an error of its shape; vLLM reads it",
             readers=("sglang",),
             containers=(container,),
             formats=formats,
@@ -75,16 +75,16 @@ QWEN3_NEXT = (
 )
 
 
-def kept(pattern: str, what: str, *containers: str, beside: str = "re:.*") -> Fact:
+def kept(pattern: str, what: str, *containers: str, unless_quantized: str = "re:.*") -> ReaderIssue:
     """A part that SGLang takes for quantized where it is kept. Its models build these layers without their names, or
     under others than the lists of what is not quantized have: found by labs/readers/sglang_loads.py with --ignore."""
-    return Fact(
+    return ReaderIssue(
         Keep(pattern, what),
-        fails=(
+        symptom=(
             "SGLang does not find it by its name in the list of what is kept, takes it for quantized, and loses its "
             "weights without a word or stops"
         ),
-        beside=beside,
+        unless_quantized=unless_quantized,
         readers=("sglang",),
         containers=containers,
         by_default=False,
@@ -96,9 +96,9 @@ LINEAR = r"(.*\.)?(.*_proj|w1|w2|w3|fc1|fc2|dense.*|query_key_value)$"
 KEPT_LAYERS = kept(rf"re:(.*\.)?layers\.\d+\.(self_attn|mlp)\.{LINEAR}", "layer of the language model")
 KEPT_LAYERS_CT = replace(KEPT_LAYERS, containers=(CT,))
 # Found by labs/readers/sglang_loads.py: SGLang's hunyuan.py, phi.py and persimmon.py give the head no name.
-HEAD_AS_CODES = Fact(
+HEAD_AS_CODES = ReaderIssue(
     Keep(r"re:(.*\.)?layers\.", "a model whose head SGLang does not name, in ModelOpt's layout"),
-    fails=(
+    symptom=(
         "SGLang takes the head of this family for codes wherever something is in ModelOpt's layout, and stops or, in "
         "FP8, computes with it without a word; it reads --container compressed_tensors"
     ),
@@ -111,7 +111,7 @@ GEMMA4_TOWER = replace(
         r"re:(.*\.)?vision_tower\.encoder\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|gate|up)_proj\.linear$",
         "vision tower of Gemma 4",
     ),
-    fails=(
+    symptom=(
         "SGLang does not find the vision tower of Gemma 4 by its names: without a word it loses the weights of one "
         "that is kept and the scales of one that is quantized"
     ),
@@ -120,11 +120,11 @@ MINIMAX_M3 = (("q_proj", "k_proj", "v_proj", "index_q_proj", "index_k_proj"),)
 # Towers and projectors that are kept by default, too: these models are read in no format until SGLang finds the names.
 GLM4V = (kept(r"re:(.*\.)?visual\.(blocks|merger)\.", "vision tower"), KEPT_LAYERS)
 # vLLM makes one matrix of them with q, k and v, so these stay as they are with them.
-DELTA_ATTENTION = (Fact(Keep(r"re:(.*\.)?self_attn\.(b|f_a|f_b|g_a|g_b)_proj$", GATES)),)
+DELTA_ATTENTION = (ReaderIssue(Keep(r"re:(.*\.)?self_attn\.(b|f_a|f_b|g_a|g_b)_proj$", GATES)),)
 MAMBA1 = (
-    Fact(
+    ReaderIssue(
         Keep(r"re:(.*\.)?(mamba|mixer)\.(in|x|dt|out)_proj$", "state-space layer that vLLM builds unquantized"),
-        fails="vLLM builds the projections of Mamba-1 unquantized and finds no place for their codes",
+        symptom="vLLM builds the projections of Mamba-1 unquantized and finds no place for their codes",
         readers=("vllm",),
     ),
 )
@@ -144,25 +144,25 @@ QWEN3_5_OUTPUTS = (
 )
 QWEN4_EXP = (
     # Qwen4ExpQSAAttention of vLLM's models/qwen4_exp/nvidia/qsa.py.
-    Fact(
+    ReaderIssue(
         Keep(r"re:(.*\.)?self_attn\.([qkv]_proj|indexer\.index_qk_proj)$", "attention in one matrix with its indexer"),
-        fails=(
+        symptom=(
             "vLLM makes one matrix of q, k, v and the indexer's projection, which finds no place for codes of some of "
             "them, and for none beside ModelOpt's NVFP4"
         ),
         readers=("vllm",),
     ),
-    Fact(Keep(r"re:(.*\.)?ple\.(key|value)_proj$", "projection of the n-gram table")),
-    Fact(
+    ReaderIssue(Keep(r"re:(.*\.)?ple\.(key|value)_proj$", "projection of the n-gram table")),
+    ReaderIssue(
         Keep(r"re:(.*\.)?lm_head$", "language-model head"),
-        fails="vLLM builds the head of Qwen4-exp unquantized and does not load it",
+        symptom="vLLM builds the head of Qwen4-exp unquantized and does not load it",
         readers=("vllm",),
     ),
 )
 GEMMA_SMALL = (
     # Most have 4 to 256 columns, which blocks do not divide well; vendors and llm-compressor leave all of them.
-    Fact(Keep(r"re:(.*\.)?(altup|laurel)\.", "small projection")),
-    Fact(
+    ReaderIssue(Keep(r"re:(.*\.)?(altup|laurel)\.", "small projection")),
+    ReaderIssue(
         Keep(
             r"re:(.*\.)?(per_layer_(input_gate|projection|model_projection)|altup_(unembed_)?projections)(\.|$)",
             "small projection",
@@ -179,9 +179,9 @@ SIDE_BY_SIDE = Norms("input_layernorm", "input_layernorm", layer_norm=True)
 BEHIND = Norms("", "", outputs=("post_attention_layernorm", "post_feedforward_layernorm"))
 
 INTERNVL = (
-    Fact(
+    ReaderIssue(
         Keep(r"re:(.*\.)?mlp1\.\d+$", "multimodal projector"),
-        fails="vLLM and SGLang build it as plain linear layers and find no place for codes",
+        symptom="vLLM and SGLang build it as plain linear layers and find no place for codes",
         readers=("vllm", "sglang"),
     ),
 )

@@ -172,7 +172,7 @@ class _Finder:
             self.add(Edge(f"{layer}.{edge}", "norm", self.norm(layer, norm), tuple(readers), readers[0].shape[1]))
 
     def attention(self, layer: str, leaves: Mapping[str, str]) -> tuple[list[Matrix], list[Edge]]:
-        """What reads the layer's input, and the edges between there and the layer's output."""
+        """The matrices that read the layer's input, and the edges between them and the layer's output."""
         linear = [name for leaf, name in leaves.items() if _STATE_INPUT.fullmatch(leaf)]
         if linear:  # a layer with states: nothing is known of the channels between its projections
             self.writers.append(self.matrix(next(n for leaf, n in leaves.items() if _STATE_OUTPUT.fullmatch(leaf))))
@@ -203,8 +203,8 @@ class _Finder:
         return [qkv], [self.value_edge(f"{layer}.value", v, o)]
 
     def latent_attention(self, layer: str, leaves: Mapping[str, str], output: str) -> tuple[list[Matrix], list[Edge]]:
-        """Of DeepSeek: norms of the latent queries and of the latent keys and values are edges; values are not, whose
-        rows lie between those of keys."""
+        """DeepSeek's latent attention: norms of the latent queries and of the latent keys and values are edges; values
+        are not, since their rows lie between those of keys."""
         readers, edges = [], []
         for latent in ("q", "kv"):
             name = next((n for leaf, n in leaves.items() if leaf.startswith(f"{_ATTENTION}.{latent}_a_proj")), None)
@@ -213,9 +213,9 @@ class _Finder:
                 continue
             readers.append(self.matrix(name))
             behind = [f"{_ATTENTION}.{latent}_b_proj.weight", *([_INDEX_QUERIES] if latent == "q" else [])]
-            found = tuple(self.matrix(leaves[leaf]) for leaf in behind if leaf in leaves)
+            matrices = tuple(self.matrix(leaves[leaf]) for leaf in behind if leaf in leaves)
             norm = self.norm(layer, f"{_ATTENTION}.{latent}_a_layernorm")
-            edges.append(Edge(f"{layer}.{latent}_latent", "latent", norm, found, found[0].shape[1]))
+            edges.append(Edge(f"{layer}.{latent}_latent", "latent", norm, matrices, matrices[0].shape[1]))
         readers += [self.matrix(name) for leaf, name in leaves.items() if _INDEX_INPUT.fullmatch(leaf)]
         self.writers.append(self.matrix(leaves[output]))
         return readers, edges
@@ -237,21 +237,21 @@ class _Finder:
         readers: list[Matrix] = []
         gated: list[tuple[str, Matrix, Matrix]] = []
         for prefix in _MLPS:
-            found = {leaf.removeprefix(f"{prefix}.").removesuffix(".weight"): name for leaf, name in leaves.items()}
+            weights = {leaf.removeprefix(f"{prefix}.").removesuffix(".weight"): name for leaf, name in leaves.items()}
             for names in _GATED:
-                if all(name in found for name in names):
-                    gate, up = (self.matrix(found[name], group=prefix) for name in names[:2])
+                if all(name in weights for name in names):
+                    gate, up = (self.matrix(weights[name], group=prefix) for name in names[:2])
                     readers += [gate, up]
-                    gated.append((prefix, up, self.matrix(found[names[2]])))
+                    gated.append((prefix, up, self.matrix(weights[names[2]])))
             for name, down_name in _FUSED:
-                if name in found and down_name in found:
-                    both, down = self.matrix(found[name]), self.matrix(found[down_name])
+                if name in weights and down_name in weights:
+                    both, down = self.matrix(weights[name]), self.matrix(weights[down_name])
                     readers.append(both)
                     gated.append((prefix, self.matrix(both.tensor, rows=(both.shape[0] // 2, both.shape[0])), down))
             for up_name, down_name in _PLAIN:
-                if up_name in found and down_name in found and "gate_proj" not in found:
-                    readers.append(self.matrix(found[up_name]))
-                    self.writers.append(self.matrix(found[down_name]))
+                if up_name in weights and down_name in weights and "gate_proj" not in weights:
+                    readers.append(self.matrix(weights[up_name]))
+                    self.writers.append(self.matrix(weights[down_name]))
         for leaf, name in leaves.items():
             if _ROUTER.fullmatch(leaf):
                 router = self.matrix(name)
@@ -269,16 +269,16 @@ class _Finder:
 
     def experts(self, leaves: Mapping[str, str]) -> dict[int, dict[str, Matrix]]:
         """Experts with weights of their own, by number."""
-        found: dict[int, dict[str, Matrix]] = {}
+        experts: dict[int, dict[str, Matrix]] = {}
         for leaf, name in leaves.items():
             match = _EXPERT.fullmatch(leaf)
             part = _EXPERT_PARTS.get(match["part"]) if match else None
             if match is not None and part is not None:
-                found.setdefault(int(match["e"]), {})[part] = self.matrix(name, group=f"experts.{match['e']}")
-        for e, parts in found.items():
+                experts.setdefault(int(match["e"]), {})[part] = self.matrix(name, group=f"experts.{match['e']}")
+        for e, parts in experts.items():
             if len(parts) != 3:
                 raise CheckpointError(f"expert {e} has {sorted(parts)}, expected gate, up and down; check the files")
-        return dict(sorted(found.items()))
+        return dict(sorted(experts.items()))
 
     def stacks(self, leaves: Mapping[str, str]) -> Iterable[tuple[int, Matrix, Matrix, Matrix]]:
         """Experts in 3-D stacks: (number, gate_up, its up half, down)."""
@@ -351,8 +351,8 @@ class _Finder:
         tokens = next((n for n in self.embeddings if not n.endswith("wpe.weight")), None)
         if final is None or tokens is None:
             return
-        found = self.matrix(tokens if self.tied else self.head)
-        head = Matrix(_HEAD if self.tied else self.head, found.shape, bias=found.bias, quantized=False)
+        matrix = self.matrix(tokens if self.tied else self.head)
+        head = Matrix(_HEAD if self.tied else self.head, matrix.shape, bias=matrix.bias, quantized=False)
         self.add(Edge("head", "final", self.norm("", final.removesuffix(".weight")), (head,), self.hidden))
 
     def add(self, edge: Edge) -> None:

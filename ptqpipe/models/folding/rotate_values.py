@@ -50,9 +50,9 @@ def fold(
     foldings: list[Folding] = []
     for edge in edges:
         if edge.kind == "value" and isinstance(edge.producer, Matrix):
-            known = matrices.get(edge.id)
-            foldings += rotate_rows(edge.producer, block, known)
-            columns = None if known is None else known[turns(edge, block)]
+            rotations = matrices.get(edge.id)
+            foldings += rotate_rows(edge.producer, block, rotations)
+            columns = None if rotations is None else rotations[turns(edge, block)]
             for consumer in edge.consumers:
                 foldings += rotate_columns(consumer, block, columns)
     return foldings

@@ -116,18 +116,18 @@ class Structure:
 
 def rotated_tensors(edges: Iterable[Edge], writers: Iterable[Matrix], embeddings: Iterable[str]) -> list[list[str]]:
     """Every tensor that a rotation changes on some edges, in some writers and embeddings, those of each together."""
-    found = [edge.tensors() for edge in edges]
-    found += [[writer.tensor, *([writer.bias] if writer.bias else [])] for writer in writers]
-    return found + [[name] for name in embeddings]
+    sets = [edge.tensors() for edge in edges]
+    sets += [[writer.tensor, *([writer.bias] if writer.bias else [])] for writer in writers]
+    return sets + [[name] for name in embeddings]
 
 
 def grouped(names: Iterable[str], sets: Iterable[Sequence[str]]) -> dict[str, list[str]]:
     """Names in groups: those that overlapping sets join, and each of the others alone, as ``keep:NAME``."""
     component = _joined(sets)
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(component.get(name, f"keep:{name}"), []).append(name)
-    return found
+        groups.setdefault(component.get(name, f"keep:{name}"), []).append(name)
+    return groups
 
 
 def _joined(sets: Iterable[Sequence[str]]) -> dict[str, str]:

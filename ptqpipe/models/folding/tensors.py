@@ -156,11 +156,11 @@ def _rotate(t: torch.Tensor, op: Rotate, first: int) -> None:
         return
     matrices = hadamard(op.block) if op.matrices is None else op.matrices[begin // op.block : end // op.block]
     if op.axis == 0:
-        turned = matrices.mT @ part.reshape(-1, op.block, part[0].numel())
+        rotated = matrices.mT @ part.reshape(-1, op.block, part[0].numel())
     else:
         blocks = part.reshape(-1, part.shape[-1] // op.block, op.block)
-        turned = (blocks.transpose(0, 1) @ matrices).transpose(0, 1)
-    part.copy_(turned.reshape(part.shape))
+        rotated = (blocks.transpose(0, 1) @ matrices).transpose(0, 1)
+    part.copy_(rotated.reshape(part.shape))
 
 
 def is_exact(ops: Sequence[Op]) -> bool:

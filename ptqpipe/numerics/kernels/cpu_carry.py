@@ -66,7 +66,7 @@ def fp4_to_e4m3(q: QTensor, exponents: torch.Tensor, fmt: Format) -> torch.Tenso
 def _job(q: QTensor, step: int) -> ctypes.Structure | None:
     """The common fields, None where there is no kernel."""
     source = FORMATS["mxfp4"]
-    known = (q.fmt.element, q.fmt.block, q.fmt.scale) == (source.element, source.block, source.scale)
+    is_mxfp4 = (q.fmt.element, q.fmt.block, q.fmt.scale) == (source.element, source.block, source.scale)
     plain = not q.fmt.has_global and q.zeros is None
     rows = all(
         part.device.type == "cpu"
@@ -75,7 +75,7 @@ def _job(q: QTensor, step: int) -> ctypes.Structure | None:
         and (part.shape[1] == 1 or part.stride(1) == 1)
         for part in (q.data, q.scales)
     )
-    if not (known and plain and rows and lib.available()):
+    if not (is_mxfp4 and plain and rows and lib.available()):
         return None
     return lib.Carry(
         data=q.data.data_ptr(), scales=q.scales.data_ptr(), data_stride=q.data.stride(0),

@@ -71,8 +71,8 @@ def reduce(
 
     Writes the sum's message, and to ``out`` (which may be ``own``) what that says; without a message, the sum itself.
     """
-    given = [part for part in (*messages, message) if part is not None]
-    if own.dtype != out.dtype or not _plain(own, out, *given):
+    present = [part for part in (*messages, message) if part is not None]
+    if own.dtype != out.dtype or not _plain(own, out, *present):
         return False
     parts = (ctypes.c_void_p * len(messages))(*(None if part is None else part.data_ptr() for part in messages))
     job = _job(_REDUCE, out, codec)
@@ -86,8 +86,8 @@ def add(messages: Sequence[torch.Tensor | None], own: torch.Tensor, out: torch.T
 
     float32, in their order, rounded once; ``out`` may be ``own``.
     """
-    given = [part for part in messages if part is not None]
-    if own.dtype != out.dtype or not _plain(own, out, *given):
+    present = [part for part in messages if part is not None]
+    if own.dtype != out.dtype or not _plain(own, out, *present):
         return False
     parts = (ctypes.c_void_p * len(messages))(*(None if part is None else part.data_ptr() for part in messages))
     return _run(

@@ -133,8 +133,8 @@ def decoded(q: QTensor, *, memory: torch.Tensor | None = None) -> torch.Tensor:
     """float32 [N, K]: ``q.dequantize()``, bit for bit. ``memory``: float32 of N x K numbers, which it may take."""
     if q.data.device.type != "cpu" or q.zeros is not None or not lib.available():
         return q.dequantize()
-    found = dequantize(q.data, q.scales, q.fmt, q.global_scale, global_divides=q.global_divides, memory=memory)
-    return q.dequantize() if found is None else found
+    numbers = dequantize(q.data, q.scales, q.fmt, q.global_scale, global_divides=q.global_divides, memory=memory)
+    return q.dequantize() if numbers is None else numbers
 
 
 def same_numbers(q: QTensor, other: QTensor) -> bool:
@@ -142,5 +142,5 @@ def same_numbers(q: QTensor, other: QTensor) -> bool:
     False where it does not compare them: on a GPU, or of formats without a kernel."""
     if not lib.available() or any(part.data.device.type != "cpu" for part in (q, other)):
         return False
-    found = code_difference(q, other, only_compare=True)
-    return found is not None and found[0] == 0
+    difference = code_difference(q, other, only_compare=True)
+    return difference is not None and difference[0] == 0

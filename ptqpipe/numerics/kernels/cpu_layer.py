@@ -27,11 +27,11 @@ _Layer = lib.struct(
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """What a decoder layer consists of.
+    """The parts of a decoder layer.
 
     norms       before the attention and before the feed-forward: weight bfloat16 [hidden], epsilon
     products    query, key, value, output, gate, up and down with their biases
-    activation  int16 [65536]: the bits of what the feed-forward makes of each bfloat16 number of the gate
+    activation  int16 [65536]: the bits of the activation function at each bfloat16 number
     keys, values  pages bfloat16 [blocks, block_size, kv heads, dim] both
     scaling     of the scores
     window      how many tokens a query sees, itself included; None: all
@@ -90,7 +90,7 @@ class Layer:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Of x and of the cosines: layers of the same run together."""
+        """Widths of x and of the cosines: layers with the same widths run together."""
         return self._parts.products[0][0].shape[1], self._dim
 
     def takes(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], rows: int) -> bool:
@@ -167,7 +167,7 @@ def run(
 
 
 def _dense(x: torch.Tensor, rows: int, width: int) -> bool:
-    """Whether a tensor is rows of so many bfloat16 numbers, one after another."""
+    """Whether a tensor is contiguous bfloat16 ``[rows, width]``."""
     return x.dtype == torch.bfloat16 and x.shape[-1] == width and x.numel() == rows * width and x.is_contiguous()
 
 

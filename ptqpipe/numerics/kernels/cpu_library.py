@@ -94,14 +94,14 @@ Collective = struct(
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled extension, or None when it was not built or is of another version of the sources."""
-    found, abi = _built()
-    return found if abi == ABI else None
+    extension, abi = _built()
+    return extension if abi == ABI else None
 
 
 def why_missing() -> str:
     """Why there are no kernels, in a few words with what to do; "" where there are."""
-    found, abi = _built()
-    if found is None:
+    extension, abi = _built()
+    if extension is None:
         return "not built; install ptqpipe where there is a C++ compiler: pip install ."
     if abi != ABI:
         return f"built for ABI {abi}, expected {ABI}; build them again: pip install ."
@@ -114,8 +114,8 @@ def _built() -> tuple[ctypes.CDLL | None, int]:
     if not LIBRARY.is_file():
         return None, 0
     try:
-        found = ctypes.CDLL(str(LIBRARY))
-        return found, int(found.ptq_abi())
+        extension = ctypes.CDLL(str(LIBRARY))
+        return extension, int(extension.ptq_abi())
     except (OSError, AttributeError):  # built for another platform, or something else of that name
         return None, 0
 
@@ -123,8 +123,8 @@ def _built() -> tuple[ctypes.CDLL | None, int]:
 @cache
 def known_isas() -> tuple[str, ...]:
     """The instruction sets of this machine that have kernels, best first."""
-    found = library()
-    return () if found is None else tuple(name for name in ISAS if found.ptq_has(name.encode()))
+    extension = library()
+    return () if extension is None else tuple(name for name in ISAS if extension.ptq_has(name.encode()))
 
 
 def multiplies_bf16() -> bool:
@@ -135,8 +135,8 @@ def multiplies_bf16() -> bool:
 
 @cache
 def _multiplies_bf16(isa: str) -> bool:
-    found = library()
-    return found is not None and bool(found.ptq_has_bf16(isa.encode()))
+    extension = library()
+    return extension is not None and bool(extension.ptq_has_bf16(isa.encode()))
 
 
 def available() -> bool:
@@ -180,9 +180,9 @@ def call(function: str, *arguments: object) -> int:
 
     Raises MemoryError where the kernel got no memory to work in: what a caller does without a kernel needs more.
     """
-    found = library()
-    assert found is not None, "callers check available()"
-    status = int(getattr(found, function)(current_isa().encode(), *arguments))
+    extension = library()
+    assert extension is not None, "callers check available()"
+    status = int(getattr(extension, function)(current_isa().encode(), *arguments))
     if status == NO_MEMORY:
         raise MemoryError(f"the system has no memory for the working space of the compiled {function}")
     assert status in (OK, NOT_FINITE, UNSUPPORTED), f"{function} returned {status}; build the kernels again"
@@ -192,10 +192,10 @@ def call(function: str, *arguments: object) -> int:
 def processor() -> tuple[str, set[str]]:
     """What the first processor calls itself, and its flags or features, from /proc; the architecture and none where
     that is not."""
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in takewhile(str.strip, file):
             key, _, value = line.partition(":")
-            found[key.strip()] = value.strip()
-    flags = found.get("flags", found.get("Features", ""))  # the latter on aarch64
-    return one_line(found.get("model name") or platform.machine(), limit=100), set(flags.split())
+            fields[key.strip()] = value.strip()
+    flags = fields.get("flags", fields.get("Features", ""))  # the latter on aarch64
+    return one_line(fields.get("model name") or platform.machine(), limit=100), set(flags.split())

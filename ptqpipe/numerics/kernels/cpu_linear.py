@@ -40,7 +40,7 @@ class Operand:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """What decides how x is laid out: columns, element, panels."""
+        """The key of x's memory layout: columns, element, panels."""
         return int(self._job.k), int(self._job.element), int(self._job.panels)
 
     @property
@@ -163,8 +163,8 @@ class Bf16Panels:
         """``[..., K]`` bfloat16 of an int64 ``[...]``. IndexError outside of the rows."""
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.shape[0]:
             raise IndexError(f"a row of {int(index.min())} to {int(index.max())} of {self.shape[0]}")
-        found = self._dwords[index // _LANES, :, index % _LANES].contiguous()
-        return found.view(torch.bfloat16)[..., : self.shape[1]]
+        dwords = self._dwords[index // _LANES, :, index % _LANES].contiguous()
+        return dwords.view(torch.bfloat16)[..., : self.shape[1]]
 
 
 def limit(*, panels: bool) -> int:
@@ -175,10 +175,10 @@ def limit(*, panels: bool) -> int:
 
 @cache
 def _limit(isa: str, panels: bool) -> int:
-    found = lib.library()
-    assert found is not None, "it knows instruction sets"
-    found.ptq_linear_limit.restype = ctypes.c_int64
-    return int(found.ptq_linear_limit(isa.encode(), ctypes.c_int64(panels)))
+    extension = lib.library()
+    assert extension is not None, "it knows instruction sets"
+    extension.ptq_linear_limit.restype = ctypes.c_int64
+    return int(extension.ptq_linear_limit(isa.encode(), ctypes.c_int64(panels)))
 
 
 def has_panels(fmt: Format, scales: torch.Tensor | None) -> bool:
@@ -220,7 +220,7 @@ def from_panels(panels: torch.Tensor, rows: int, width: int) -> torch.Tensor:
 
 
 def _kind(fmt: Format, scales: torch.Tensor | None) -> int | None:
-    """How the kernel reads the scales; None where it does not."""
+    """The kernel's kind of scales; None where it does not read them."""
     if fmt.element.name not in _ELEMENTS:
         return None
     if scales is None:

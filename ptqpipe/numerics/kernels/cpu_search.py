@@ -80,8 +80,8 @@ def score_total(
     Without weights this is the squared error that ``block_quantize`` leaves, up to the float32 rounding of each block's
     score. The sum is in float64, in the order of ``reference.sum_blocks``. None where ``block_quantize`` has no kernel.
     """
-    found = _totals(w, fmt, rule=rule, global_scale=global_scale, importance=importance)
-    return None if found is None else found[0]
+    totals = _totals(w, fmt, rule=rule, global_scale=global_scale, importance=importance)
+    return None if totals is None else totals[0]
 
 
 def score_totals(
@@ -119,8 +119,8 @@ def _totals(
     job.totals = totals.data_ptr()
     if not _run(job, w):
         return None
-    found: list[float] = (totals if global_scale is None else totals * global_scale.double().square()).tolist()
-    return found
+    sums: list[float] = (totals if global_scale is None else totals * global_scale.double().square()).tolist()
+    return sums
 
 
 def _long_quantize(
@@ -128,8 +128,13 @@ def _long_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """:func:`block_quantize` for bfloat16 scales, of E4M3 elements and integers."""
     element = _number_element(fmt)
-    known = element is not None and fmt.scale.dtype == torch.bfloat16
-    if not known or rule not in ("exact", "powers", "absmax", "absmax_pz") or not readable(w) or not lib.available():
+    supported = element is not None and fmt.scale.dtype == torch.bfloat16
+    if (
+        not supported
+        or rule not in ("exact", "powers", "absmax", "absmax_pz")
+        or not readable(w)
+        or not lib.available()
+    ):
         return None
     shape = (w.shape[0], w.shape[1])
     scales = torch.empty(fmt.scale_shape(shape), dtype=torch.bfloat16)
@@ -154,8 +159,8 @@ def _number_element(fmt: Format) -> int | None:
         return None
     if fmt.element.name == "e4m3":
         return ELEMENTS["e4m3"]
-    known = fmt.block[0] == 1 and CODECS.get(fmt.element.name) == fmt.element
-    return INTEGERS.get(fmt.element.name) if known else None
+    by_rows = fmt.block[0] == 1 and CODECS.get(fmt.element.name) == fmt.element
+    return INTEGERS.get(fmt.element.name) if by_rows else None
 
 
 def _powers_quantize(
@@ -166,10 +171,10 @@ def _powers_quantize(
     None, too, where a block has the smallest of them: 2^-127 could be better for it.
     """
     numbers = replace(fmt, scale=CODECS["bf16"])
-    found = _long_quantize(w, numbers, rule="powers", importance=importance)
-    if found is None:
+    pair = _long_quantize(w, numbers, rule="powers", importance=importance)
+    if pair is None:
         return None
-    data, scales = found
+    data, scales = pair
     codes = (scales.view(torch.int16) >> 7).to(torch.uint8)
     least = codes == 1
     if bool(least.any()):
@@ -187,8 +192,8 @@ def fp8_encode(w: torch.Tensor, scales: torch.Tensor, fmt: Format) -> torch.Tens
     None for formats without a kernel. NumericsError for NaN and inf.
     """
     element = _number_element(fmt)
-    known = not fmt.scale.enumerable or (fmt.scale.name == "e8m0" and fmt.block[0] != 1)
-    if element is None or not known or not readable(w) or not lib.available():
+    supported = not fmt.scale.enumerable or (fmt.scale.name == "e8m0" and fmt.block[0] != 1)
+    if element is None or not supported or not readable(w) or not lib.available():
         return None
     shape = (w.shape[0], w.shape[1])
     grid = checked_grid(scales, fmt, shape)

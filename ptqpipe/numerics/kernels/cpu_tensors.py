@@ -17,8 +17,8 @@ INTEGERS = {"int4": 5, "int8": 6, "int8_signed": 7}
 
 def readable(w: torch.Tensor) -> bool:
     """Whether a kernel can read ``w``: a CPU matrix of a known dtype with adjacent columns."""
-    known = w.device.type == "cpu" and w.dim() == 2 and w.dtype in DTYPES and w.numel() > 0
-    return known and (w.shape[1] == 1 or w.stride(1) == 1) and w.stride(0) >= 0
+    matrix = w.device.type == "cpu" and w.dim() == 2 and w.dtype in DTYPES and w.numel() > 0
+    return matrix and (w.shape[1] == 1 or w.stride(1) == 1) and w.stride(0) >= 0
 
 
 def checked_grid(scales: torch.Tensor, fmt: Format, shape: tuple[int, int]) -> tuple[int, int]:

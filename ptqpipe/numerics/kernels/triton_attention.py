@@ -175,14 +175,14 @@ def _over(a: int, b: int) -> int:
 
 
 def _by_head(scales: tuple[torch.Tensor, torch.Tensor] | None) -> dict[str, bool]:
-    """What kernels know of scales."""
+    """Kernel constants for scales of keys and values."""
     keys, values = (False, False) if scales is None else (len(scale) > 1 for scale in scales)
     return {"CODES": scales is not None, "KEY_SCALES": keys, "VALUE_SCALES": values}
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What `attention` is given, with ``window`` a number."""
+    """The arguments of `attention`, with ``window`` a number."""
 
     query: torch.Tensor
     keys: torch.Tensor
@@ -212,7 +212,7 @@ class _Call:
         return out
 
     def _spans(self, out: torch.Tensor, parts: int, kept: int) -> None:
-        """Of the spans with many queries for 0 ``parts``, else of the others, into so many parts' sums if ``kept``."""
+        """Attends spans with many queries if ``parts`` is 0, else the others; stores ``kept`` partial sums of each."""
         from ptqpipe.numerics.kernels import triton_pages
 
         where, (heads, dims) = self.where, (self.keys.shape[2], (self.keys.shape[3], self.values.shape[3]))
@@ -236,19 +236,19 @@ class _Call:
         """Puts the parts' sums of the spans with few queries together."""
         from ptqpipe.numerics.kernels import triton_pages
 
-        where, heads, known = self.where, self.keys.shape[2], _by_head(self.scales)
+        where, heads, kernel_scales = self.where, self.keys.shape[2], _by_head(self.scales)
         triton_pages.parts_kernel[(len(where.totals) * where.most, self.query.shape[1])](
             _bits(out), sums, self.query if self.scales is None else self.scales[1],
             self.query if self.sinks is None else self.sinks, where.starts, where.totals, where.places, self.window,
             where.most, where.few, parts,
             FEW=FEW, HEADS=heads, GROUP=self.query.shape[1] // heads, VALUE_DIM=self.values.shape[3],
-            CODES=known["CODES"], VALUE_SCALES=known["VALUE_SCALES"], SINKS=self.sinks is not None,
+            CODES=kernel_scales["CODES"], VALUE_SCALES=kernel_scales["VALUE_SCALES"], SINKS=self.sinks is not None,
             BN=tile_of(self.query.dtype, self._dims(), split=True).keys, VD=self._dims()[1], PARTS=PARTS, LEAST=LEAST,
             num_warps=4,
         )  # fmt: skip
 
     def _dims(self) -> tuple[int, int]:
-        """Of keys and of values, padded."""
+        """Padded head sizes of keys and of values."""
         return _padded(self.keys.shape[3]), _padded(self.values.shape[3])
 
 
@@ -279,5 +279,5 @@ def _codes(pages: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(out: torch.Tensor) -> torch.Tensor:
-    """What `put` stores to."""
+    """View of the output as the integers that `put` stores."""
     return out.view(torch.int16) if out.dtype == torch.bfloat16 else out

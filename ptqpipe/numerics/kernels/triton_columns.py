@@ -244,16 +244,16 @@ def choose_kernel(
         index = tl.minimum(tl.maximum(begin + lane % C, 0), ladder_size - 1)
         s = tl.load(ladder + index)
         feedback = corner + block * B * (columns + 1)
-        found, cost = tried(
+        rounded, cost = tried(
             target + at, rows, at_row, on, s, feedback, columns, weight + block * B, EMIN, MANT, MAX, BITS, B
         )
         mine = best_of(cost, count, C) & on
         where = at + element * rows + at_row[:, None]
         tl.store(scales + block * rows + at_row, index.to(tl.int64), mask=mine)
-        tl.store(codes + where, found.to(tl.uint8), mask=mine[:, None] & (element < B))
+        tl.store(codes + where, rounded.to(tl.uint8), mask=mine[:, None] & (element < B))
         if ENTER:
             x = tl.load(exact + where, mask=mine[:, None] & (element < B), other=0.0)
-            e = x - decode_signed(found, EMIN, MANT, MAX, BITS) * s[:, None]
+            e = x - decode_signed(rounded, EMIN, MANT, MAX, BITS) * s[:, None]
             tl.store(error + where, e, mask=mine[:, None] & (element < B))
             end = (block + 1) * B
             if end < columns:
@@ -305,15 +305,15 @@ def sweep_kernel(
             current = tl.load(scales + block * rows + at_row, mask=on, other=0).to(tl.int32)
             index = tl.minimum(tl.maximum(current - below, 0) + lane % C, ladder_size - 1)
             s = tl.load(ladder + index)
-            found, cost = tried(room, rows, at_row, on, s, metric, B, weight + block * B, EMIN, MANT, MAX, BITS, B)
+            rounded, cost = tried(room, rows, at_row, on, s, metric, B, weight + block * B, EMIN, MANT, MAX, BITS, B)
             mine = best_of(cost, count, C) & on & (cost < by_lane(now * slack, C))
             tl.debug_barrier()  # all have read what is now overwritten
             tl.store(scales + block * rows + at_row, index.to(tl.int64), mask=mine)
             where = at + element[None, :] * rows + at_row[:, None]
             taken = mine[:, None] & (element[None, :] < B)
-            tl.store(codes + where, found.to(tl.uint8), mask=taken)
+            tl.store(codes + where, rounded.to(tl.uint8), mask=taken)
             x = tl.load(exact + where, mask=taken, other=0.0)
-            tl.store(error + where, x - decode_signed(found, EMIN, MANT, MAX, BITS) * s[:, None], mask=taken)
+            tl.store(error + where, x - decode_signed(rounded, EMIN, MANT, MAX, BITS) * s[:, None], mask=taken)
             end = (block + 1) * B
             if end < columns:
                 tl.debug_barrier()
@@ -366,8 +366,8 @@ def choose_block(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """(uint8 codes [columns, rows], int64 scale indices [rows], float32 costs [rows])."""
     block, rows = target.shape
-    known = _chooses(element, block) and _fits(element, target, ladder, feedback, weight)
-    if not known or first.dtype != torch.int64 or not first.is_contiguous():
+    supported = _chooses(element, block) and _fits(element, target, ladder, feedback, weight)
+    if not supported or first.dtype != torch.int64 or not first.is_contiguous():
         return None
     codes = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
     scales, cost = torch.empty_like(first), torch.empty(rows, device=target.device)
@@ -480,11 +480,11 @@ def _grid(like: torch.Tensor, sizes: dict[str, Any]) -> tuple[int]:
 
 def _by_column(like: torch.Tensor, element: Codec) -> dict[str, Any]:
     """The constants of a kernel that goes column by column."""
-    found = minifloat_of(element)
-    if found is None:
+    minifloat = minifloat_of(element)
+    if minifloat is None:
         codec = {"EMIN": element.grid.index(0.0), "MANT": _INTEGER, "MAX": element.max, "BITS": element.bits}
     else:
-        codec = {"EMIN": found.emin, "MANT": found.mant, "MAX": found.max, "BITS": found.bits}
+        codec = {"EMIN": minifloat.emin, "MANT": minifloat.mant, "MAX": minifloat.max, "BITS": minifloat.bits}
     width = max(16, triton.next_power_of_2(like.shape[0]))
     return codec | {"WIDTH": width, "ROWS": _rows(like.shape[1], _ROWS)}
 

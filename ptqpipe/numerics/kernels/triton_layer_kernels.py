@@ -112,12 +112,12 @@ def rotary_kernel(
         x = normed(x, factor, weight, at, live, NORM)
         y = normed(y, factor, weight, other, live, NORM)
         y = tl.where(at < DIM // 2, -y, y)
-        turned = bfloat16_bits(rounded(x * c) + rounded(y * s))
+        rotated = bfloat16_bits(rounded(x * c) + rounded(y * s))
         if head < HEADS:
-            tl.store(out + (token * HEADS + head) * DIM + at, turned, mask=live)
+            tl.store(out + (token * HEADS + head) * DIM + at, rotated, mask=live)
         else:
             slot = tl.load(slots + token)
-            tl.store(keys + (slot * KV_HEADS + head - HEADS) * DIM + at, turned, mask=live)
+            tl.store(keys + (slot * KV_HEADS + head - HEADS) * DIM + at, rotated, mask=live)
 
 
 @triton.jit

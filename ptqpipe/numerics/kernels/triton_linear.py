@@ -28,7 +28,7 @@ _SUM_LANES = 1024  # numbers that a program of parts_kernel adds
 
 @dataclass(frozen=True, slots=True)
 class LinearPlan:
-    """What the kernels know of a format: bits of a code, kind of scales, items of 16 bits and rows that share one."""
+    """Kernel constants of a format: bits of a code, kind of scales, items of 16 bits and rows that share one."""
 
     bits: int
     kind: int
@@ -155,7 +155,7 @@ def _weight(
     shape: tuple[int, int],
     bias: torch.Tensor | None,
 ) -> LinearWeight | None:
-    """What the kernels read; None for what they do not."""
+    """The weight as the kernels read it; None where they have no kernel for it."""
     plan = plan_of(fmt, scales)
     if plan is None or not data.numel() or not available() or (data.device.type == "cuda") == interpreting():
         return None
@@ -241,7 +241,7 @@ def _multiply(x: torch.Tensor, weight: LinearWeight, tile: Tile, *, exact: bool)
 
 
 def _bits(out: torch.Tensor) -> torch.Tensor:
-    """What `put` stores to."""
+    """View of the output as the integers that `put` stores."""
     return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
 
 

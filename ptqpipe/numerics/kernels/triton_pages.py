@@ -55,7 +55,7 @@ def begin_of(count: tl.tensor, total: tl.tensor, window: tl.tensor, BN: tl.const
 def length_of(
     begin: tl.tensor, total: tl.tensor, BN: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr
 ) -> tl.tensor:
-    """How many keys a part has: whole steps, LEAST at least, and no more than PARTS parts."""
+    """Number of keys of a part: whole steps, at least LEAST, and at most PARTS parts."""
     return tl.maximum(tl.cdiv(tl.cdiv(total - begin, PARTS), BN) * BN, LEAST)
 
 

@@ -192,14 +192,14 @@ def decoded(
     if KIND != 0:
         block = first // GROUP + tl.arange(0, ITEMS // GROUP)
         scale = scales_of(scales, rows, live, block, blocks, KIND, SCALE_ROWS)
-    found: tl.tuple = ()
+    numbers: tl.tuple = ()
     if EXACT:
         word = item.to(tl.int32)
         for place in tl.static_range(16 // BITS):
             value = e2m1((word >> (4 * place)) << 28) if BITS == 4 else e4m3((word >> (8 * place)) & 255)
             if KIND != 0:
                 value = value * each_of(scale, BN, ITEMS, GROUP)
-            found = found + (value,)  # noqa: RUF005 - Triton has no starred tuples
+            numbers = numbers + (value,)  # noqa: RUF005 - Triton has no starred tuples
     else:
         codes = pairs_of_e2m1(item) if BITS == 4 else pairs_of_e4m3(item)
         if KIND == 1:
@@ -210,19 +210,19 @@ def decoded(
             value = pairs_times(codes[place], more)
             if KIND == 2:
                 value = pairs_times(value, each_of(scale.to(tl.bfloat16), BN, ITEMS, GROUP))
-            found = found + (value,)  # noqa: RUF005
-    return found
+            numbers = numbers + (value,)  # noqa: RUF005
+    return numbers
 
 
 @triton.jit
 def parted(x: tl.tensor, ROWS: tl.constexpr, ITEMS: tl.constexpr, PER: tl.constexpr) -> tl.tuple:
-    """Of ``x [ROWS, PER * ITEMS]`` those numbers that belong to the first, second, ... of PER codes of each item."""
-    found: tl.tuple = tl.split(tl.reshape(x, (ROWS, ITEMS, 2, 2) if PER == 4 else (ROWS, ITEMS, 2)))
+    """Splits ``x [ROWS, PER * ITEMS]`` into PER of ``[ROWS, ITEMS]``: the first codes of all items, the second, ..."""
+    parts: tl.tuple = tl.split(tl.reshape(x, (ROWS, ITEMS, 2, 2) if PER == 4 else (ROWS, ITEMS, 2)))
     if PER == 4:
-        one, three = tl.split(found[0])
-        two, four = tl.split(found[1])
-        found = (one, two, three, four)
-    return found
+        one, three = tl.split(parts[0])
+        two, four = tl.split(parts[1])
+        parts = (one, two, three, four)
+    return parts
 
 
 @triton.jit

@@ -29,7 +29,7 @@ _NO_MINIFLOAT = Minifloat(0, 0, 0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """What the kernels know of a format: its elements, what a scale's bytes mean, whether the global scale divides."""
+    """Kernel constants of a format: its elements, what a scale's bytes mean, whether the global scale divides."""
 
     element: Minifloat
     scale_kind: int
@@ -53,8 +53,8 @@ def _scale_of(codec: Codec) -> tuple[int, Minifloat] | None:
         return _NUMBERS, _NO_MINIFLOAT
     if codec.name == "ue5m3":
         return _MINIFLOATS, Minifloat(codec.bits + 1, -14, 3, codec.max)
-    known = minifloat_of(codec)
-    return None if known is None else (_MINIFLOATS, known)
+    minifloat = minifloat_of(codec)
+    return None if minifloat is None else (_MINIFLOATS, minifloat)
 
 
 @triton.jit
@@ -240,7 +240,7 @@ class Geometry:
 
     @classmethod
     def of(cls, fmt: Format, shape: tuple[int, int]) -> "Geometry":
-        """Of a weight of this ``shape``; FormatError where blocks do not divide."""
+        """The geometry of a weight of this ``shape``; FormatError where blocks do not divide."""
         rows, columns = fmt.block_extent(shape)
         return cls(shape[1], rows, columns, fmt.scale_shape(shape)[1])
 
@@ -322,11 +322,11 @@ def fp8_encode(
 def amax(w: torch.Tensor, *, lanes: int) -> torch.Tensor:
     """float32 0-d: max |w| of contiguous ``w``; NaN if it has one."""
     flat = w.reshape(-1)
-    found = []
+    highs = []
     for start in range(0, flat.numel(), PIECE):
         part = flat[start : start + PIECE]
         programs = triton.cdiv(part.numel(), lanes)
         highest = torch.empty(programs, dtype=torch.int32, device=w.device)
         amax_kernel[(programs,)](highest, part, part.numel(), LANES=lanes, enable_fp_fusion=False)
-        found.append(highest.amax())
-    return torch.stack(found).amax().view(torch.float32)
+        highs.append(highest.amax())
+    return torch.stack(highs).amax().view(torch.float32)

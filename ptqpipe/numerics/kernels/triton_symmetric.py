@@ -93,7 +93,7 @@ def reduce(
 ) -> None:  # fmt: skip
     """Sums the received parts: sends the sum's message to all others and writes its decoded values to ``out``."""
     parts = room_of(table, rank, _HEADER)
-    # Whose part is added as it is: nobody's, if that is negative.
+    # The rank whose part is added unrounded; negative: none.
     exact = tl.zeros((LANES,), tl.int32) + rank - (0 if OWN_EXACT else WORLD)
     for tile in range(tl.program_id(0), tl.cdiv(blocks, LANES), tl.num_programs(0)):
         block, live, at, where = places(tile, rank, stripe, begin, blocks, n, BLOCK, LANES)

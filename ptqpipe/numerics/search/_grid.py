@@ -60,8 +60,8 @@ def element_grid(codec: Codec) -> ElementGrid:
         high = 2.0 ** (int(torch.frexp(torch.tensor(mags[-1], dtype=torch.float64)).exponent) - 1)
         magic = 2.0**24 / steps
     free_magic = 2.0**24 / (1 << (steps - 1).bit_length())  # with `reserved` codes the last binade is not full
-    known = set(mags)
-    reach = next(i for i, m in enumerate(mags) if 2 * m not in known) - 1
+    magnitudes = set(mags)
+    reach = next(i for i, m in enumerate(mags) if 2 * m not in magnitudes) - 1
     last_step = mags[-1] - mags[-2]
     grid = ElementGrid(
         low, high, magic, free_magic, mags[-1], mags[-1] + last_step / 2, step / 2, (mags[reach] + mags[reach + 1]) / 2

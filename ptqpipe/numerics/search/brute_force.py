@@ -31,9 +31,11 @@ def search(
         blocks = x.expand(many, *x.shape).flatten(0, 1)
         weights = None if h is None else h.expand(many, *x.shape).flatten(0, 1)
         codes = some.repeat_interleave(len(x))
-        found = scores(blocks, codes, fmt=fmt, global_scale=global_scale, h=weights).reshape(many, len(x))
-        smallest = found.nan_to_num(nan=float("inf"), posinf=float("inf")).argmin(dim=0)  # of candidates of one score
-        score = found.gather(0, smallest.unsqueeze(0))[0]
+        tile_scores = scores(blocks, codes, fmt=fmt, global_scale=global_scale, h=weights).reshape(many, len(x))
+        smallest = tile_scores.nan_to_num(nan=float("inf"), posinf=float("inf")).argmin(
+            dim=0
+        )  # of candidates of one score
+        score = tile_scores.gather(0, smallest.unsqueeze(0))[0]
         better = score < best
         best = torch.where(better, score, best)
         chosen = torch.where(better, some[smallest], chosen)

@@ -21,7 +21,7 @@ MOST = 1 + 1 / 16  # the largest factor: where more than that is lost, size is n
 
 
 def factor_for(error: float, energy: float) -> float:
-    """What weights are multiplied by of which rounding leaves the squared error ``error``; ``energy``: their sum of
+    """The factor for weights whose rounding leaves the squared error ``error``; ``energy``: their sum of
     squares."""
     if not error < energy:
         return 1.0 if error <= 0 else MOST

@@ -240,9 +240,9 @@ def _ascending(x: Array, h: Array | None) -> tuple[Array, Array]:
     if not ((bits & 0xFFFF) | (bits < 0)).any():
         upper = bits >> 16
         count = np.bincount(upper)
-        found = np.flatnonzero(count)
+        occupied = np.flatnonzero(count)
         weights = count if h is None else np.bincount(upper, h)
-        return (found.astype(np.int32) << 16).view(np.float32), weights[found]
+        return (occupied.astype(np.int32) << 16).view(np.float32), weights[occupied]
     if h is None:
         return np.sort(x), np.ones(len(x))
     order = x.argsort()
@@ -294,8 +294,8 @@ def _scales(fmt: Format) -> _Scales:
     value = scale_values(stored, fmt.scale).numpy()
     exact = value.astype(np.float64)
     mags = fmt.element.magnitudes
-    known = set(mags)
-    past = next(i for i, m in enumerate(mags) if 2 * m not in known)
+    magnitudes = set(mags)
+    past = next(i for i, m in enumerate(mags) if 2 * m not in magnitudes)
     half, zero = (mags[past - 1] + mags[past]) / 2, fmt.element.min_positive / 2
     proven = fmt.element.min_positive >= 2.0**-18  # else products may underflow, which the proof rules out
     halved = exact[np.searchsorted(exact, exact / 2)] == exact / 2

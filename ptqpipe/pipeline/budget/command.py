@@ -290,12 +290,12 @@ def _curve(rows: list[list[float]], sizes: Sequence[Sequence[int]], solution: Al
     low = sum(min(row) for row in sizes)
     best = [min(range(len(row)), key=lambda o: (row[o], size[o])) for row, size in zip(rows, sizes, strict=True)]
     high = sum(size[o] for size, o in zip(sizes, best, strict=True))
-    found = {solution.nbytes: solution}
+    by_size = {solution.nbytes: solution}
     for step in range(POINTS):
         other = solve(rows, sizes, low + (high - low) * step**2 // (POINTS - 1) ** 2)
         if other is not None:
-            found.setdefault(other.nbytes, other)
-    return tuple(found[size] for size in sorted(found))
+            by_size.setdefault(other.nbytes, other)
+    return tuple(by_size[size] for size in sorted(by_size))
 
 
 def write_recipe(plan: MixedPlan, path: Path) -> None:

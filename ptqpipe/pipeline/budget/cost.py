@@ -127,8 +127,8 @@ def estimate(
         one_thread_each(),
         ThreadPoolExecutor(max_workers=share.workers) as pool,
     ):
-        for (_, unit), found in zip(jobs, pool.map(work, jobs), strict=True):
-            errors += found
+        for (_, unit), unit_errors in zip(jobs, pool.map(work, jobs), strict=True):
+            errors += unit_errors
             advance(1, unit.id)
     return _sum(errors, relative=stats is not None, both=both)
 
@@ -167,14 +167,14 @@ def _unit_errors(
         for m, block in zip(unit.members, blocks, strict=True)
     ]
     metrics = [None] * len(weights) if stats is None else _metrics(stats, unit, moment, blocks, both=both)
-    found = []
+    unit_errors = []
     for option in group.options:
         if option.scheme is None:
             continue
         noise = INPUTS * input_noise(option.scheme.activation) / share
         for weight, total in _scheme_errors(weights, metrics, unit, option.scheme, noise):
-            found.append(_Error(group.id, option.name, role_of(weight), weight, total))
-    return found
+            unit_errors.append(_Error(group.id, option.name, role_of(weight), weight, total))
+    return unit_errors
 
 
 def _metrics(
@@ -183,23 +183,23 @@ def _metrics(
     """Of every member, whose inputs are rotated by ``blocks`` (0: not), for ``both`` sides or for inputs alone; the
     moment that several members share is read once."""
     moments: dict[tuple[str, int], torch.Tensor] = {}
-    found: list[ByTokens | ByWindows] = []
+    metrics: list[ByTokens | ByWindows] = []
     for member, block in zip(unit.members, blocks, strict=True):
         key = (stats.key(module_of(member)), block)
         if key not in moments:
             moments[key] = _rotated(_input(stats, module_of(member), moment), block)
         h = moments[key]
         if not both:
-            found.append(ByTokens(h, _diagonal(h)))
+            metrics.append(ByTokens(h, _diagonal(h)))
             continue
         inputs = ByTokens(h, _diagonal(h), _root(stats, member))
         gradients = _gradients(stats, member)
         if gradients is None:
-            found.append(inputs)
+            metrics.append(inputs)
         else:
             gradients = replace(gradients, columns=_rotated(gradients.columns, block))
-            found.append(ByWindows.of(gradients, inputs, diagonal=_rotated(inputs.diagonal, block)))
-    return found
+            metrics.append(ByWindows.of(gradients, inputs, diagonal=_rotated(inputs.diagonal, block)))
+    return metrics
 
 
 def _rotated(moment: torch.Tensor, block: int) -> torch.Tensor:
@@ -213,8 +213,8 @@ def _rotated(moment: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def _input(stats: Statistics, module: str, moment: str) -> torch.Tensor:
-    found: InputStatistics = stats.of(module, block=moment == "block_moment", full=moment == "full_moment")
-    value = getattr(found, moment)
+    moments: InputStatistics = stats.of(module, block=moment == "block_moment", full=moment == "full_moment")
+    value = getattr(moments, moment)
     if not isinstance(value, torch.Tensor) or not bool(torch.isfinite(value).all()):
         raise CheckpointError(f"the {moment} of '{module}' in {stats.path} is not finite; calibrate again")
     return value
@@ -222,25 +222,25 @@ def _input(stats: Statistics, module: str, moment: str) -> torch.Tensor:
 
 def _root(stats: Statistics, member: Member) -> torch.Tensor:
     """float32 [N, 1]: the root of what an error at each output of a weight costs."""
-    found = stats.output_moment(module_of(member), member.shape[0])
-    if found is None or not bool(torch.isfinite(found).all()) or bool((found < 0).any()):
+    moment = stats.output_moment(module_of(member), member.shape[0])
+    if moment is None or not bool(torch.isfinite(moment).all()) or bool((moment < 0).any()):
         raise CheckpointError(
             f"the output moment of '{module_of(member)}' in {stats.path} is not finite or negative; calibrate again"
         )
-    return found.sqrt().unsqueeze(1)
+    return moment.sqrt().unsqueeze(1)
 
 
 def _gradients(stats: Statistics, member: Member) -> WeightGradients | None:
     """Of a weight; None where the statistics have none of it."""
-    found = stats.weight_gradients(module_of(member), member.shape)
-    if found is None:
+    gradients = stats.weight_gradients(module_of(member), member.shape)
+    if gradients is None:
         return None
-    squares = torch.cat((found.rows, found.columns))
-    if not bool(torch.isfinite(torch.cat((squares, found.along))).all()) or bool((squares < 0).any()):
+    squares = torch.cat((gradients.rows, gradients.columns))
+    if not bool(torch.isfinite(torch.cat((squares, gradients.along))).all()) or bool((squares < 0).any()):
         raise CheckpointError(
             f"the gradients of '{module_of(member)}' in {stats.path} are not finite or negative; calibrate again"
         )
-    return found
+    return gradients
 
 
 def _scheme_errors(
@@ -260,7 +260,7 @@ def _scheme_errors(
             sums[(member, row)] = metric.sums(q.dequantize() - w, w, row, noise)
 
     result = quantize_as(weights, unit, scheme, take)
-    found = []
+    totals = []
     for index, (member, metric, error) in enumerate(zip(unit.members, metrics, result.errors, strict=True)):
         if metric is None:
             total = Total(error.squared_error + noise * error.energy, error.energy)
@@ -271,8 +271,8 @@ def _scheme_errors(
                     f"what the statistics say of '{module_of(member)}' is too large or too small for a cost; calibrate "
                     "again, check the model's weights, or plan without --stats"
                 )
-        found.append((member.weight, total))
-    return found
+        totals.append((member.weight, total))
+    return totals
 
 
 def _diagonal(moment: torch.Tensor) -> torch.Tensor:

@@ -107,9 +107,9 @@ def measure(
                 _append(file, header)
             for group, scheme in todo:
                 with _quantized(model, source, group, scheme):
-                    found = score(model, text.tokens, window=window, begin=text.begin, reference=reference)
-                assert found.kl is not None
-                kl = float(found.kl.double().mean())
+                    scores = score(model, text.tokens, window=window, begin=text.begin, reference=reference)
+                assert scores.kl is not None
+                kl = float(scores.kl.double().mean())
                 known[(group.id, scheme.name)] = max(kl, 0.0)
                 _append(file, {"group": group.id, "scheme": scheme.name, "kl": kl})
                 advance(1, f"{group.id} in {scheme.name}")
@@ -168,10 +168,10 @@ def _quantized(model: Any, source: Source, group: Group, scheme: Scheme) -> Iter
 
 
 def _decoded(weights: Sequence[SourceRows], unit: Unit, scheme: Scheme) -> list[torch.Tensor]:
-    found = [torch.empty(member.shape) for member in unit.members]
+    weights_decoded = [torch.empty(member.shape) for member in unit.members]
 
     def take(member: int, row: int, q: QTensor) -> None:
-        found[member][row : row + q.shape[0]] = q.dequantize()
+        weights_decoded[member][row : row + q.shape[0]] = q.dequantize()
 
     quantize_as(weights, unit, scheme, take)
-    return found
+    return weights_decoded

@@ -20,7 +20,7 @@ from ptqpipe.errors import FormatError, RecipeError, UsageError
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import Scheme, get_scheme
-from ptqpipe.quantization import Sink, Task, UnitResult, Weight, rtn
+from ptqpipe.quantization import RowWriter, Task, UnitResult, Weight, rtn
 from ptqpipe.recipe.file import exact_patterns, parse_recipe
 from ptqpipe.recipe.plan import Unit, make_plan
 from ptqpipe.recipe.recipe import Recipe, Rule
@@ -70,10 +70,10 @@ class Group:
 
 def schemes_of(names: Sequence[str]) -> tuple[Scheme | None, ...]:
     """Schemes by name, None for keep. UsageError for fewer than two, FormatError for unknown ones."""
-    found = tuple(dict.fromkeys(None if name.lower() == KEEP else get_scheme(name) for name in names))
-    if len(found) < 2 or all(scheme is None for scheme in found):
+    schemes = tuple(dict.fromkeys(None if name.lower() == KEEP else get_scheme(name) for name in names))
+    if len(schemes) < 2 or all(scheme is None for scheme in schemes):
         raise UsageError(f"--formats {','.join(names)}: a choice needs two or more, one of them a format")
-    return found
+    return schemes
 
 
 def find_groups(source: Source, schemes: Sequence[Scheme | None], *, requantize: bool = False) -> list[Group]:
@@ -88,7 +88,7 @@ def find_groups(source: Source, schemes: Sequence[Scheme | None], *, requantize:
     name = recipe.container_name
     container = container_of(recipe, name)
     widest = Recipe((Rule("*", get_scheme("fp8_dynamic")),)).for_model(source.reader.config)  # fits every matrix
-    plan = make_plan(source.tensors, source.reader.config, recipe=widest, abilities=container.ABILITIES)
+    plan = make_plan(source.tensors, source.reader.config, recipe=widest, capabilities=container.CAPABILITIES)
     by_group: dict[str, list[Unit]] = defaultdict(list)
     for unit in plan.units:
         by_group[unit.id if expert_of(unit.id) is None else experts_of(unit.id)].append(unit)
@@ -171,7 +171,7 @@ def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     return len(json.dumps({name: {"dtype": dtype, "shape": list(shape), "data_offsets": place}}))
 
 
-def quantize_as(weights: Sequence[Weight], unit: Unit, scheme: Scheme, sink: Sink) -> UnitResult:
+def quantize_as(weights: Sequence[Weight], unit: Unit, scheme: Scheme, sink: RowWriter) -> UnitResult:
     """Quantizes the weights of a unit to another scheme than its rule's, by the searches that convert runs."""
     return rtn.quantize(Task(weights, scheme.fmt, [member.weight for member in unit.members], sink))
 

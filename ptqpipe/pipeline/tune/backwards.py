@@ -67,7 +67,7 @@ def observe(
 
         batches = [*in_batches(samples.windows), *in_batches(samples.held_out)]
         with CheckpointReader.open(slopes) if layers else nullcontext() as reader:
-            found = reverse_model(
+            gradients_of_layers = reverse_model(
                 skeleton,
                 samples,
                 seed=seed,
@@ -80,7 +80,7 @@ def observe(
             )
             shown = machine.progress
             with counting_bar(len(names), "layers", shown=shown, title="backwards", done=len(layers)) as advance:
-                for name, gradients in found:
+                for name, gradients in gradients_of_layers:
                     layers[name] = _write(folder, name, gradients)
                     advance(1, name)
         commit(PASS, {"layers": layers, "slopes": None})
@@ -149,7 +149,7 @@ def _file(folder: Path, block: str) -> Path:
 def _write(folder: Path, block: str, gradients: Gradients) -> str:
     """The lower half of every matrix: all are symmetric. The file's sha256."""
     runs = {_BLOCK: gradients.last} | dict(gradients.outputs)
-    tensors = {f"{block}/{name}/{i}": lower_half(run) for name, found in runs.items() for i, run in enumerate(found)}
+    tensors = {f"{block}/{name}/{i}": lower_half(run) for name, parts in runs.items() for i, run in enumerate(parts)}
     return write_tensors(_file(folder, block), tensors)
 
 
@@ -160,6 +160,6 @@ def _read(folder: Path, block: str) -> Gradients:
             of, name, place = key.split("/")
             if of == block:
                 runs.setdefault(name, {})[int(place)] = whole(reader.read(key))
-    outputs = {name: [found[i] for i in sorted(found)] for name, found in runs.items()}
+    outputs = {name: [by_number[i] for i in sorted(by_number)] for name, by_number in runs.items()}
     last = outputs.pop(_BLOCK)
     return Gradients(outputs, last)

@@ -52,7 +52,7 @@ class BlockWork:
     @classmethod
     def of(cls, block: Block, prepared: Conversion, runner: Runner) -> "BlockWork":
         """Reads the weights of the block's units."""
-        tensors = {tensor for found in block.origins.values() for tensor in found}
+        tensors = {tensor for tensors_there in block.origins.values() for tensor in tensors_there}
         units = tuple(u for u in prepared.outputs.plan.units if all(m.source.tensor in tensors for m in u.members))
         members = {m.key: m for unit in units for m in unit.members}
         weights = {key: _read(prepared, m, m.source, block.device) for key, m in members.items()}
@@ -60,7 +60,7 @@ class BlockWork:
         turned = {key: replace(m.source, rotation=0) for key, m in members.items() if m.source.rotation}
         plain = weights | {key: _read(prepared, members[key], where, block.device) for key, where in turned.items()}
         parameters = {name.removeprefix(f"{block.name}."): t for name, t in _parameters(block, runner).items()}
-        origins = {name.removeprefix(f"{block.name}."): found for name, found in block.origins.items()}
+        origins = {name.removeprefix(f"{block.name}."): tensors_there for name, tensors_there in block.origins.items()}
         assemblies = tuple(assemble(parameters, origins, members, plain))
         return cls(block, prepared, units, weights, assemblies, _quantizers(assemblies, units, prepared))
 
@@ -78,12 +78,12 @@ class BlockWork:
     @property
     def followed(self) -> tuple[Unit, ...]:
         """Units that GPTQ in order finds codes of: those of whole modules, and those of one product of an expert."""
-        found, places = [], self.places
+        units, places = [], self.places
         for unit in self.units:
             names = {places.get(m.key, "") for m in unit.members}
             if "" not in names and (len(names) == 1 or not any(map(is_product, names))):
-                found.append(unit)
-        return tuple(found)
+                units.append(unit)
+        return tuple(units)
 
     @property
     def usable(self) -> frozenset[str]:
@@ -192,19 +192,19 @@ def _is_parameter(runner: Runner, name: str) -> bool:
 
 def _places(assemblies: Sequence[Assembly]) -> dict[str, str]:
     """As `BlockWork` has them."""
-    found = {key: a.module for a in assemblies if not a.stacked for key in a.keys}
+    places = {key: a.module for a in assemblies if not a.stacked for key in a.keys}
     for a in assemblies:
         side = "down" if a.parameter.endswith(".down_proj") else "up"
         stacks = a.stacks if a.stacked else ()
-        found |= {key: product_name(a.module, expert, side) for stack in stacks for expert, key in enumerate(stack)}
-    return found
+        places |= {key: product_name(a.module, expert, side) for stack in stacks for expert, key in enumerate(stack)}
+    return places
 
 
 def _quantizers(
     assemblies: Sequence[Assembly], units: Sequence[Unit], prepared: Conversion
 ) -> dict[str, InputQuantizer]:
     """Module -> what happens to its input, as `quantized_inputs` names modules and stacked experts."""
-    found: dict[str, InputQuantizer] = {}
+    quantizers: dict[str, InputQuantizer] = {}
     places = _places(assemblies)
     for unit in units:
         activation, rotation = unit.scheme.activation, unit.scheme.rotation
@@ -214,5 +214,5 @@ def _quantizers(
         for member, scale in zip(unit.members, scales, strict=True):
             if member.key in places:
                 fixed = None if scale is None else float(scale)
-                found.setdefault(places[member.key], InputQuantizer(activation, fixed, rotation=rotation))
-    return found
+                quantizers.setdefault(places[member.key], InputQuantizer(activation, fixed, rotation=rotation))
+    return quantizers

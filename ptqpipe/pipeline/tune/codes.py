@@ -12,7 +12,7 @@ import torch
 from ptqpipe._version import __version__
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.runner import Block
-from ptqpipe.checkpoint import BlockFolder, name_of, write_tensors
+from ptqpipe.checkpoint import LayerFolder, name_of, write_tensors
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline.tune import backwards
@@ -45,19 +45,19 @@ def write_trained(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         write_tensors(folder / TRAINED_FILE, tensors)
 
 
-def read(folder: BlockFolder, block: Block, units: Sequence[Unit]) -> dict[str, QTensor]:
+def read(folder: LayerFolder, block: Block, units: Sequence[Unit]) -> dict[str, QTensor]:
     """What a former run has written of a block."""
     content = {"weights": folder.done[block.name]["weights"]}
     with Rounding.of_files(folder.files, content) as stored:
         return {m.key: stored.of(m.key, unit.scheme.fmt, shape=m.shape) for unit in units for m in unit.members}
 
 
-def layers_of(folder: BlockFolder) -> dict[str, dict[str, Any]]:
+def layers_of(folder: LayerFolder) -> dict[str, dict[str, Any]]:
     """Journal entries of the decoder layers."""
     return {name: entry for name, entry in folder.done.items() if name not in (ENDED, backwards.PASS)}
 
 
-def content(prepared: Conversion, samples: Samples, options: TuneOptions, folder: BlockFolder) -> dict[str, Any]:
+def content(prepared: Conversion, samples: Samples, options: TuneOptions, folder: LayerFolder) -> dict[str, Any]:
     """rounding.json."""
     blocks = layers_of(folder)
     ended = folder.done.get(ENDED)

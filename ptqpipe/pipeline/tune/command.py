@@ -33,7 +33,7 @@ from ptqpipe.calibration.likeness import Likeness, likeness_of, lines_of
 from ptqpipe.calibration.paired import Known, kept_batches
 from ptqpipe.calibration.paired_experts import STREAMS
 from ptqpipe.calibration.runner import BATCH_TOKENS, Block, MtpBlock, Runner
-from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_place
+from ptqpipe.checkpoint import Finished, LayerFolder, Mode, check_place
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import UsageError
@@ -93,19 +93,19 @@ def tune(
         start: dict[str, Any] = {}
         if descent is not None:
             start = {"beside": codes_of.START, "lost_with": lambda unit: [codes_of.ENDED]}
-        folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode, **start)
-        found: dict[str, Likeness] = {}
+        folder = LayerFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode, **start)
+        likeness: dict[str, Likeness] = {}
         with folder, threads(machine.workers, largest=_largest(prepared)):
             if log is not None:
                 log(with_note(described(prepared, samples, options), config, images=samples.shown))
             if codes_of.ENDED not in folder.done:
                 keep_freed_memory()  # of moments, hidden states: clearing fresh pages is a tenth of the time
-                found = _run(prepared, samples, folder, options, machine)
+                likeness = _run(prepared, samples, folder, options, machine)
             if descent is not None:
                 descent.improve(prepared, samples, folder, options, machine)
             content = codes_of.content(prepared, samples, options, folder)
             folder.finish(content)
-    return Finished(out, content, time.monotonic() - begun, peak_bytes(), tuple(lines_of(found, samples)))
+    return Finished(out, content, time.monotonic() - begun, peak_bytes(), tuple(lines_of(likeness, samples)))
 
 
 def _samples(prepared: Conversion, data: Sequence[str], options: TuneOptions, config: Any) -> Samples:
@@ -154,7 +154,7 @@ def _largest(prepared: Conversion) -> int:
 
 
 def _run(
-    prepared: Conversion, samples: Samples, folder: BlockFolder, options: TuneOptions, machine: Machine
+    prepared: Conversion, samples: Samples, folder: LayerFolder, options: TuneOptions, machine: Machine
 ) -> dict[str, Likeness]:
     """Every layer. Gives how likely the model finds each source of the data."""
     likely: dict[str, Likeness] = {}
@@ -181,13 +181,13 @@ def _run(
         last = runner.mtp_blocks() if count > len(runner.names) else ()
         for block in itertools.chain(runner.blocks(), _at_head(runner, look), last):
             on_part = partial(_advance, advance, f"layer {block.index + 1} of {count}")
-            found = block.name in folder.done
-            if found:
+            finished = block.name in folder.done
+            if finished:
                 on_part(0, "run again")
             # Behind the model's output no gradient comes from there.
-            of_outputs = None if found or isinstance(block, MtpBlock) else gradients(block.name)
+            of_outputs = None if finished or isinstance(block, MtpBlock) else gradients(block.name)
             if streams is None:
-                if not found:
+                if not finished:
                     _layerwise(BlockWork.of(block, prepared, runner), runner, folder, of_outputs)
                     on_part(1, "codes")
             else:
@@ -292,7 +292,7 @@ def _open_stream(runner: Runner, spill: Path) -> Activations:
     return OnDisk(spill) if isinstance(runner.activations, OnDisk) else InMemory()
 
 
-def _layerwise(work: BlockWork, runner: Runner, folder: BlockFolder, gradients: Gradients | None) -> None:
+def _layerwise(work: BlockWork, runner: Runner, folder: LayerFolder, gradients: Gradients | None) -> None:
     """Chooses, writes and journals the codes of one block by the inputs of the float model, which is then behind it."""
     block = work.block
     inputs = observe(block, runner, block.advance, units=work.units, gradients=gradients)
@@ -305,7 +305,7 @@ def _layerwise(work: BlockWork, runner: Runner, folder: BlockFolder, gradients: 
 def _tune_block(
     work: BlockWork,
     runner: Runner,
-    folder: BlockFolder,
+    folder: LayerFolder,
     options: TuneOptions,
     streams: _Streams,
     gradients: Gradients | None,

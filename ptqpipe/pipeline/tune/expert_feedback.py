@@ -53,16 +53,16 @@ def follow_stack(
         known=turn.known,
         store=store,
     )
-    found: dict[str, QTensor] = {}
+    codes: dict[str, QTensor] = {}
     with contextlib.closing(entering):
         count = len(work.block.module.get_submodule(stack).get_parameter("down_proj"))
         for group in entering.groups(both, count):
             learned, judging = (entering.inputs(group, batches) for batches in (turn.seen, turn.judged))
             for expert in group:
-                found |= _follow_expert(work, stack, expert, of_place, learned.pop(expert), judging.pop(expert), turn)
+                codes |= _follow_expert(work, stack, expert, of_place, learned.pop(expert), judging.pop(expert), turn)
                 for unit in (unit for side in SIDES for unit in of_place[product_name(stack, expert, side)]):
                     on_unit(unit.id)
-    return found
+    return codes
 
 
 @torch.no_grad()
@@ -76,7 +76,7 @@ def _follow_expert(
     turn: Turn,
 ) -> dict[str, QTensor]:
     """Key -> the codes of one expert, learned from some inputs and judged by others; ``of_place``: units by product."""
-    found: dict[str, QTensor] = {}
+    codes: dict[str, QTensor] = {}
     for side in SIDES:
         place = product_name(stack, expert, side)
         entering = [_entering(work, place, inputs) for inputs in (learned, judging)]
@@ -87,9 +87,9 @@ def _follow_expert(
                     Given(m, moments, rows, outputs_of(work, m.key, turn.gradients), turn.decoded[m.key])
                     for m in unit.members
                 ]
-                found |= chosen(work, unit, members, share=turn.share)
+                codes |= chosen(work, unit, members, share=turn.share)
         if side == "up":
-            first = _first(work, stack, expert, {**turn.decoded, **{key: decoded(q) for key, q in found.items()}})
+            first = _first(work, stack, expert, {**turn.decoded, **{key: decoded(q) for key, q in codes.items()}})
             module = work.block.module.get_submodule(stack)
             learned, judging = (
                 ExpertInputs(
@@ -99,7 +99,7 @@ def _follow_expert(
                 )
                 for inputs, given in zip((learned, judging), entering, strict=True)
             )
-    return found
+    return codes
 
 
 def _entering(work: BlockWork, place: str, inputs: ExpertInputs) -> ExpertInputs:

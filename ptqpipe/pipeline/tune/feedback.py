@@ -82,8 +82,8 @@ def chosen(work: BlockWork, unit: Unit, members: Sequence[Given], *, share: floa
             pair, name = members[sharing[0]].moments, members[sharing[0]].member.weight
             floats = [weights[i] for i in sharing]
             full = asymmetric.targets(floats, pair.moment, pair.cross, metric=metric, name=f"the input of '{name}'")
-            for i, w, found in zip(sharing, floats, full, strict=True):
-                wanted[i] = w + share * (found - w)
+            for i, w, target in zip(sharing, floats, full, strict=True):
+                wanted[i] = w + share * (target - w)
         runs: dict[tuple[int, int], QTensor] = {}
         task = Task(
             [LoadedWeight(w) for w in wanted],

@@ -57,7 +57,7 @@ def follow(
     NumericsError for moments or errors that are not finite.
     """
     seen, judged = divided(work.block.batches, held_out)
-    found: dict[str, QTensor] = {}
+    better: dict[str, QTensor] = {}
     weights = {key: decoded(q) for key, q in start.items()}
     metric = None if gradients is None else [g.to(work.block.device) for g in gradients.last]
     before = _loss(work, weights, judged, inputs, targets, metric)
@@ -71,15 +71,15 @@ def follow(
         turn = Turn(seen, judged, inputs, weights, parameters, known, gradients, share)
         codes = step.codes(work, turn, store, lambda name: on_unit(part, name))
         waiting -= set(step.modules)
-        found |= codes
+        better |= codes
         weights |= {key: decoded(q) for key, q in codes.items()}
     known.settle(known.order)
-    after = _loss(work, weights, judged, inputs, targets, metric, known) if found else before
+    after = _loss(work, weights, judged, inputs, targets, metric, known) if better else before
     if not (before < float("inf") and after < float("inf")):
         raise NumericsError(f"the output error of {work.block.name} is {after}; check the model's weights and the data")
-    if found and not after < before:
+    if better and not after < before:
         known.settle(())  # its codes are others
-    return {**start, **found} if after < before else start, before, after
+    return {**start, **better} if after < before else start, before, after
 
 
 def divided(batches: int, held_out: float) -> tuple[list[int], list[int]]:

@@ -35,7 +35,7 @@ class Scaling(Protocol):
 
 def transform_names(asked: str) -> tuple[str, ...]:
     """The transforms of a list like ``smoothquant,rotate``, in its order. UsageError for unknown or repeated names."""
-    found: list[str] = []
+    chosen_names: list[str] = []
     for part in asked.split(","):
         key = part.strip().lower().replace("-", "_")
         if key in ONLINE:
@@ -49,10 +49,10 @@ def transform_names(asked: str) -> tuple[str, ...]:
             if name not in SCALINGS + ROTATIONS:
                 remedy = did_you_mean(name, [*SCALINGS, *ROTATIONS], listed=True)
                 raise UsageError(f"unknown transform {name!r}; {remedy}, and rotate for both rotations")
-            if name in found:
+            if name in chosen_names:
                 raise UsageError(f"{name} is asked for twice; name each transform once")
-            found.append(name)
-    return tuple(found)
+            chosen_names.append(name)
+    return tuple(chosen_names)
 
 
 def get_scaling(name: str) -> Scaling:

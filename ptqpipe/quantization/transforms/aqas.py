@@ -41,5 +41,5 @@ def _error(w: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, columns: torch.
     """Mean over the samples x [T, K] of || Q_w(W s) Q_x(x / s) - y ||^2."""
     assert options.quantize is not None
     assert options.quantize_inputs is not None
-    found = options.quantize_inputs(x / columns) @ options.quantize(w * columns).T
-    return float((found - y).square().sum(dtype=torch.float64)) / x.shape[0]
+    output = options.quantize_inputs(x / columns) @ options.quantize(w * columns).T
+    return float((output - y).square().sum(dtype=torch.float64)) / x.shape[0]

@@ -130,8 +130,8 @@ def learn(
             rows = [_in_turn(order, batch, step) for order in orders]
             total = torch.zeros(count, block, block, dtype=torch.float64)
             of_each = partial(slope, matrices=descent.matrices.float(), rounding=rounding, dtype=products)
-            for multiple, found in zip(now.multiples, pool.map(of_each, readers, rows), strict=True):
-                total.add_(found, alpha=multiple)  # in their order: sums do not depend on who is first
+            for multiple, gradient in zip(now.multiples, pool.map(of_each, readers, rows), strict=True):
+                total.add_(gradient, alpha=multiple)  # in their order: sums do not depend on who is first
             warm = min(1.0, (step + 1) / _WARM_UP)
             descent.step(total, _RATE * warm * (1 + math.cos(math.pi * step / steps)) / 2)
             if (step + 1) % every == 0 or step + 1 == steps:
@@ -188,8 +188,8 @@ def slope(
     x, h = reader.blocks(rows, block, dtype)
     turns, (inverse, gain) = matrices[reader.turns], reader.factors(block)
     by_x, by_h = _slopes(x @ (turns * inverse).to(dtype), h @ (turns * gain).to(dtype), rounding)
-    found = (x.mT @ by_x).float().mul_(inverse).addcmul_((h.mT @ by_h).float(), gain)
-    return torch.zeros_like(matrices).index_add_(0, reader.turns, found.div_(x.shape[1]))
+    gradient = (x.mT @ by_x).float().mul_(inverse).addcmul_((h.mT @ by_h).float(), gain)
+    return torch.zeros_like(matrices).index_add_(0, reader.turns, gradient.div_(x.shape[1]))
 
 
 def _slopes(x: torch.Tensor, h: torch.Tensor, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,8 +237,8 @@ def _judge(
             errors, steps = torch.stack([_sums(reader, run, turned, rounding) for run in runs]).sum(0).tolist()
             return errors / (2 * last), errors / max(steps, _TINY)
 
-    found = list(pool.map(of, readers, kept))
-    return _Judgement(sum(loss for loss, _ in found), [multiple for _, multiple in found])
+    losses = list(pool.map(of, readers, kept))
+    return _Judgement(sum(loss for loss, _ in losses), [multiple for _, multiple in losses])
 
 
 def _sums(reader: Reader, rows: slice, matrices: torch.Tensor, rounding: Rounding) -> torch.Tensor:

@@ -43,8 +43,8 @@ class Problem:
 
     def by_channel(self, columns: torch.Tensor) -> torch.Tensor:
         """float64 [channels]: the largest value among the columns that read a channel."""
-        found = torch.zeros(self.channels, dtype=torch.float64)
-        return found.scatter_reduce(0, self.channel_of, columns.double(), "amax")
+        largest = torch.zeros(self.channels, dtype=torch.float64)
+        return largest.scatter_reduce(0, self.channel_of, columns.double(), "amax")
 
 
 @dataclass(frozen=True, slots=True)

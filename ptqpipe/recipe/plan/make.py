@@ -3,7 +3,8 @@
 Candidates are told from names, dtypes, shapes and config alone: a 2-D float matrix called ``<module>.weight``, or a 3-D
 stack of experts called ``...experts.<projection>`` (Step-3: ``...moe.<projection>.weight``; Granite: ``input_linear``
 and ``output_linear``). Stacks come in both orientations, [E, out, in] and [E, in, out];
-the shapes of the two projections of one MLP tell which. GPT-2's Conv1D keeps weights as [in, out]; its bias betrays it.
+the shapes of the two projections of one MLP tell which. GPT-2's Conv1D keeps weights as [in, out]: it is
+recognized by a bias as long as its columns.
 """
 
 import difflib
@@ -16,7 +17,7 @@ from ptqpipe.errors import CheckpointError, RecipeError, UsageError, did_you_mea
 from ptqpipe.models.families import OUTSIDE, check_config, family_of, head_counts, uncounted_layers
 from ptqpipe.models.slices import Member, Shapes, Slice
 from ptqpipe.numerics.formats import Format
-from ptqpipe.numerics.schemes import Abilities, Scheme
+from ptqpipe.numerics.schemes import Capabilities, Scheme
 from ptqpipe.recipe.plan.groups import (
     fused_groups,
     keep_short_blocks,
@@ -33,40 +34,40 @@ _PROJECTIONS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2",
 
 
 def find_candidates(
-    tensors: Shapes, config: Mapping[str, Any], *, abilities: Abilities
+    tensors: Shapes, config: Mapping[str, Any], *, capabilities: Capabilities
 ) -> tuple[dict[str, Member], dict[str, str]]:
     """Matrices that may be quantized, by key (weight name, with the expert where stacks stay whole), in the order of
     the source; and reasons of those that cannot be."""
     conv1d = conv1d_leaves(tensors)
-    found: dict[str, Member] = {}
+    candidates: dict[str, Member] = {}
     reasons: dict[str, str] = {}
     for name, (dtype, shape) in tensors.items():
         if 0 in shape:
             reasons[name] = "empty"
         elif len(shape) == 3 and _is_stack(name, tensors):
-            members, reason = _expert_members(name, tensors, config, abilities)
+            members, reason = _expert_members(name, tensors, config, capabilities)
             for member in members:
                 if member.stack is None and member.weight in tensors:
                     raise CheckpointError(
                         f"{member.weight!r} exists next to the stack {name!r}, which has that weight, too; remove one"
                     )
-                found[member.key] = member
+                candidates[member.key] = member
             reasons.update({name: reason} if reason else {})
         elif dtype not in FLOAT_DTYPES:
             reasons[name] = f"{dtype} numbers, not weights"
         elif len(shape) != 2 or not name.endswith(".weight"):
             reasons[name] = "not a matrix" if len(shape) != 2 else "not a weight of a linear layer"
-        elif not abilities.matrices:
+        elif not capabilities.matrices:
             reasons[name] = "this container stores stacks of experts only"
         elif name.removesuffix(".weight").rpartition(".")[2] not in conv1d:
-            found[name] = Member(name, (shape[0], shape[1]), Slice(name))
-        elif abilities.transposed:
-            found[name] = Member(name, (shape[1], shape[0]), Slice(name, transposed=True))
+            candidates[name] = Member(name, (shape[0], shape[1]), Slice(name))
+        elif capabilities.transposed:
+            candidates[name] = Member(name, (shape[1], shape[0]), Slice(name, transposed=True))
         else:
             reasons[name] = (
                 "Conv1D keeps its weight as [in, out], which no reader of this layout expects; --container ptqpipe"
             )
-    return found, reasons
+    return candidates, reasons
 
 
 def conv1d_leaves(tensors: Shapes) -> frozenset[str]:
@@ -90,7 +91,9 @@ def _is_stack(name: str, tensors: Shapes) -> bool:
     return "experts" in name.split(".") or (leaf in _PROJECTIONS and parent.rpartition(".")[2] == "moe")
 
 
-def _expert_members(name: str, tensors: Shapes, config: Mapping[str, Any], able: Abilities) -> tuple[list[Member], str]:
+def _expert_members(
+    name: str, tensors: Shapes, config: Mapping[str, Any], able: Capabilities
+) -> tuple[list[Member], str]:
     """The per-expert weights of one 3-D tensor, or why it is kept."""
     dtype, shape = tensors[name]
     base = name.removesuffix(".weight")
@@ -145,20 +148,20 @@ def _stack_transposed(parent: str, leaf: str, tensors: Shapes, config: Mapping[s
 
 
 def make_plan(
-    tensors: Shapes, config: Mapping[str, Any], *, recipe: Recipe, abilities: Abilities | None = None
+    tensors: Shapes, config: Mapping[str, Any], *, recipe: Recipe, capabilities: Capabilities | None = None
 ) -> Plan:
     """Decides the fate of every tensor.
 
     tensors    the source's logical tensors (a quantized source: decoded names and shapes)
     config     the source's config.json
-    abilities  what the layout can store; by default matrices only
+    capabilities  what the layout can store; by default matrices only
 
     Raises RecipeError where rules contradict each other, UsageError where nothing would be quantized, CheckpointError
     where a weight is there twice, as such and in a stack, or where the config contradicts the tensors.
     """
     check_config(config, tensors)
-    able = abilities or Abilities()
-    candidates, reasons = find_candidates(tensors, config, abilities=able)
+    able = capabilities or Capabilities()
+    candidates, reasons = find_candidates(tensors, config, capabilities=able)
     if all(matches(OUTSIDE.pattern, member.module) for member in candidates.values()):  # no layer has a number
         recipe = replace(recipe, keep=tuple(keep for keep in recipe.keep if keep != OUTSIDE))
     rules: dict[str, Rule] = {}
@@ -194,11 +197,11 @@ def make_plan(
     )
     if not units:
         raise UsageError(_nothing_to_do(kept))
-    turned = {m.module.rpartition(".")[2] for unit in units for m in unit.members if unit.scheme.rotation}
-    idle = sorted(recipe.rotations.keys() - turned)
+    rotated = {m.module.rpartition(".")[2] for unit in units for m in unit.members if unit.scheme.rotation}
+    idle = sorted(recipe.rotations.keys() - rotated)
     if idle:
-        known = sorted({m.module.rpartition(".")[2] for unit in units for m in unit.members})
-        raise UsageError(f"rotate: no layer {idle[0]!r} is quantized; {did_you_mean(idle[0], known, listed=True)}")
+        leaf_names = sorted({m.module.rpartition(".")[2] for unit in units for m in unit.members})
+        raise UsageError(f"rotate: no layer {idle[0]!r} is quantized; {did_you_mean(idle[0], leaf_names, listed=True)}")
     modules = [member.module for member in candidates.values()]
     modules += [name.removesuffix(".weight") for name in tensors]
     tied = "lm_head.weight" not in tensors
@@ -265,8 +268,8 @@ def _rotated(member: Member, scheme: Scheme | None) -> Member:
 def unmatched_patterns(plan: Plan, recipe: Recipe) -> list[str]:
     """Patterns of the recipe's rules and of its own keep list that name no module of the model: most likely typos."""
     own = [keep.pattern for keep in recipe.keep if keep.reason in (IGNORED, BY_RECIPE)]
-    known = {keep.pattern for keep in recipe.keep}.difference(own)  # of the family: a rule for its MTP layers
-    patterns = dict.fromkeys([*own, *(rule.match for rule in recipe.rules if rule.match not in known)])
+    of_family = {keep.pattern for keep in recipe.keep}.difference(own)  # of the family: a rule for its MTP layers
+    patterns = dict.fromkeys([*own, *(rule.match for rule in recipe.rules if rule.match not in of_family)])
     return [pattern for pattern in patterns if not _matches_any(pattern, plan)]
 
 

@@ -30,7 +30,7 @@ class Unit:
 
     @property
     def elements(self) -> int:
-        """How many weights the unit holds."""
+        """Number of weights of the unit."""
         return sum(member.elements for member in self.members)
 
 

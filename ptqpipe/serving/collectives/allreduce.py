@@ -1,11 +1,11 @@
-"""QuantAllReduce: the sum of a tensor over the ranks of a process group, rounded on its way.
+"""QuantAllReduce: the sum of a tensor over the ranks of a process group, quantized while it is sent.
 
     reduce = QuantAllReduce(group)          # all ranks; measures once where quantizing pays
     y = reduce(x)                           # plain below ``min_bytes``, quantized from there on
     reduce(x, x)                            # in place
     handle = reduce.start(x); ...; y = handle.wait()
 
-Every rank gets the same bits. Which way a message goes depends on its size, dtype and the number of ranks alone, so the
+Every rank gets the same bits. The method depends on a message's size, dtype and the number of ranks alone, so the
 ranks cannot disagree. Meant for the partial sums of prefill; tokens, embeddings and logits are better left plain.
 """
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ptqpipe.errors import UsageError
 from ptqpipe.serving.collectives.by_collectives import CollectiveExchange
 from ptqpipe.serving.collectives.codecs import DTYPES, WireCodec, get_wire_codec
-from ptqpipe.serving.collectives.gate import NEVER, PlainWay, Sum, Thresholds, Way, measure
+from ptqpipe.serving.collectives.gate import NEVER, PlainMethod, Sum, SumMethod, Thresholds, measure
 from ptqpipe.serving.collectives.point_to_point import Exchange, Workspace, first_tag, one_shot_at_once
 from ptqpipe.serving.collectives.symmetric import SymmetricExchange, SymmetricMemory, Transport, choose
 from ptqpipe.serving.collectives.wire import Layout, Plain, Quantized, Stats, Wire, cut
@@ -34,7 +34,7 @@ _users: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDic
 
 
 class Pending:
-    """A sum under way."""
+    """A sum in the background."""
 
     def __init__(self, future: "Future[torch.Tensor]") -> None:
         self._future = future
@@ -117,19 +117,19 @@ class QuantAllReduce:
 
     @min_bytes.setter
     def min_bytes(self, value: int) -> None:
-        """For those who measure by themselves; the same on all ranks."""
+        """Overrides the measured threshold; must be the same on all ranks."""
         self.thresholds = replace(self.thresholds, quantized=value)
 
     def should_use(self, numel: int, dtype: torch.dtype) -> bool:
         """Whether a tensor of ``numel`` elements of ``dtype`` is quantized: the same answer on every rank."""
         return self.world > 1 and dtype in DTYPES and numel > 0 and numel * dtype.itemsize >= self.min_bytes
 
-    def way(self, numel: int, dtype: torch.dtype) -> Way:
-        """How such a tensor is summed: the same answer on every rank. "own" is ``plain``, or the group's own sum."""
+    def method_for(self, numel: int, dtype: torch.dtype) -> SumMethod:
+        """The sum method for such a tensor, the same on every rank. "own" is ``plain``, or the group's own sum."""
         if self.world == 1 or dtype not in DTYPES or not numel:
             return "own"
         nbytes = numel * dtype.itemsize
-        return "quantized" if nbytes >= self.thresholds.quantized else self.thresholds.plain_way(nbytes)
+        return "quantized" if nbytes >= self.thresholds.quantized else self.thresholds.plain_method(nbytes)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The sum of ``x`` over the ranks, into ``out`` (may be ``x``) or a new contiguous tensor.
@@ -143,11 +143,11 @@ class QuantAllReduce:
         self._check(x, out)
         if self._last is not None:
             self._settle()
-        way = self.way(x.numel(), x.dtype)
-        if way == "own" and out is x and self.world > 1 and x.numel() and x.is_contiguous():
-            self._plain_calls += 1  # the shortest way to the group's own: small sums take as long as some Python
+        method = self.method_for(x.numel(), x.dtype)
+        if method == "own" and out is x and self.world > 1 and x.numel() and x.is_contiguous():
+            self._plain_calls += 1  # fast path: for small sums Python overhead dominates
             return _deliver(self._own(x), out)
-        return self._run(x, out, way)
+        return self._run(x, out, method)
 
     def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Pending:
         """The same in the background, in the order of calls. ``x`` must not change before it is done.
@@ -158,7 +158,7 @@ class QuantAllReduce:
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="ptqpipe-allreduce")
         self._behind = True
-        self._last = self._worker.submit(self._run, x, out, self.way(x.numel(), x.dtype))
+        self._last = self._worker.submit(self._run, x, out, self.method_for(x.numel(), x.dtype))
         return Pending(self._last)
 
     def quantized(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -173,7 +173,7 @@ class QuantAllReduce:
         """The plain sum: the group's own or, where that was measured to be faster, one of our schedules."""
         self._check(x, out)
         self._settle()
-        return self._plain(x, out, "own" if x.dtype not in DTYPES else self.thresholds.plain_way(x.nbytes))
+        return self._plain(x, out, "own" if x.dtype not in DTYPES else self.thresholds.plain_method(x.nbytes))
 
     def plain_two_shot(self, x: torch.Tensor) -> torch.Tensor:
         """The plain sum by the schedule of the quantized one, in place: what the codec alone has to beat."""
@@ -217,15 +217,17 @@ class QuantAllReduce:
             self._last = None
             self._behind = False
 
-    def _run(self, x: torch.Tensor, out: torch.Tensor | None, way: Way) -> torch.Tensor:
-        if way == "quantized":
+    def _run(self, x: torch.Tensor, out: torch.Tensor | None, method: SumMethod) -> torch.Tensor:
+        if method == "quantized":
             return self._sum(x, out, Quantized(self.codec), one_shot=self.one_shot)
-        return self._plain(x, out, way)
+        return self._plain(x, out, method)
 
-    def _plain(self, x: torch.Tensor, out: torch.Tensor | None, way: PlainWay) -> torch.Tensor:
+    def _plain(self, x: torch.Tensor, out: torch.Tensor | None, method: PlainMethod) -> torch.Tensor:
         self._plain_calls += 1
-        if way != "own" and not (way == "one_shot" and x.is_cuda):  # a group of both kinds was measured on the CPU
-            return self._sum(x, out, Plain(), one_shot=way == "one_shot")
+        if method != "own" and not (
+            method == "one_shot" and x.is_cuda
+        ):  # a group of both kinds was measured on the CPU
+            return self._sum(x, out, Plain(), one_shot=method == "one_shot")
         y = _result(x, out)
         if y is not x:
             y.copy_(x)
@@ -241,15 +243,15 @@ class QuantAllReduce:
         device = _device_of(self.group)
         messages = self.transport != "collectives" and device.type == "cpu"
 
-        def sums(nbytes: int) -> Mapping[Way, Sum]:
-            found: dict[Way, Sum] = {"own": self._own, "two_shot": lambda x: self._sum(x, x, Plain())}
+        def sums(nbytes: int) -> Mapping[SumMethod, Sum]:
+            by_method: dict[SumMethod, Sum] = {"own": self._own, "two_shot": lambda x: self._sum(x, x, Plain())}
             if messages and nbytes * (self.world - 1) <= ONE_SHOT_BYTES:
-                found["one_shot"] = lambda x: self._sum(x, x, Plain(), one_shot=True)
-            return found | {"quantized": lambda x: self._sum(x, x, Quantized(self.codec), one_shot=self.one_shot)}
+                by_method["one_shot"] = lambda x: self._sum(x, x, Plain(), one_shot=True)
+            return by_method | {"quantized": lambda x: self._sum(x, x, Quantized(self.codec), one_shot=self.one_shot)}
 
-        found = measure(self.group, device, sums)
+        thresholds = measure(self.group, device, sums)
         self._stats = Stats()
-        return found
+        return thresholds
 
     def _sum(self, x: torch.Tensor, out: torch.Tensor | None, wire: Wire, *, one_shot: bool = False) -> torch.Tensor:
         y = _result(x, out)
@@ -286,7 +288,7 @@ class QuantAllReduce:
         exchange.one_shot() if one_shot else exchange.two_shot()
 
     def layout(self, numel: int, dtype: torch.dtype, wire: Wire, *, one_shot: bool = False) -> Layout:
-        """How a message is cut."""
+        """How a message is split among ranks and chunks."""
         return cut(
             numel,
             1 if one_shot else self.world,
@@ -300,14 +302,14 @@ class QuantAllReduce:
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_available() or not dist.is_initialized():
         raise UsageError("a quantized all-reduce needs torch.distributed; call init_process_group first")
-    found = dist.group.WORLD if group is None else group
-    if not isinstance(found, dist.ProcessGroup):
+    chosen = dist.group.WORLD if group is None else group
+    if not isinstance(chosen, dist.ProcessGroup):
         raise UsageError("this process is not in the group that was given for the quantized all-reduce")
-    return found
+    return chosen
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where a group's tensors live: the GPU for NCCL, the CPU for gloo and for groups of both."""
+    """The device of a group's tensors: the GPU for NCCL, the CPU for gloo and for groups of both."""
     if torch.device("cpu") in group._device_types:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -387,10 +389,10 @@ def register(reducer: Reducer, name: str) -> str:
 @torch.library.custom_op("ptqpipe::quant_all_reduce", mutates_args=())
 def quant_all_reduce(x: torch.Tensor, name: str) -> torch.Tensor:
     """The sum of ``x`` over the ranks of the reducer called ``name``. UsageError when it is gone."""
-    found = _reducers.get(name)
-    if found is None:
+    reducer = _reducers.get(name)
+    if reducer is None:
         raise UsageError(f"no all-reduce {name!r}; keep the QuantAllReduce as long as the compiled model runs")
-    return found(x)
+    return reducer(x)
 
 
 @quant_all_reduce.register_fake

@@ -78,17 +78,19 @@ class CollectiveExchange:
         parts, received, sums = (
             torch.zeros(self.layout.ranks, row, dtype=torch.uint8, device=self.x.device) for _ in range(3)
         )
-        made = ChunkMessages(parts, received, sums)
+        messages = ChunkMessages(parts, received, sums)
         for rank in range(self.layout.ranks):
             span = self.layout.span(rank, chunk)
             if len(span) and (rank != self.rank or not self.own_exact):
-                room = made.parts[rank, : self._nbytes(rank, chunk)]
+                room = messages.parts[rank, : self._nbytes(rank, chunk)]
                 message = self.wire.encode(self.x[span.start : span.stop], room)
                 if message.data_ptr() != room.data_ptr():
                     room.copy_(message)
-        made.work = dist.all_to_all_single(made.received.view(-1), made.parts.view(-1), group=self.group, async_op=True)
+        messages.work = dist.all_to_all_single(
+            messages.received.view(-1), messages.parts.view(-1), group=self.group, async_op=True
+        )
         self.stats.wire_bytes += row * (self.layout.ranks - 1)
-        return made
+        return messages
 
     def _reduce(self, chunk: int, made: ChunkMessages) -> None:
         assert made.work is not None

@@ -87,7 +87,7 @@ class WireCodec:
         return self.unit_bytes * 8 / self.unit
 
     def units(self, elements: int) -> int:
-        """How many units ``elements`` take."""
+        """Number of units of ``elements``."""
         return -(-elements // self.unit)
 
     def nbytes(self, elements: int) -> int:

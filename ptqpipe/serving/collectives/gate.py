@@ -1,9 +1,9 @@
-"""Decides how a sum of a given size is computed: the ways are timed against each other once, when an all-reduce is
-created.
+"""Decides how a sum of a given size is computed: the methods are timed against each other once, when an all-reduce
+is created.
 
 Every rank takes part in every measurement, rank 0's clock decides, and its answer is broadcast, so all ranks go by
 the same numbers. Two questions: which plain sum is the fastest, for each size; and from which size on the quantized one
-beats that. A core that wakes late costs many a call a factor of ten, whichever way it goes, so all ways take their
+beats that. A core that wakes late costs many a call a factor of ten, whatever its method, so all methods take their
 turns in every round, in changing order, and the median of the rounds' ratios decides, those of the next smaller and
 the next larger size included: what is faster does not change from one size to the next and back.
 
@@ -21,9 +21,9 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-PlainWay = Literal["own", "one_shot", "two_shot"]
-Way = Literal["own", "one_shot", "two_shot", "quantized"]
-PLAIN: tuple[PlainWay, ...] = get_args(PlainWay)
+PlainMethod = Literal["own", "one_shot", "two_shot"]
+SumMethod = Literal["own", "one_shot", "two_shot", "quantized"]
+PLAIN: tuple[PlainMethod, ...] = get_args(PlainMethod)
 
 NEVER = 1 << 62  # bytes: no message is that large
 SIZES = tuple(1 << power for power in (12, 14, 16, 18, 19, 20, 21, 22, 23, 24))  # 4 KiB .. 16 MiB
@@ -38,58 +38,58 @@ DOUBT = 1.0  # of the codec, in roots of n: so far below the middle of n ratios 
 PLAIN_DOUBT = 0.5  # of plain sums: five of six
 
 Sum = Callable[[torch.Tensor], object]
-Times = Mapping[Way, Sequence[float]]  # seconds by way; the same place in each is the same round
+Times = Mapping[SumMethod, Sequence[float]]  # seconds by method; the same place in each is the same round
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What goes which way.
+    """Which sizes use which method.
 
     quantized  bytes from which on sums go through the codec
-    plain      (bytes below which, way) of the others, ascending; from the last on, and without any, the group's own
+    plain      (bytes below which, method) of the others, ascending; from the last on, and without any, the group's own
     """
 
     quantized: int
-    plain: tuple[tuple[int, PlainWay], ...] = ()
+    plain: tuple[tuple[int, PlainMethod], ...] = ()
 
-    def plain_way(self, nbytes: int) -> PlainWay:
-        """Of a message that is not quantized."""
-        for below, way in self.plain:
+    def plain_method(self, nbytes: int) -> PlainMethod:
+        """The method of a message that is not quantized."""
+        for below, method in self.plain:
             if nbytes < below:
-                return way
+                return method
         return "own"
 
 
 def measure(
     group: dist.ProcessGroup,
     device: torch.device,
-    sums: Callable[[int], Mapping[Way, Sum]],
+    sums: Callable[[int], Mapping[SumMethod, Sum]],
     *,
     sizes: tuple[int, ...] = SIZES,
 ) -> Thresholds:
     """Times the sums of a message, all in place, at every size (bytes); "own" is one of them. Collective."""
-    found: dict[int, Times] = {}
+    times: dict[int, Times] = {}
     for nbytes in sizes:
-        ways = dict(sums(nbytes))
+        methods = dict(sums(nbytes))
         if nbytes < QUANTIZED_FROM:
-            ways.pop("quantized", None)
-        found[nbytes] = _rounds(group, torch.empty(nbytes // DTYPE.itemsize, dtype=DTYPE, device=device), ways)
-    mine = decide(found)
-    ways_found = [PLAIN.index(mine.plain_way(nbytes)) for nbytes in sizes]
-    answer = torch.tensor([mine.quantized, *ways_found], dtype=torch.int64, device=device)
+            methods.pop("quantized", None)
+        times[nbytes] = _rounds(group, torch.empty(nbytes // DTYPE.itemsize, dtype=DTYPE, device=device), methods)
+    mine = decide(times)
+    own_choice = [PLAIN.index(mine.plain_method(nbytes)) for nbytes in sizes]
+    answer = torch.tensor([mine.quantized, *own_choice], dtype=torch.int64, device=device)
     dist.broadcast(answer, group=group, group_src=0)
-    first, *ways_told = (int(value) for value in answer.tolist())
-    return Thresholds(first, table({nbytes: PLAIN[way] for nbytes, way in zip(sizes, ways_told, strict=True)}))
+    first, *agreed = (int(value) for value in answer.tolist())
+    return Thresholds(first, table({nbytes: PLAIN[method] for nbytes, method in zip(sizes, agreed, strict=True)}))
 
 
-def decide(found: Mapping[int, Times]) -> Thresholds:
+def decide(times: Mapping[int, Times]) -> Thresholds:
     """From the times of each measured size."""
-    sizes = sorted(found)
-    best = {nbytes: _fastest_plain(found, at) for at, nbytes in enumerate(sizes)}
+    sizes = sorted(times)
+    best = {nbytes: _fastest_plain(times, at) for at, nbytes in enumerate(sizes)}
     start = NEVER
     for at, nbytes in reversed(list(enumerate(sizes))):
-        if "quantized" in found[nbytes]:
-            ratios = log_ratios(_around(found, at, {best[nbytes], "quantized"}), best[nbytes], "quantized")
+        if "quantized" in times[nbytes]:
+            ratios = log_ratios(_around(times, at, {best[nbytes], "quantized"}), best[nbytes], "quantized")
             if statistics.median(ratios) < 0:
                 break  # and what is smaller stays plain, too
             if _pays(ratios, GAIN, DOUBT):
@@ -97,23 +97,25 @@ def decide(found: Mapping[int, Times]) -> Thresholds:
     return Thresholds(start, table(best))
 
 
-def log_ratios(several: Sequence[Times], slower: Way, faster: Way) -> list[float]:
-    """Of all rounds; above 0 where ``faster`` is."""
+def log_ratios(several: Sequence[Times], slower: SumMethod, faster: SumMethod) -> list[float]:
+    """Log ratios of the rounds' times; above 0 where ``faster`` is faster."""
     return [math.log(a / b) for times in several for a, b in zip(times[slower], times[faster], strict=True)]
 
 
-def _fastest_plain(found: Mapping[int, Times], at: int) -> PlainWay:
+def _fastest_plain(times: Mapping[int, Times], at: int) -> PlainMethod:
     """The group's own, unless another one is faster beyond doubt."""
-    tried = [way for way in PLAIN if way in found[sorted(found)[at]]]
-    several = _around(found, at, set(tried))
-    ratios = {way: log_ratios(several, "own", way) for way in tried}
-    faster = {way: statistics.median(ratios[way]) for way in tried if _pays(ratios[way], PLAIN_GAIN, PLAIN_DOUBT)}
-    return max(faster, key=lambda way: faster[way], default="own")
+    tried = [method for method in PLAIN if method in times[sorted(times)[at]]]
+    several = _around(times, at, set(tried))
+    ratios = {method: log_ratios(several, "own", method) for method in tried}
+    faster = {
+        method: statistics.median(ratios[method]) for method in tried if _pays(ratios[method], PLAIN_GAIN, PLAIN_DOUBT)
+    }
+    return max(faster, key=lambda method: faster[method], default="own")
 
 
-def _around(found: Mapping[int, Times], at: int, ways: AbstractSet[Way]) -> list[Times]:
-    """The times of a size and of its neighbours that tried these ways, too."""
-    return [found[nbytes] for nbytes in sorted(found)[max(0, at - 1) : at + 2] if ways <= set(found[nbytes])]
+def _around(times: Mapping[int, Times], at: int, methods: AbstractSet[SumMethod]) -> list[Times]:
+    """The times of a size and of its neighbours that tried these methods, too."""
+    return [times[nbytes] for nbytes in sorted(times)[max(0, at - 1) : at + 2] if methods <= set(times[nbytes])]
 
 
 def _pays(ratios: list[float], gain: float, doubt: float) -> bool:
@@ -122,29 +124,29 @@ def _pays(ratios: list[float], gain: float, doubt: float) -> bool:
     return statistics.median(ratios) >= math.log(gain) and sorted(ratios)[low] > 0
 
 
-def table(best: Mapping[int, PlainWay]) -> tuple[tuple[int, PlainWay], ...]:
-    """The plain ways by size, from those of the measured sizes: each size goes by the nearest (by ratio) of them."""
+def table(best: Mapping[int, PlainMethod]) -> tuple[tuple[int, PlainMethod], ...]:
+    """The plain methods by size, from those of the measured sizes: each size goes by the nearest (by ratio) of them."""
     sizes = sorted(best)
-    found: list[tuple[int, PlainWay]] = []
+    ranges: list[tuple[int, PlainMethod]] = []
     for nbytes, larger in zip(sizes, [*sizes[1:], None], strict=True):
         below = NEVER if larger is None else math.isqrt(nbytes * larger - 1) + 1  # the geometric mean, rounded up
-        if found and found[-1][1] == best[nbytes]:
-            found.pop()
-        found.append((below, best[nbytes]))
-    return tuple(found)
+        if ranges and ranges[-1][1] == best[nbytes]:
+            ranges.pop()
+        ranges.append((below, best[nbytes]))
+    return tuple(ranges)
 
 
-def _rounds(group: dist.ProcessGroup, x: torch.Tensor, ways: Mapping[Way, Sum]) -> Times:
-    """Seconds of each way, all in every round, after one round to warm up."""
-    times: dict[Way, list[float]] = {way: [] for way in ways}
-    order, draw = list(ways), random.Random(x.numel())  # the same order on all ranks
+def _rounds(group: dist.ProcessGroup, x: torch.Tensor, methods: Mapping[SumMethod, Sum]) -> Times:
+    """Seconds of each method, all in every round, after one round to warm up."""
+    times: dict[SumMethod, list[float]] = {method: [] for method in methods}
+    order, draw = list(methods), random.Random(x.numel())  # the same order on all ranks
     begun = time.perf_counter()
     for turn in range(ROUNDS + 1):
         draw.shuffle(order)
-        for way in order:
-            took = _seconds(group, x, ways[way])
+        for method in order:
+            took = _seconds(group, x, methods[method])
             if turn:
-                times[way].append(took)
+                times[method].append(took)
         if turn and (turn <= OFTEN or turn % OFTEN == 0):
             spent = time.perf_counter() - begun
             enough = spent > LIMIT_S or (turn >= LEAST_ROUNDS and spent > ENOUGH_S)

@@ -38,7 +38,7 @@ class Workspace:
             self._bytes = torch.empty(WINDOW * rooms * self._size, dtype=torch.uint8)
 
     def whole(self, nbytes: int) -> torch.Tensor:
-        """The first bytes, for those who share them out by themselves."""
+        """The first ``nbytes`` of the buffer, for callers that divide them themselves."""
         if self._bytes.numel() < nbytes:
             self._bytes = torch.empty(nbytes, dtype=torch.uint8)
         return self._bytes[:nbytes]
@@ -176,7 +176,7 @@ class Exchange:
             self._send(message, p, chunk, 2 * chunk + 1)
 
     def _sum(self, chunk: int, span: range, mine: torch.Tensor | None, room: torch.Tensor) -> torch.Tensor:
-        """Of the parts that have come for ``span`` and this rank's; None is what it has, unrounded."""
+        """Sums the received parts of ``span`` and this rank's own; ``mine`` None: its unrounded numbers are used."""
         parts = self._parts.pop(chunk)
         self._wait([work for _, work in parts])
         begun = time.perf_counter()
@@ -236,9 +236,9 @@ def one_shot_at_once(
     """
     ranks, rank, size = group.size(), group.rank(), wire.nbytes(x.numel(), x.dtype)
     others = (ranks - 1) * size
-    copies, received, made = workspace.whole(2 * others + size).split_with_sizes([others, others, size])
+    copies, received, encoding = workspace.whole(2 * others + size).split_with_sizes([others, others, size])
     begun = time.perf_counter()
-    message = wire.encode(x, made)
+    message = wire.encode(x, encoding)
     copies.view(ranks - 1, size).copy_(message)
     sizes = [size] * ranks
     sizes[rank] = 0
@@ -247,7 +247,7 @@ def one_shot_at_once(
     arrived = time.perf_counter()
     terms: list[torch.Tensor | None] = list(received.split_with_sizes(sizes))
     terms[rank] = message
-    wire.reduce(terms, x, made[:0], out)
+    wire.reduce(terms, x, encoding[:0], out)
     stats.encode_s += encoded - begun
     stats.wait_s += arrived - encoded
     stats.reduce_s += time.perf_counter() - arrived

@@ -73,7 +73,7 @@ class SymmetricMemory:
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.buffers)
 
     def gave_up(self) -> bool:
@@ -245,14 +245,14 @@ def obstacle(group: dist.ProcessGroup) -> str | None:
     here = (socket.gethostname(), _boot(), str(torch.cuda.get_device_properties(device).uuid))
     places: list[tuple[str, str, str]] = [("", "", "")] * group.size()
     dist.all_gather_object(places, here, group=group)
-    found: list[str | None] = [None] * group.size()
-    dist.all_gather_object(found, _between(places, group.rank(), device), group=group)
-    return next((reason for reason in found if reason is not None), None)
+    reasons: list[str | None] = [None] * group.size()
+    dist.all_gather_object(reasons, _between(places, group.rank(), device), group=group)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _between(places: list[tuple[str, str, str]], rank: int, device: int) -> str | None:
-    """What keeps a rank with its device from writing to the others'."""
-    known = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
+    """The reason why a rank's device cannot write to the others' memory, if there is one."""
+    gpus = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
     for peer, place in enumerate(places):
         if place[:2] != places[rank][:2]:
             return f"ranks {rank} and {peer} are on different nodes"
@@ -260,9 +260,9 @@ def _between(places: list[tuple[str, str, str]], rank: int, device: int) -> str 
             continue
         if place[2] == places[rank][2]:
             return f"ranks {rank} and {peer} share a GPU"
-        if place[2] not in known:
+        if place[2] not in gpus:
             return f"rank {rank} does not see the GPU of rank {peer} (CUDA_VISIBLE_DEVICES)"
-        if not native_atomics(device, known[place[2]]):
+        if not native_atomics(device, gpus[place[2]]):
             return f"the GPUs of ranks {rank} and {peer} are not on NVLink"
     return None
 

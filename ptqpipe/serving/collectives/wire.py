@@ -39,7 +39,7 @@ class Quantized:
         return room
 
     def landing(self, out: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """Where the message of a sum should arrive: ``room``, or ``out`` itself when a message is its values."""
+        """The receive buffer of a sum's message: ``room``, or ``out`` itself when a message is its values."""
         return room
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:

@@ -17,7 +17,7 @@
 Must not know HTTP, files or formats: it is given a model and a tokenizer.
 """
 
-from ptqpipe.serving.engine.engine import ContextTooLong, Counters, Engine, EngineOptions, Piece, Request
+from ptqpipe.serving.engine.engine import ContextTooLong, Counters, Engine, EngineOptions, Request, TokenOutput
 from ptqpipe.serving.engine.prompt_images import Images
 from ptqpipe.serving.engine.sequence import Finish, SamplingParams, TokenLogprob
 from ptqpipe.serving.engine.service import Overloaded, Service, State, Unavailable

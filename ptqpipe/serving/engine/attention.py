@@ -54,7 +54,7 @@ class Pages:
 
     @property
     def scales(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of keys and of values, where there are codes."""
+        """Scales of keys and of values of a quantized cache; else None."""
         return None if self.key_scale is None or self.value_scale is None else (self.key_scale, self.value_scale)
 
 
@@ -172,20 +172,20 @@ class PagedAttention:
         self._store(step, pages, key, value)
         images = step.batch.images
         groups = images.groups if images is not None and layer in images.layers else None
-        found = None
+        result = None
         if groups is None or not any(groups):
-            found = self._attend_all(step, pages, query, terms)
-        if found is not None:
-            return found
+            result = self._attend_all(step, pages, query, terms)
+        if result is not None:
+            return result
         if step.spans is None:
             raise RuntimeError("no kernel of the device covers this attention")
-        found = self._attend_singles(step, pages, query, terms)
-        at = 0 if found is None else found.shape[0]
-        if found is not None and at == query.shape[0]:
-            return found
+        singles = self._attend_singles(step, pages, query, terms)
+        at = 0 if singles is None else singles.shape[0]
+        if singles is not None and at == query.shape[0]:
+            return singles
         out = query.new_empty(*query.shape[:2], value.shape[-1])
-        if found is not None:
-            out[:at] = found
+        if singles is not None:
+            out[:at] = singles
         each = groups or ((),) * len(step.tables)
         for span, row, group in list(zip(step.batch.spans, step.tables, each, strict=True))[at:]:
             rows = slice(at, at + span.count)
@@ -261,7 +261,7 @@ class PagedAttention:
 
 
 def slots_of(batch: Batch, tables: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Where the keys of each token go, int64 [T]."""
+    """Slot of each token in the paged cache, int64 [T]."""
     if batch.tokens.shape[0] == len(batch.spans):  # one each
         last = [(span.blocks, span.total - 1) for span in batch.spans]
         return torch.tensor([blocks[at // block_size] * block_size + at % block_size for blocks, at in last])
@@ -294,7 +294,7 @@ def tables_of(spans: Sequence[Span]) -> torch.Tensor:
 
 
 def numbers_of(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What each E4M3 code stands for with a scale [heads or 1, 1], in a model's dtype; float32 [heads or 1, 256]."""
+    """Decoding table of E4M3 with a scale [heads or 1, 1], in a model's dtype; float32 [heads or 1, 256]."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(scale.device)
     return (codes * scale).to(dtype).float().contiguous()
 
@@ -359,7 +359,7 @@ def fused_attention(
 def explicit_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, terms: Terms
 ) -> torch.Tensor:
-    """The same written out, for soft caps and sinks: scores and sums in float32."""
+    """Attention in elementary operations, for soft caps and sinks: scores and sums in float32."""
     count, heads, dim = query.shape
     kv_heads = key.shape[1]
     q = query.float().view(count, kv_heads, heads // kv_heads, dim)
@@ -378,8 +378,8 @@ def explicit_attention(
 
 def number_of(module: Any) -> int:
     """The layer of an attention module; -1 where it has none of its own."""
-    found = getattr(module, "layer_idx", None)
-    return -1 if found is None else int(found)
+    index = getattr(module, "layer_idx", None)
+    return -1 if index is None else int(index)
 
 
 def layer_of(place: int) -> int:
@@ -407,9 +407,9 @@ def _everything(
 ) -> torch.Tensor:
     """A mask for an indexer whose choice is everything, as long as the context is (`runner.context_length`)."""
     one = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-    made = one.expand(batch_size, 1, int(q_length), int(kv_length))
-    setattr(made, _EVERYTHING, True)
-    return made
+    mask = one.expand(batch_size, 1, int(q_length), int(kv_length))
+    setattr(mask, _EVERYTHING, True)
+    return mask
 
 
 def paged_attention_forward(

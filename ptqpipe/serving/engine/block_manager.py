@@ -28,11 +28,11 @@ class BlockManager:
 
     @property
     def free(self) -> int:
-        """How many blocks nobody holds."""
+        """Number of blocks without a reference."""
         return len(self._free)
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks ``tokens`` tokens need."""
+        """Number of blocks for ``tokens`` tokens."""
         return -(-tokens // self.block_size)
 
     def share(self, seq: Sequence) -> None:
@@ -91,7 +91,7 @@ class BlockManager:
         self._free.pop(block, None)
 
     def _digest(self, seq: Sequence, at: int) -> bytes:
-        """Of all tokens up to the end of the sequence's block ``at``."""
+        """Digest of all tokens up to the end of the sequence's block ``at`` (prefix caching)."""
         for i in range(len(seq.digests), at + 1):
             tokens = array("q", seq.keys(i * self.block_size, (i + 1) * self.block_size))
             parent = seq.digests[-1] if seq.digests else b""

@@ -21,7 +21,7 @@ _MODEL, _DECODER = {"model", "lm_head"}, {"embed_tokens", "layers", "norm", "rot
 Forward = Callable[[Batch], torch.Tensor]
 
 
-class WholeStep:
+class DecodeStep:
     """A model's parts, and the compiled ones of all its layers."""
 
     def __init__(self, model: Any, layers: list[Layer], attention: PagedAttention) -> None:
@@ -50,7 +50,7 @@ class WholeStep:
 
 
 @torch.inference_mode()
-def whole_step(model: Any, layers: list[Layer], attention: PagedAttention, forward: Forward) -> WholeStep | None:
+def decode_step(model: Any, layers: list[Layer], attention: PagedAttention, forward: Forward) -> DecodeStep | None:
     """The step of a model whose ``layers`` have these kernels; None for a model with other parts, or other bits.
 
     forward  float32 logits as the model's own code has them
@@ -62,17 +62,17 @@ def whole_step(model: Any, layers: list[Layer], attention: PagedAttention, forwa
         return None
     if not layers or len(layers) != len(model.model.layers):
         return None
-    whole, size = WholeStep(model, layers, attention), attention.block_size
+    step, size = DecodeStep(model, layers, attention), attention.block_size
     g = torch.Generator().manual_seed(0)
     try:
         for totals in ((size,), (size, size - 1) if size > 1 else (1,)):
             tokens = torch.randint(model.model.embed_tokens.num_embeddings, (len(totals),), generator=g)
             batch = Batch(tokens, torch.arange(len(totals)), tuple(Span(1, total, (0,)) for total in totals))
             with attention.during(batch):
-                found = whole.run(batch)
-            if found is None or not torch.equal(found.float(), forward(batch)):
+                logits = step.run(batch)
+            if logits is None or not torch.equal(logits.float(), forward(batch)):
                 return None
-        return whole
+        return step
     finally:
         for pages in attention.pages.values():
             pages.keys[0].zero_()

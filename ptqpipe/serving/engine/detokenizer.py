@@ -27,7 +27,7 @@ class Detokenizer:
         self._out = len(self._window)
 
     def push(self, token: int) -> str:
-        """What is certain after one more token: empty while a character is incomplete."""
+        """The text that is complete after one more token: empty while a character is incomplete."""
         self._window.append(token)
         before, now = self._decode(self._window[: self._out]), self._decode(self._window)
         if (now.endswith(UNDECODABLE) or len(now) < len(before)) and len(self._window) < self._out + _HELD:
@@ -37,7 +37,7 @@ class Detokenizer:
         return now[len(before) :]
 
     def flush(self) -> str:
-        """What is left when no token follows: an incomplete character as its replacement sign."""
+        """The rest at the end: an incomplete character as U+FFFD."""
         before, now = self._decode(self._window[: self._out]), self._decode(self._window)
         self._out = len(self._window)
         return now[len(before) :]
@@ -69,9 +69,9 @@ class StopStrings:
         self._held += piece
         if not active:
             return self._release(len(self._held)), False
-        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
-        if found:
-            return self._release(min(found), drop=True), True
+        ends = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        if ends:
+            return self._release(min(ends), drop=True), True
         return self._release(len(self._held) - self._risky()), False
 
     def flush(self) -> str:

@@ -60,8 +60,8 @@ def _has_parts(layer: torch.nn.Module) -> bool:
         return False
     own = {name for name, _ in children["self_attn"].named_children()}
     feed = {name for name, _ in children["mlp"].named_children()}
-    known = own in (_ATTENTION, _ATTENTION | _HEAD_NORMS) and feed == _FEED_FORWARD
-    return known and getattr(children["self_attn"], "layer_idx", None) is not None
+    standard = own in (_ATTENTION, _ATTENTION | _HEAD_NORMS) and feed == _FEED_FORWARD
+    return standard and getattr(children["self_attn"], "layer_idx", None) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,13 @@ class _Norm:
 
 
 def _norm_of(module: Any) -> _Norm | None:
-    """What a norm computes; None where that is no RMSNorm of bfloat16 numbers."""
+    """A module as an RMSNorm; None where it computes something else, or not in bfloat16."""
     weight, eps = getattr(module, "weight", None), epsilon_of(module)
     if not isinstance(weight, torch.Tensor) or weight.dtype != torch.bfloat16 or weight.dim() != 1 or not eps >= 0:
         return None
     if not weight.is_contiguous() or len(weight) > triton_layer.WIDEST:
         return None
-    found, g = _Norm(weight.detach(), eps), torch.Generator().manual_seed(0)
+    norm, g = _Norm(weight.detach(), eps), torch.Generator().manual_seed(0)
     x = torch.randn(2, len(weight), generator=g) * torch.tensor([[1.0], [eps**0.5 or 1.0]])
     x = x.bfloat16().to(weight.device)
     try:
@@ -92,8 +92,8 @@ def _norm_of(module: Any) -> _Norm | None:
         return None
     if not isinstance(wanted, torch.Tensor) or wanted.shape != x.shape or wanted.dtype != x.dtype:
         return None
-    y = found(x)[1].float()
-    return found if bool(((y - wanted.float()).abs() <= 2.0**-6 * wanted.float().abs()).all()) else None
+    y = norm(x)[1].float()
+    return norm if bool(((y - wanted.float()).abs() <= 2.0**-6 * wanted.float().abs()).all()) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +123,8 @@ class _Layer:
             raise RuntimeError("no kernel of the device covers this attention")
         x, y = self.norms[1](x, self.output(seen.flatten(1)))
         gate, up = self.gates(y)
-        found: torch.Tensor = x + self.down(triton_layer.gated(gate, up, self.activation))
-        return found
+        hidden: torch.Tensor = x + self.down(triton_layer.gated(gate, up, self.activation))
+        return hidden
 
 
 def _use_layer(layer: Any, attention: PagedAttention, tables: dict[bytes, torch.Tensor]) -> bool:
@@ -152,8 +152,8 @@ def _use_layer(layer: Any, attention: PagedAttention, tables: dict[bytes, torch.
     gates = _product([layer.mlp.gate_proj, layer.mlp.up_proj])
     table = activation_table(layer.mlp.act_fn, tables, pages.keys.device)
     fused = _Layer((norms[0], norms[1]), heads, projections, ends[0], gates, ends[1], table, terms)
-    found = _answers(_forward(own, fused, listener, at, ()), listener, at, hidden, ends)
-    if found is None or not all(_alike(one, other) for one, other in zip(found, expected, strict=True)):
+    answers = _answers(_forward(own, fused, listener, at, ()), listener, at, hidden, ends)
+    if answers is None or not all(_alike(one, other) for one, other in zip(answers, expected, strict=True)):
         return False
     layer.forward = _forward(own, fused, attention, at, hooks)
     return True
@@ -199,30 +199,32 @@ def _forward(
 
 
 def _dense(x: torch.Tensor, rows: int, width: int) -> bool:
-    """Whether a tensor is rows of so many bfloat16 numbers, one after another."""
+    """Whether a tensor is contiguous bfloat16 ``[rows, width]``."""
     return x.dtype == torch.bfloat16 and x.shape[-1] == width and x.numel() == rows * width and x.is_contiguous()
 
 
 def _answers(
     forward: Callable[..., Any], attention: PagedAttention, at: int, hidden: int, ends: Sequence[torch.nn.Module]
 ) -> list[torch.Tensor] | None:
-    """What `answer` gives, and before it what ``ends`` were given, rows of tokens; None where it gives nothing."""
-    given: list[torch.Tensor] = []
-    hooks = [end.register_forward_pre_hook(lambda end, args: given.extend(x.clone() for x in args[:1])) for end in ends]
+    """The inputs of ``ends``, [tokens, features] each, and the tensors of `answer`; None where that is None."""
+    ends_inputs: list[torch.Tensor] = []
+    hooks = [
+        end.register_forward_pre_hook(lambda end, args: ends_inputs.extend(x.clone() for x in args[:1])) for end in ends
+    ]
     try:
-        found = answer(forward, attention, at, hidden)
+        result = answer(forward, attention, at, hidden)
     finally:
         for hook in hooks:
             hook.remove()
-    if found is None or len(given) != len(ends):
+    if result is None or len(ends_inputs) != len(ends):
         return None
-    out, keys, values = found
-    return [*(x.flatten(0, -2) for x in (*given, out)), keys.flatten(1), values.flatten(1)]
+    out, keys, values = result
+    return [*(x.flatten(0, -2) for x in (*ends_inputs, out)), keys.flatten(1), values.flatten(1)]
 
 
-def _alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def _alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether every row is within `BOUND`."""
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return False
-    gap, size = (x.float().square().mean(-1).sqrt() for x in (found.float() - expected.float(), expected))
+    gap, size = (x.float().square().mean(-1).sqrt() for x in (actual.float() - expected.float(), expected))
     return bool((gap <= BOUND * size).all())

@@ -1,7 +1,7 @@
 """The engine: requests in, pieces of text and tokens out, one step at a time.
 
 A step is: the scheduler chooses tokens, the model computes them, the sampler adds one token to each sequence that is up
-to date, and new text is returned as `Piece`. Deterministic and single-threaded; ``service.py`` runs it
+to date, and new text is returned as `TokenOutput`. Deterministic and single-threaded; ``service.py`` runs it
 beside a server. Must not know HTTP or how the model was loaded.
 """
 
@@ -30,8 +30,8 @@ class ContextTooLong(UsageError):
     """A prompt and what is to follow it have more tokens together than a sequence can."""
 
 
-class Computes(Protocol):
-    """What the engine needs of a model: `runner.ModelRunner`, or the leader of several ranks."""
+class ModelExecutor(Protocol):
+    """Runs a model's forward for the engine: `runner.ModelRunner`, or rank 0 of several."""
 
     blocks: int
     block_size: int
@@ -70,8 +70,8 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one step gave to one sequence.
+class TokenOutput:
+    """The output of one step for one sequence (vLLM's RequestOutput).
 
     text             what may be shown; it lags behind ``tokens`` while a character or a stop string is incomplete
     finish           why this is the last piece; None if it is not
@@ -95,7 +95,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the start. Tokens are counted when they are computed or sampled.
+    """Counters since the start, for metrics. Tokens are counted when they are computed or sampled.
 
     drafts           how often a sequence had drafts in a step; ``draft_tokens`` how many
     accepted_tokens  how many of them were sampled, by their place among a sequence's drafts
@@ -120,7 +120,7 @@ class _Stream:
     detokenizer: Detokenizer
     stops: StopStrings
     siblings: list[Sequence] = field(default_factory=list)
-    told_prompt: bool = False
+    prompt_logprobs_sent: bool = False
     damaged: bool = False  # logits of its prompt are not finite
 
 
@@ -135,7 +135,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: Computes,
+        runner: ModelExecutor,
         tokenizer: Any,
         *,
         options: EngineOptions,
@@ -205,13 +205,13 @@ class Engine:
     def _sequence(self, request: Request, at: int, params: SamplingParams, ends: frozenset[int]) -> Sequence:
         return Sequence(request.id, at, list(request.prompt), params, ends, images=request.images)
 
-    def cancel(self, request: str) -> list[Piece]:
+    def cancel(self, request: str) -> list[TokenOutput]:
         """Ends all sequences of a request; their last pieces (none for an unknown request)."""
         seqs = sorted(self._requests.get(request, ()), key=lambda seq: seq.index)
-        return [self._end(self._streams[seq], Piece(request, seq.index, finish=Finish.CANCELLED)) for seq in seqs]
+        return [self._end(self._streams[seq], TokenOutput(request, seq.index, finish=Finish.CANCELLED)) for seq in seqs]
 
-    def step(self) -> list[Piece]:
-        """Computes the next tokens; what they gave, in the order of their sequences' arrival."""
+    def step(self) -> list[TokenOutput]:
+        """Computes the next tokens: one output for each sequence, in the order of their sequences' arrival."""
         refused = self._see_next()
         if refused:
             return refused
@@ -260,7 +260,7 @@ class Engine:
         self.blocks.seal(seq, chunk.start)
         return True
 
-    def _see_next(self) -> list[Piece]:
+    def _see_next(self) -> list[TokenOutput]:
         """Lets the tower see the images of the next sequence that waits, one prompt per step, so that those under way
         advance in between; the last pieces of a request whose images the model does not take."""
         seq = self.scheduler.waiting[0] if self.scheduler.waiting else None
@@ -299,37 +299,37 @@ class Engine:
             some = following[first : first + 64]
             seq.prompt_logprobs += logprobs_of(logits[first : first + len(some)], some, top)
 
-    def _sample(self, seqs: list[Sequence], logits: torch.Tensor) -> list[Piece]:
+    def _sample(self, seqs: list[Sequence], logits: torch.Tensor) -> list[TokenOutput]:
         """One more token for each sequence, and what it means for it."""
         finite = logits.amax(dim=-1).isfinite().tolist()  # the largest is NaN where one is
         broken = [not whole or self._streams[seq].damaged for whole, seq in zip(finite, seqs, strict=True)]
         logits = logits if all(finite) else logits.nan_to_num()
         tokens = sample(logits, seqs)
         logprobs: dict[int, TokenLogprob] = {}
-        asked = [at for at, seq in enumerate(seqs) if seq.params.logprobs is not None]
-        if asked:
-            top = max(seqs[at].params.logprobs or 0 for at in asked)
-            found = logprobs_of(logits[asked], [tokens[at] for at in asked], top)
-            logprobs = dict(zip(asked, found, strict=True))
+        wanted = [at for at, seq in enumerate(seqs) if seq.params.logprobs is not None]
+        if wanted:
+            top = max(seqs[at].params.logprobs or 0 for at in wanted)
+            entries = logprobs_of(logits[wanted], [tokens[at] for at in wanted], top)
+            logprobs = dict(zip(wanted, entries, strict=True))
         pieces = []
         for at, seq in enumerate(seqs):
             stream = self._streams[seq]
             if broken[at]:
                 error = "the model's logits are not finite; the checkpoint or its scales are damaged"
-                pieces.append(self._end(stream, Piece(seq.request, seq.index, finish=Finish.STOP, error=error)))
+                pieces.append(self._end(stream, TokenOutput(seq.request, seq.index, finish=Finish.STOP, error=error)))
                 continue
             pieces.append(self._advance(stream, tokens[at], logprobs.get(at)))
         return pieces
 
-    def _advance(self, stream: _Stream, token: int, logprob: TokenLogprob | None) -> Piece:
+    def _advance(self, stream: _Stream, token: int, logprob: TokenLogprob | None) -> TokenOutput:
         """A sequence with one more token (unless it wanted none), and its piece."""
         seq, params = stream.seq, stream.seq.params
         for sibling in reversed(stream.siblings):
             sibling.seen, sibling.images = seq.seen, None
             self.scheduler.add(sibling, first=True)
         stream.siblings = []
-        asked = not stream.told_prompt and params.prompt_logprobs is not None
-        prompt, stream.told_prompt = tuple(seq.prompt_logprobs) if asked else None, True
+        wanted = not stream.prompt_logprobs_sent and params.prompt_logprobs is not None
+        prompt, stream.prompt_logprobs_sent = tuple(seq.prompt_logprobs) if wanted else None, True
         tokens: tuple[int, ...] = ()
         logprobs: tuple[TokenLogprob, ...] = ()
         text, finish = "", Finish.LENGTH if params.max_tokens == 0 else None
@@ -340,14 +340,14 @@ class Engine:
             if logprob is not None:
                 logprobs = (replace(logprob, top=logprob.top[: params.logprobs]),)
             text, finish = self._text_of(stream, token)
-        piece = Piece(
+        piece = TokenOutput(
             seq.request, seq.index, text, tokens, logprobs, finish, cached=seq.cached, begun=seq.begun,
             prompt_logprobs=prompt,
         )  # fmt: skip
         return piece if finish is None else self._end(stream, piece)
 
     def _text_of(self, stream: _Stream, token: int) -> tuple[str, Finish | None]:
-        """What a sequence's last token lets out, and why it ends with it if it does."""
+        """The new text of a sequence after its last token, and the finish reason if it ends."""
         seq, params, stops, detokenizer = stream.seq, stream.seq.params, stream.stops, stream.detokenizer
         may_end = seq.generated >= params.min_tokens
         if token in seq.end_tokens and may_end:
@@ -360,7 +360,7 @@ class Engine:
         rest, stopped = stops.push(detokenizer.flush(), active=may_end)
         return text + rest + ("" if stopped else stops.flush()), Finish.STOP if stopped else Finish.LENGTH
 
-    def _end(self, stream: _Stream, piece: Piece) -> Piece:
+    def _end(self, stream: _Stream, piece: TokenOutput) -> TokenOutput:
         """Forgets a sequence; returns its last piece."""
         seq = stream.seq
         assert piece.finish is not None

@@ -1,8 +1,8 @@
 """Decode steps on a GPU as recorded graphs: one launch in place of the thousand that a model's Python code makes.
 
 A step in which every sequence has one token and wants its logits is recorded when a batch of its size first comes,
-and replayed from then on. Batches go by sizes (`SIZES`): rows without a sequence are a token that sees itself alone in
-a page that is nobody's. What a step is given lies in one tensor that never moves. A recording counts only if its
+and replayed from then on. Batches go by sizes (`SIZES`): unused rows are padded with a dummy token in a spare
+page. A step's inputs lie in one tensor that never moves. A recording counts only if its
 logits are, bit for bit, those of the model's own launches; a model that cannot be recorded, because its code waits for
 the GPU, runs by its own launches as before. Must not know sequences' owners or sampling.
 """
@@ -54,7 +54,7 @@ class StepGraphs:
         return None if replay is None else replay()[:count]
 
     def _record(self, size: int) -> Callable[[], torch.Tensor] | None:
-        """What computes the step of the inputs anew; None where that gives other logits or cannot be recorded."""
+        """Captures the step as a CUDA graph; None where it cannot be captured or its replay gives other logits."""
         try:
             own = self._compute(size).clone()  # compiles what is not compiled yet, too
             replay = self._graph(size)
@@ -96,7 +96,7 @@ class StepGraphs:
 
 
 def _say_unrecorded(size: int, why: str) -> None:
-    """Says that steps of so many sequences take the model's own launches."""
+    """Warns that steps of this batch size are not recorded as CUDA graphs."""
     warnings.warn(
         f"steps of {size} or fewer sequences are not recorded as a CUDA graph and take longer: {why}",
         PtqWarning,
@@ -105,7 +105,7 @@ def _say_unrecorded(size: int, why: str) -> None:
 
 
 class _Inputs:
-    """What a step of ``size`` sequences of up to ``pages`` pages is given: one int64 tensor on the device, in parts."""
+    """Static inputs of a step of ``size`` sequences of up to ``pages`` pages: views of one int64 device tensor."""
 
     def __init__(self, size: int, pages: int, device: torch.device) -> None:
         self._host = torch.zeros(size * (3 + pages), dtype=torch.int64, pin_memory=device.type == "cuda")

@@ -26,7 +26,7 @@ _FEED_FORWARD = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class Listener(PagedAttention):
-    """Attention over the same pages that keeps what each layer's was given."""
+    """Attention over the same pages that records the arguments of each layer's call."""
 
     def __init__(self, other: PagedAttention) -> None:
         super().__init__(other.pages, other.block_size, device=other.device, windows=other.windows)
@@ -35,7 +35,7 @@ class Listener(PagedAttention):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
     ) -> torch.Tensor:
-        """As it is, noted."""
+        """Runs the attention and records its arguments."""
         self.terms[layer] = terms
         return super().attend(layer, query, key, value, terms)
 
@@ -69,7 +69,7 @@ class _Chain:
         self._first, self._outs, self._kept = 0, torch.empty(0), torch.empty(0)
 
     def run(self, at: int, x: torch.Tensor, rotary: Rotary, slots: torch.Tensor, where: Where) -> torch.Tensor | None:
-        """What layer ``at`` gives; None where it has no kernel."""
+        """The output of layer ``at``; None where it has no kernel."""
         of, behind = (where[1], *rotary), at - self._first
         if 0 < behind < len(self._outs) and all(a is b for a, b in zip(of, self._of, strict=True)):
             if torch.equal(x, self._kept[behind - 1]):
@@ -123,8 +123,8 @@ def _use_layer(layer: Any, attention: PagedAttention, tables: dict[bytes, torch.
         return
     alone = _Chain()
     alone.layers.append(Layer(parts))
-    found = answer(_forward(own, alone, listener, hooks), listener, at, len(norms[0][0]))
-    if found is not None and all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)):
+    actual = answer(_forward(own, alone, listener, hooks), listener, at, len(norms[0][0]))
+    if actual is not None and all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True)):
         chain.layers.append(Layer(parts))
         layer.forward = _forward(own, chain, attention, hooks)
 
@@ -140,9 +140,9 @@ def _forward(
         where, rotary = attention.singles(), options.get("position_embeddings")
         alone = not args and options.get("attention_mask") is None and not any(hooks)
         if alone and where is not None and rotary is not None:
-            found = chain.run(at, hidden_states, rotary, *where)
-            if found is not None:
-                return found
+            output = chain.run(at, hidden_states, rotary, *where)
+            if output is not None:
+                return output
         return own(hidden_states, *args, **options)
 
     return forward
@@ -151,11 +151,11 @@ def _forward(
 def answer(
     forward: Callable[..., Any], attention: PagedAttention, at: int, hidden: int
 ) -> tuple[torch.Tensor, ...] | None:
-    """What a layer makes of a random step of up to eight sequences, and the page that it leaves, which is zeros
-    afterwards. None if it is not called as a Llama layer is, or keeps no bfloat16 numbers.
+    """The outputs of a layer for a random step of up to eight sequences, and the page of keys and values that it writes
+    (zeroed afterwards). None if it is not called as a Llama layer is, or keeps no bfloat16 numbers.
 
-    Their numbers go from large to small ones: whatever a layer adds to its input, in some of them that is neither lost
-    in the input nor all that is left of the sum.
+    The sequences' magnitudes go from large to small: whatever a layer adds to its input, in some sequences neither
+    summand is rounded away.
     """
     pages, size, g = attention.pages[at], attention.block_size, torch.Generator().manual_seed(at)
     totals = tuple(range(size, max(0, size - 8), -1))  # of sequences that share a page
@@ -190,7 +190,7 @@ def activation_table(
     tables: dict[bytes, torch.Tensor],
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """The bits of what a function makes of each bfloat16 number on a device, int16 [65536]; the same tensor for the
+    """The bits of a function's value at each bfloat16 number on a device, int16 [65536]; the same tensor for the
     same bits."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).to(device).view(torch.bfloat16)
     table = function(numbers).view(torch.int16)

@@ -18,7 +18,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.run.quantities import option_size
 from ptqpipe.serving.engine.attention import PagedAttention, Pages, implementation, numbers_of
 from ptqpipe.serving.engine.batch import Batch
-from ptqpipe.serving.engine.decode_step import WholeStep, whole_step
+from ptqpipe.serving.engine.decode_step import DecodeStep, decode_step
 from ptqpipe.serving.engine.device_layers import use_device_layers
 from ptqpipe.serving.engine.graphs import StepGraphs
 from ptqpipe.serving.engine.layers import use_layers
@@ -66,52 +66,52 @@ class ModelRunner:
         self.model, self.block_size, self.overlap = model, options.block_size, overlap
         self.config = model.config.get_text_config()
         check_model(model)
-        found = probe(model, context_length(self.config))
+        probed = probe(model, context_length(self.config))
         self.config._attn_implementation = implementation(self.config)
         for module in model.modules():  # counts positions itself, for a factor that is 1 within the context
             if getattr(module, "attn_temperature_tuning", False):
                 module.attn_temperature_tuning = False
         self.dtype: torch.dtype = model.dtype
-        self.shapes, self.scales = found.shapes, found.scales
+        self.shapes, self.scales = probed.shapes, probed.scales
         if getattr(model, "mtp", None) is not None:  # a layer of the cache like the others
             self.shapes |= mtp_shape(model)
         self.bytes_per_block = options.block_size * sum(
             shape.heads * (shape.key_dim + shape.value_dim) * (1 if layer in self.scales else self.dtype.itemsize)
             for layer, shape in self.shapes.items()
         )
-        self.state_bytes = sum(holder.nbytes for holder in found.holders)
+        self.state_bytes = sum(holder.nbytes for holder in probed.holders)
         count = self._sequence_count(options)
         self.max_seqs = count if agree is None else agree(count)
         count = self._block_count(options)
         self.blocks = count if agree is None else agree(count)
-        self.states = States(found.holders, self.max_seqs, device=model.device)
+        self.states = States(probed.holders, self.max_seqs, device=model.device)
         check_tokens(model, self.states)
         pages = {layer: self._pages(layer) for layer in self.shapes}
-        self.attention = PagedAttention(pages, options.block_size, device=model.device, windows=found.windows)
+        self.attention = PagedAttention(pages, options.block_size, device=model.device, windows=probed.windows)
         self.graphs = self._step_graphs(options.max_len) if agree is None and overlap is None else None
         if agree is None and overlap is None:
             use_device_layers(model, self.attention)
-        self.whole: WholeStep | None = None
-        self.whole = whole_step(model, use_layers(model, self.attention), self.attention, self._forward)
+        self.decode_step: DecodeStep | None = None
+        self.decode_step = decode_step(model, use_layers(model, self.attention), self.attention, self._forward)
         model.get_input_embeddings().register_forward_hook(self._with_images)
         for module in model.modules():
             if set(DEEP) <= signature(module.forward).parameters.keys():
                 module.register_forward_pre_hook(self._with_features, with_kwargs=True)
 
     def _step_graphs(self, max_len: int) -> StepGraphs | None:
-        """On a GPU, of a model whose layers are attention alone, and whose forward nobody but this class waits for."""
+        """CUDA graphs, on a GPU, for models without recurrent states and without an MTP layer; else None."""
         if self.model.device.type != "cuda" or self.state_bytes or getattr(self.model, "mtp", None) is not None:
             return None
         return StepGraphs(self.model, self.attention, max_len=max_len, max_seqs=self.max_seqs, spare=self.blocks)
 
     def _sequence_count(self, options: CacheOptions) -> int:
-        """How many sequences have states: those asked for, as far as half of ``max_bytes`` has room; one at least."""
+        """Number of sequences with recurrent states: as requested, within half of ``max_bytes``; at least one."""
         if not self.state_bytes:
             return options.max_seqs
         return max(1, min(options.max_seqs, options.max_bytes // 2 // self.state_bytes))
 
     def _block_count(self, options: CacheOptions) -> int:
-        """As many as the sequences can use, within ``max_bytes``. UsageError if one sequence does not fit."""
+        """Number of cache blocks: as many as sequences use, within ``max_bytes``. UsageError if one does not fit."""
         one = -(-(options.max_len + 1) // options.block_size)
         states = self.max_seqs * self.state_bytes
         count = one * self.max_seqs
@@ -147,15 +147,15 @@ class ModelRunner:
         return self._forward(batch) if self.overlap is None else self.overlap.run(batch, self._forward)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        """The same, of a batch or of a half of one."""
-        found = None if self.graphs is None else self.graphs.run(batch)
-        if found is not None:
-            return found.to(torch.float32, copy=True)
+        """The logits of a batch, or of a half of one."""
+        by_graph = None if self.graphs is None else self.graphs.run(batch)
+        if by_graph is not None:
+            return by_graph.to(torch.float32, copy=True)
         device = self.model.device
         with self.attention.during(batch), self.states.during(batch):
-            found = None if self.whole is None else self.whole.run(batch)
-            if found is not None:
-                return found.float()
+            by_kernels = None if self.decode_step is None else self.decode_step.run(batch)
+            if by_kernels is not None:
+                return by_kernels.float()
             out = self.model(
                 input_ids=batch.tokens[None].to(device),
                 position_ids=batch.positions().unsqueeze(-2).to(device),
@@ -167,14 +167,14 @@ class ModelRunner:
             logits = logits[batch.wanted.to(device)]
         return logits[: len(batch.wanted)].float()
 
-    def _with_images(self, _module: Any, _args: Any, found: torch.Tensor) -> torch.Tensor:
+    def _with_images(self, _module: Any, _args: Any, embeds: torch.Tensor) -> torch.Tensor:
         """The embeddings [1, T, hidden] of a step's tokens, those of images in their places."""
         images = self.attention.images()
         if images is None or not len(images.places):
-            return found
-        found = found.clone()
-        found[0, images.places.to(found.device)] = images.rows.to(found.device, found.dtype)
-        return found
+            return embeds
+        embeds = embeds.clone()
+        embeds[0, images.places.to(embeds.device)] = images.rows.to(embeds.device, embeds.dtype)
+        return embeds
 
     def _with_features(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The decoder's arguments with the features that images add behind its first layers."""

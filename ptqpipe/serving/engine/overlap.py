@@ -105,21 +105,21 @@ class _Half(greenlet):  # type: ignore[misc]  # has no types
 
     def advance(self, courier: "_Courier") -> float:
         """Computes up to the next collective and gives that to the courier, or to the end. Seconds it waited before."""
-        begun, asked = time.perf_counter(), None
+        begun, collective = time.perf_counter(), None
         if self._pending is None:
-            waited, asked = 0.0, self.switch()
+            waited, collective = 0.0, self.switch()
         else:
             error = self._pending.exception()
             waited = time.perf_counter() - begun
-            asked = self.switch(self._pending.result()) if error is None else self.throw(error)
+            collective = self.switch(self._pending.result()) if error is None else self.throw(error)
         if self.dead:
-            self._pending, self.result = None, asked
+            self._pending, self.result = None, collective
         else:
-            self._pending = courier.submit(asked)
+            self._pending = courier.submit(collective)
         return waited
 
     def close(self) -> None:
-        """Ends it wherever it is. Returns when nobody writes to its tensors any more."""
+        """Cancels it. Returns when no thread writes to its tensors any more."""
         if self._pending is not None and not self._pending.cancel():
             wait([self._pending])
         if not self.dead:
@@ -195,7 +195,7 @@ def halves(batch: Batch, least_tokens: int) -> tuple[Batch, Batch] | None:
 
 
 def _place(batch: Batch) -> int:
-    """Where to cut: near the middle."""
+    """Where to split the batch: near the middle."""
     count = len(batch.tokens)
     at = count // 2 // _TILE * _TILE or count // 2
     start = 0

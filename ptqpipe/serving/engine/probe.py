@@ -27,7 +27,7 @@ from ptqpipe.serving.engine.attention import (
     register,
 )
 from ptqpipe.serving.engine.batch import Batch, Span
-from ptqpipe.serving.engine.states import Holder, States, listening
+from ptqpipe.serving.engine.states import RecurrentState, States, listening
 
 PROBE = "ptqpipe_probe"
 ATTENTION = frozenset({  # kinds of layers with it
@@ -47,7 +47,7 @@ class Probed:
     shapes: dict[int, LayerShape]
     windows: dict[int, int | None]
     scales: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    holders: tuple[Holder, ...]
+    holders: tuple[RecurrentState, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class _Recorder(PagedAttention):
         self.shapes: dict[int, LayerShape] = {}
         self.said: dict[int, int | None] = {}
         self.masked: dict[int, int | None] = {}
-        self.holders: list[Holder] = []
+        self.holders: list[RecurrentState] = []
         self.rule: _MaskRule | None = None  # of the mask that the next call has
 
     def attend(
@@ -95,38 +95,38 @@ class _Alone(PagedAttention):
 
 
 def probe(model: Any, longest: int) -> Probed:
-    """What a model of sequences of ``longest`` tokens does. UsageError for what the engine cannot do."""
+    """How a model attends, with ``longest`` tokens of context. UsageError for one that the engine cannot serve."""
     register()
     try:
-        found = _record(model, longest, masks=True)
+        probed = _record(model, longest, masks=True)
     except UsageError:
         raise
     except Exception:  # a model's own code that makes something else of the mask: its mask is unknown then
-        found = _record(model, longest, masks=False)
+        probed = _record(model, longest, masks=False)
     name, kinds = type(model).__name__, kinds_of(model.config.get_text_config())
     expected = [layer for layer, kind in enumerate(kinds) if kind in ATTENTION]
-    if sorted({layer_of(place) for place in found.shapes}) != expected and len(found.shapes) != len(expected):
+    if sorted({layer_of(place) for place in probed.shapes}) != expected and len(probed.shapes) != len(expected):
         raise UsageError(
-            f"{len(found.shapes)} of {len(expected)} layers of {name} attend through transformers' attention "
+            f"{len(probed.shapes)} of {len(expected)} layers of {name} attend through transformers' attention "
             "interface; the engine cannot serve it"
         )
     keeping = sum(kind in STATES for kind in kinds)
-    if len(found.holders) < keeping:
+    if len(probed.holders) < keeping:
         raise UsageError(
-            f"{len(found.holders)} of {keeping} layers of {name} keep their states where transformers' cache has them; "
-            "the engine cannot serve it"
+            f"{len(probed.holders)} of {keeping} layers of {name} keep their states where transformers' cache "
+            "has them; the engine cannot serve it"
         )
     for layer, kind in enumerate(kinds):
         slides = kind in ("sliding_attention", "hybrid_sliding")
-        if slides and layer not in found.masked and found.said.get(layer) is None:
+        if slides and layer not in probed.masked and probed.said.get(layer) is None:
             raise UsageError(f"layer {layer} slides over its context in a way that the engine does not know")
     by_layer = _kv_scales(model)
-    scales = {place: by_layer[layer_of(place)] for place in found.shapes if layer_of(place) in by_layer}
-    return Probed(found.shapes, found.masked, scales, tuple(found.holders))
+    scales = {place: by_layer[layer_of(place)] for place in probed.shapes if layer_of(place) in by_layer}
+    return Probed(probed.shapes, probed.masked, scales, tuple(probed.holders))
 
 
 def kinds_of(config: Any) -> list[str]:
-    """What each layer does, in transformers' words."""
+    """The type of each layer, by transformers' names ("full_attention", ...)."""
     return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
 
 
@@ -155,10 +155,12 @@ def check_tokens(model: Any, states: States) -> None:
         ids = torch.tensor([[token % vocabulary for token in tokens]])
         at = torch.arange(len(tokens))[None]
         batch = Batch(ids[0], at[0], (Span(len(tokens), len(tokens), (0,)),))
-        given = {"position_ids": at.to(model.device)} if places else {}
+        positions = {"position_ids": at.to(model.device)} if places else {}
         with _implementation(model, 1, masks=False), _Alone().during(batch), states.during(batch, alone=alone):
-            found: torch.Tensor = model(input_ids=ids.to(model.device), use_cache=False, **given).logits[0, -1].float()
-        return found
+            last: torch.Tensor = (
+                model(input_ids=ids.to(model.device), use_cache=False, **positions).logits[0, -1].float()
+            )
+        return last
 
     tries = [[(17 * step + 5 * place) for place in range(1, 5)] for step in range(1, 4)]
     alone: dict[int, torch.Tensor] = {}
@@ -168,7 +170,7 @@ def check_tokens(model: Any, states: States) -> None:
             break
     else:
         raise UsageError(f"in {name} tokens see others without attention; the engine cannot serve it")
-    if all(_differ(found, logits(tries[at], places=False)) for at, found in alone.items()):
+    if all(_differ(row, logits(tries[at], places=False)) for at, row in alone.items()):
         raise UsageError(f"{name} counts positions in a way of its own; the engine cannot serve it")
     if states.held:
         with states.in_pieces() as check:
@@ -186,8 +188,8 @@ def _differ(x: torch.Tensor, y: torch.Tensor) -> bool:
 def _kv_scales(model: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     scales = {}
     for module in model.modules():
-        if (found := getattr(module, KV_SCALES, None)) is not None:
-            key, value = (x.reshape(-1, 1).to(model.device) for x in found)
+        if (scales_pair := getattr(module, KV_SCALES, None)) is not None:
+            key, value = (x.reshape(-1, 1).to(model.device) for x in scales_pair)
             scales[number_of(module)] = (key, value)
     return scales
 
@@ -204,7 +206,7 @@ def _record(model: Any, longest: int, *, masks: bool) -> _Recorder:
 
 @torch.inference_mode()
 def mtp_shape(model: Any) -> dict[int, LayerShape]:
-    """Of the keys and values of ``model.mtp`` (``runtime/mtp.py``), by its number in the cache."""
+    """Shapes of the keys and values of ``model.mtp`` (``runtime/mtp.py``), by its layer number in the cache."""
     recorder, one = _Recorder(), torch.zeros(1, 1, dtype=torch.int64)
     pairs = torch.zeros(1, 1, 2 * model.mtp.config.hidden_size, dtype=model.dtype, device=model.device)
     at = one.to(model.device)
@@ -223,9 +225,9 @@ def _implementation(model: Any, longest: int, *, masks: bool) -> Iterator[None]:
         queries = (
             more["q_length"] if "q_length" in more else len(more["cache_position"])
         )  # as older transformers say it
-        made = torch.ones(batch_size, 1, int(queries), int(kv_length), dtype=torch.bool)
-        setattr(made, _RULE, rule_of(mask_function, min(longest, _MOST_TOKENS)))
-        return made
+        everything = torch.ones(batch_size, 1, int(queries), int(kv_length), dtype=torch.bool)
+        setattr(everything, _RULE, rule_of(mask_function, min(longest, _MOST_TOKENS)))
+        return everything
 
     config = model.config.get_text_config()
     before = config._attn_implementation

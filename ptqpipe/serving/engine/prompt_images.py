@@ -54,7 +54,7 @@ class Images:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """What a tower made of the images of a prompt of T tokens.
+    """The features of the images of a prompt of T tokens.
 
     places     int64 [I], ascending: tokens whose embeddings these are
     rows       [I, hidden]
@@ -85,12 +85,12 @@ class Seen:
 
 
 See = Callable[[Row[int], Images], Seen]
-"""(prompt, its images) -> what the tower makes of them. PtqError for images that the model does not take."""
+"""(prompt, its images) -> their features. PtqError for images that the model does not take."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageRows:
-    """What images are in a step: places in its row of tokens, and the rest as `Seen` has it.
+    """The image tokens of a step: their places in its row of tokens, and the rest as in `Seen`.
 
     positions  int64 [3, T], or None
     groups     of each span, first and end of each group by turns, in its sequence
@@ -104,7 +104,7 @@ class ImageRows:
     layers: tuple[int, ...]
 
     def pack(self) -> torch.Tensor:
-        """As one int64 tensor."""
+        """Serializes it as one int64 tensor."""
         numbers = [len(self.rows), self.rows.shape[-1], len(self.deep), _DTYPES.index(self.rows.dtype)]
         numbers += [0 if self.positions is None else self.positions.shape[1], len(self.layers), *self.layers]
         numbers.append(len(self.groups))
@@ -117,7 +117,7 @@ class ImageRows:
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> "ImageRows":
-        """What `pack` packed."""
+        """Inverse of `pack`."""
         count, hidden, deep, dtype, tokens, n_layers = packed[:6].tolist()
         layers, at = tuple(packed[6 : 6 + n_layers].tolist()), 7 + n_layers
         groups = []

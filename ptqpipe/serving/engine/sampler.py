@@ -49,7 +49,7 @@ def _adjusted(logits: torch.Tensor, seqs: Row[Sequence]) -> torch.Tensor:
 
 
 def _changes(seq: Sequence) -> dict[int, float]:
-    """What is added to which token's logit."""
+    """Bias and penalties: token -> number added to its logit."""
     params = seq.params
     changes = dict(params.logit_bias)
     for token, count in seq.counts.items():

@@ -25,7 +25,7 @@ class Chunk:
 
     @property
     def size(self) -> int:
-        """How many tokens a step computes for it."""
+        """Number of tokens that a step computes for it."""
         return self.count + len(self.drafts)
 
     @property

@@ -26,7 +26,7 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of a sequence are chosen, and when it ends.
+    """Sampling parameters and stop conditions of a sequence.
 
     max_tokens       most tokens to generate; 0 computes the prompt alone
     min_tokens       tokens before an end token or a stop string may end it
@@ -157,7 +157,7 @@ class Sequence:
             self.counts[token] = self.counts.get(token, 0) + 1
 
     def keys(self, start: int, end: int) -> list[int]:
-        """What the prefix cache knows tokens by: the token, and where an image is, that image."""
+        """Keys of tokens in the prefix cache: the token, or the digest of the image at its place."""
         tokens = self.tokens[start:end]
         if not self.image_keys:
             return tokens
@@ -170,12 +170,12 @@ class Sequence:
 
     @property
     def generated(self) -> int:
-        """How many tokens were generated."""
+        """Number of generated tokens."""
         return len(self.tokens) - self.prompt_len
 
     @property
     def remaining(self) -> int:
-        """How many tokens are to be computed before the next one can be sampled."""
+        """Number of tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.computed
 
     @property

@@ -14,16 +14,16 @@ from queue import Empty, SimpleQueue
 import torch
 
 from ptqpipe.errors import PtqError, one_line
-from ptqpipe.serving.engine.engine import Engine, Piece, Request
+from ptqpipe.serving.engine.engine import Engine, Request, TokenOutput
 from ptqpipe.serving.engine.sequence import Finish
 
-Listener = Callable[[Piece], None]
+Listener = Callable[[TokenOutput], None]
 MOST_IMAGE_BYTES = 1 << 30  # of what processors made of the images of all requests under way
 BEAT_S = 2.0  # an idle engine lets its other ranks know that it lives
 
 
 class State(StrEnum):
-    """What a service does."""
+    """State of a service."""
 
     LOADING = "loading"
     READY = "ready"
@@ -154,7 +154,7 @@ class Service:
             pending, self._pending = dict(self._pending), {}
         for name, entry in pending.items():
             for index in range(entry.sequences):
-                entry.listener(Piece(name, index, finish=Finish.CANCELLED, error=self.error))
+                entry.listener(TokenOutput(name, index, finish=Finish.CANCELLED, error=self.error))
         self.ended.set()
 
     def join(self, timeout_s: float) -> bool:
@@ -162,7 +162,7 @@ class Service:
         return self.ended.wait(timeout_s)
 
     def sequences(self) -> int:
-        """How many sequences are under way or waiting."""
+        """Number of running and waiting sequences."""
         return sum(entry.sequences for entry in list(self._pending.values()))
 
     def load(self) -> Load:
@@ -228,7 +228,7 @@ class Service:
         for piece in self.engine.cancel(request):
             self._tell(replace(piece, error=error))
 
-    def _tell(self, piece: Piece) -> None:
+    def _tell(self, piece: TokenOutput) -> None:
         with self._lock:
             entry = self._pending.get(piece.request)
             if entry is None:

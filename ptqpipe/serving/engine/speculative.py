@@ -94,22 +94,22 @@ class Drafter:
         if not places:
             return
         ends = [end - 1 for end in torch.tensor([span.count for span in spans]).cumsum(0).tolist()]
-        states, found = self._run(torch.cat(rows), tokens, spans, ends)
-        drafts = [[token] for token in found]
+        states, next_tokens = self._run(torch.cat(rows), tokens, spans, ends)
+        drafts = [[token] for token in next_tokens]
         for depth in range(1, max(place.room for place in places)):
             going = [index for index, place in enumerate(places) if place.room > depth]
             spans = [places[index].span(1, depth, self._size) for index in going]
             tokens = [drafts[index][-1] for index in going]
-            some, found = self._run(states[going], tokens, spans, list(range(len(going))))
+            some, next_tokens = self._run(states[going], tokens, spans, list(range(len(going))))
             states[going] = some
-            for index, token in zip(going, found, strict=True):
+            for index, token in zip(going, next_tokens, strict=True):
                 drafts[index].append(token)
-        for place, found in zip(places, drafts, strict=True):
-            place.seq.drafts = tuple(found[: place.room])
+        for place, tokens_of_one in zip(places, drafts, strict=True):
+            place.seq.drafts = tuple(tokens_of_one[: place.room])
         self._put_back(chunks)
 
     def _room(self, seq: Sequence, blocks: BlockManager) -> int:
-        """How many drafts are of use: the token after them is the model's own. None while the prompt is computed."""
+        """Number of useful drafts: the token after them is the model's own. None during prefill."""
         left = min(seq.params.max_tokens - seq.generated, self._max_len - len(seq.tokens)) - 1
         room = max(0, min(self.most, left)) if seq.remaining == 1 else 0
         return room if room < 2 or blocks.grow(seq, len(seq.tokens) + room) else 1

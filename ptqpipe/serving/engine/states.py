@@ -51,7 +51,7 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class RecurrentState:
     """A module that keeps states.
 
     cache   the parameter that takes the cache; None for a module that keeps them in attributes
@@ -94,13 +94,13 @@ class Pieces:
     single: float = 0.0
 
     def compare(self, compute: Callable[[list[_Part]], Any], whole: _Part) -> None:
-        """Notes what a module makes of ``whole`` in pieces."""
+        """Records the error of computing ``whole`` in pieces."""
         expected = _tensor(compute([whole])).float()
         for name, cuts in (("several", (3, 4)), ("single", range(3, whole.last))):
             ends = [0, *cuts, whole.last]
             pieces = [_Part(a, b, whole.rows, a == 0) for a, b in itertools.pairwise(ends)]
-            found = (_tensor(compute(pieces)).float() - expected).square().mean(dim=-1).max().sqrt() / expected.std()
-            setattr(self, name, max(getattr(self, name), float(found.nan_to_num(nan=torch.inf))))
+            error = (_tensor(compute(pieces)).float() - expected).square().mean(dim=-1).max().sqrt() / expected.std()
+            setattr(self, name, max(getattr(self, name), float(error.nan_to_num(nan=torch.inf))))
 
 
 def _tensor(out: Any) -> torch.Tensor:
@@ -120,7 +120,7 @@ class States:
     kept       all states, [rows, ...] each
     """
 
-    def __init__(self, holders: Sequence[Holder], rows: int, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, holders: Sequence[RecurrentState], rows: int, *, device: torch.device | str = "cpu") -> None:
         self.held = len(holders)
         self.by_tokens = any(holder.cache is None for holder in holders)
         self.kept: list[torch.Tensor] = []
@@ -168,7 +168,7 @@ def _parts(batch: Batch, *, by_tokens: bool) -> list[_Part]:
     return parts
 
 
-def _forward(holder: Holder, own: Callable[..., Any], kept: list[torch.Tensor]) -> Callable[..., Any]:
+def _forward(holder: RecurrentState, own: Callable[..., Any], kept: list[torch.Tensor]) -> Callable[..., Any]:
     """A module's forward of the tokens of a step, [1, T, ...] in and out; outside of a step its own."""
     signature = inspect.signature(own)
 
@@ -177,14 +177,14 @@ def _forward(holder: Holder, own: Callable[..., Any], kept: list[torch.Tensor]) 
         if not parts:
             return own(*args, **options)
         bound = signature.bind(*args, **options)
-        given, total = dict(bound.arguments), parts[-1].last
+        arguments, total = dict(bound.arguments), parts[-1].last
 
         def compute(parts: Sequence[_Part]) -> Any:
-            found = []
+            outputs = []
             for part in parts:
-                bound.arguments = {name: _cut(value, part, total) for name, value in given.items()}
-                found.append(_call(holder, own, bound, kept, part))
-            return _join(found, [_shape(part) for part in parts])
+                bound.arguments = {name: _cut(value, part, total) for name, value in arguments.items()}
+                outputs.append(_call(holder, own, bound, kept, part))
+            return _join(outputs, [_shape(part) for part in parts])
 
         check = _CHECK.get()
         if check is not None:
@@ -195,7 +195,7 @@ def _forward(holder: Holder, own: Callable[..., Any], kept: list[torch.Tensor]) 
 
 
 def _shape(part: _Part) -> tuple[int, int]:
-    """Of a part as a batch: sequences, tokens of each."""
+    """(sequences, tokens of each) of a part."""
     return len(part.rows), (part.last - part.first) // len(part.rows)
 
 
@@ -212,18 +212,22 @@ def _cut(value: Any, part: _Part, total: int) -> Any:
     return value
 
 
-def _join(found: list[Any], shapes: list[tuple[int, int]]) -> Any:
+def _join(outputs: list[Any], shapes: list[tuple[int, int]]) -> Any:
     """The outputs of parts as one: their tensors [sequences, tokens, ...] in one row, [1, T, ...]."""
-    first = found[0]
+    first = outputs[0]
     if isinstance(first, (tuple, list)):
-        return type(first)(_join([one[at] for one in found], shapes) for at in range(len(first)))
+        return type(first)(_join([one[at] for one in outputs], shapes) for at in range(len(first)))
     if isinstance(first, torch.Tensor) and first.dim() > 1 and tuple(first.shape[:2]) == shapes[0]:
-        return torch.cat([one.reshape(1, -1, *one.shape[2:]) for one in found], dim=1)
+        return torch.cat([one.reshape(1, -1, *one.shape[2:]) for one in outputs], dim=1)
     return first
 
 
 def _call(
-    holder: Holder, own: Callable[..., Any], bound: inspect.BoundArguments, kept: list[torch.Tensor], part: _Part
+    holder: RecurrentState,
+    own: Callable[..., Any],
+    bound: inspect.BoundArguments,
+    kept: list[torch.Tensor],
+    part: _Part,
 ) -> Any:
     """One part through the module; its states are read before and written after."""
     start = part.rows[0]
@@ -298,8 +302,8 @@ class _Cache:
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """transformers'."""
-        known = self.layer.has_previous_state
-        return all(known.values()) if state_idx is None else bool(known[state_idx])
+        filled = self.layer.has_previous_state
+        return all(filled.values()) if state_idx is None else bool(filled[state_idx])
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """transformers'."""
@@ -332,9 +336,9 @@ class _Cache:
 
 
 @contextmanager
-def listening(model: Any) -> Iterator[list[Holder]]:
+def listening(model: Any) -> Iterator[list[RecurrentState]]:
     """Within it a forward of one token fills the list with the modules that keep states."""
-    holders: list[Holder] = []
+    holders: list[RecurrentState] = []
     count = int(getattr(model.config.get_text_config(), "number_of_conv_states", 1) or 1)
     replaced = []
     for module in list(model.modules()):
@@ -364,7 +368,7 @@ def _cache_of(module: Any) -> str | None:
     return next((name for name in (*_CACHES, "use_cache") if name in names), None)
 
 
-def _listener(module: Any, cache: str, count: int, holders: list[Holder]) -> Callable[..., Any]:
+def _listener(module: Any, cache: str, count: int, holders: list[RecurrentState]) -> Callable[..., Any]:
     """A module's forward that notes which states it leaves."""
     own = module.forward
     signature = inspect.signature(own)
@@ -372,13 +376,13 @@ def _listener(module: Any, cache: str, count: int, holders: list[Holder]) -> Cal
     def forward(*args: Any, **options: Any) -> Any:
         bound = signature.bind(*args, **options)
         heard: list[bool] = []
-        given = _Cache(count, lambda: heard.append(True))
+        probe_cache = _Cache(count, lambda: heard.append(True))
         before = [(part, name) for part in module.modules() for name, value in vars(part).items() if value is None]
-        bound.arguments[cache] = given if cache in _CACHES else True
+        bound.arguments[cache] = probe_cache if cache in _CACHES else True
         out = own(*bound.args, **bound.kwargs)
-        states = tuple(_kept(given.layer) if heard else _attributes(before))
+        states = tuple(_kept(probe_cache.layer) if heard else _attributes(before))
         if states and all(other.module is not module for other in holders):
-            holders.append(Holder(module, cache if heard else None, count, states))
+            holders.append(RecurrentState(module, cache if heard else None, count, states))
         return out
 
     return forward
@@ -389,8 +393,8 @@ def _kept(layer: Any) -> Iterator[_State]:
     for name in (_CONV, _RECURRENT):
         for key, state in getattr(layer, name).items():
             if state is not None:
-                known = layer.has_previous_state[key]
-                yield _State(_Place(name, key), tuple(state.shape[1:]), state.dtype, known)
+                filled = layer.has_previous_state[key]
+                yield _State(_Place(name, key), tuple(state.shape[1:]), state.dtype, filled)
 
 
 def _attributes(before: list[tuple[Any, str]]) -> Iterator[_State]:

@@ -55,9 +55,9 @@ class _Served:
     def name(self, asked: str | None) -> str:
         """The model's name. ApiError (404) for another one."""
         if asked is not None and asked not in self.options.names:
-            known = ", ".join(self.options.names)
+            names = ", ".join(self.options.names)
             raise ApiError(
-                404, f"the model {asked!r} is not served here; use {known}", param="model", code="model_not_found"
+                404, f"the model {asked!r} is not served here; use {names}", param="model", code="model_not_found"
             )
         return self.options.names[0] if asked is None else asked
 
@@ -121,16 +121,16 @@ def _add_completions(app: FastAPI, state: _Served) -> None:
         """One or several texts, or token ids; ``stream`` sends each piece as it is made."""
         name = state.name(body.model)
         check_completion(body, most=state.service.most)
-        made = await state.prompts.run(partial(Completion, body, state.prompts, name))
-        return await answer(http, made, stream=body.stream)
+        completion = await state.prompts.run(partial(Completion, body, state.prompts, name))
+        return await answer(http, completion, stream=body.stream)
 
     @app.post("/v1/chat/completions", tags=["generation"], summary="Answer a chat")
     async def chat(body: ChatBody, http: Request) -> Any:
         """Needs a model with a chat template; ``stream`` sends each piece as it is made."""
         name = state.name(body.model)
         check_chat(body)
-        made = await state.prompts.run(partial(Chat, body, state.prompts, name))
-        return await answer(http, made, stream=body.stream)
+        chat_answer = await state.prompts.run(partial(Chat, body, state.prompts, name))
+        return await answer(http, chat_answer, stream=body.stream)
 
     @app.get("/v1/models", tags=["model"], summary="The model that is served")
     async def models() -> dict[str, Any]:

@@ -113,12 +113,12 @@ class Connection(H11Protocol):
 
     def _make_room(self) -> None:
         latest = time.monotonic() - _LEAST_S
-        found = [
+        idle = [
             other
             for other in self.connections
             if isinstance(other, Connection) and other.arriving and not other.transport.is_closing()
         ]
-        oldest = min(found, key=lambda other: other.begun)
+        oldest = min(idle, key=lambda other: other.begun)
         if oldest.begun > latest:
             self.end(b"503 Service Unavailable\r\nretry-after: 1")
         else:

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from starlette.requests import Request as HttpRequest
 
-from ptqpipe.serving.engine import Piece, Request, TokenLogprob
+from ptqpipe.serving.engine import Request, TokenLogprob, TokenOutput
 from ptqpipe.serving.server.error_responses import ApiError
 from ptqpipe.serving.server.logprobs import for_chat, for_completion
 from ptqpipe.serving.server.prompts import Prompts
@@ -34,7 +34,7 @@ class AnswerChoice:
     finish: str | None = None
     named: int = 0  # characters of the names of the tokens whose log probabilities are out
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: TokenOutput) -> None:
         """Adds a piece."""
         self.text += piece.text
         self.tokens += piece.tokens
@@ -82,9 +82,9 @@ class Completion:
             part.take(piece)
             if part.text or part.tokens or part.finish:
                 part.named = choice.named
-                made = self._choice(place, part, echo=self.body.echo and first)
+                part_choice = self._choice(place, part, echo=self.body.echo and first)
                 choice.named = part.named
-                yield {**self._head(), "choices": [made], **usage}
+                yield {**self._head(), "choices": [part_choice], **usage}
         if self.body.usage_in_stream:
             yield {**self._head(), "choices": [], "usage": self._usage()}
 
@@ -146,11 +146,11 @@ class Chat:
         tokens, images = prompts.chat(
             body.messages, generate=body.add_generation_prompt, extra=dict(body.chat_template_kwargs or {})
         )
-        asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        if asked is None:
-            asked = max(1, prompts.context - len(tokens))
+        max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, prompts.context - len(tokens))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = body.params(max_tokens=asked, logprobs=logprobs, prompt_logprobs=None)
+        params = body.params(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=None)
         self.requests = [Request(self.id, tokens, params, body.n, images)]
         self.choices = [AnswerChoice(tokens, "") for _ in range(body.n)]
 
@@ -197,8 +197,8 @@ class Chat:
 def check_chat(body: ChatBody) -> None:
     """ApiError for what cannot be asked together."""
     body.check()
-    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    if asked is not None and asked < 1:
-        raise ApiError(400, f"max_tokens is {asked}, expected 1 or more", param="max_tokens")
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if max_tokens is not None and max_tokens < 1:
+        raise ApiError(400, f"max_tokens is {max_tokens}, expected 1 or more", param="max_tokens")
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")

@@ -38,7 +38,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """What the client reads."""
+        """The JSON body of the response."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -87,15 +87,15 @@ def _misdirected(app: FastAPI, request: Request, error: Exception) -> ApiError |
     Such a body is refused because browsers send one to any server without asking it first, whatever page they show.
     """
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
-        asked = f"{request.method} {request.url.path}"
+        call = f"{request.method} {request.url.path}"
         return ApiError(
-            error.status_code, f"there is no {asked} here; there are {', '.join(_routes(app))}", headers=error.headers
+            error.status_code, f"there is no {call} here; there are {', '.join(_routes(app))}", headers=error.headers
         )
     if not isinstance(error, RequestValidationError) or not isinstance(error.body, bytes):
         return None
-    found = request.headers.get("content-type")
-    told = "no content-type" if found is None else f"the content-type {found!r}"
-    return ApiError(415, f"the body has {told}; add the header content-type: application/json")
+    content_type = request.headers.get("content-type")
+    problem = "no content-type" if content_type is None else f"the content-type {content_type!r}"
+    return ApiError(415, f"the body has {problem}; add the header content-type: application/json")
 
 
 def _routes(app: FastAPI) -> list[str]:

@@ -57,8 +57,8 @@ class Guards:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"")
-        name = given if _ID.fullmatch(given) else uuid4().hex.encode()
+        request_id = headers.get(b"x-request-id", b"")
+        name = request_id if _ID.fullmatch(request_id) else uuid4().hex.encode()
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -95,8 +95,8 @@ class Guards:
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self._key is not None and path.startswith(_GUARDED):
-            found = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(found, self._key):
+            key = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(key, self._key):
                 raise ApiError(
                     401,
                     "the API key is missing or wrong; send it as Authorization: Bearer KEY",

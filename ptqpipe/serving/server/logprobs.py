@@ -10,20 +10,20 @@ _LEAST = -9999.0
 
 
 class TokenNames:
-    """What single tokens are called: their text inside of a text, and where that is not whole, their number."""
+    """Names of single tokens: their text, or their number where that is an incomplete character."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
 
     def __getitem__(self, token: int) -> str:
-        found = self._known.get(token)
-        if found is None:
+        name = self._known.get(token)
+        if name is None:
             # Behind itself: in front of a text some tokenizers leave a word's space out.
             once, twice = self._decode([token]), self._decode([token, token])
-            found = f"token_id:{token}" if "\ufffd" in twice else twice[len(once) :]
-            self._known[token] = found
-        return found
+            name = f"token_id:{token}" if "\ufffd" in twice else twice[len(once) :]
+            self._known[token] = name
+        return name
 
     def bytes_of(self, token: int) -> list[int]:
         """The bytes that a token stands for, also where they are no whole character."""

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ptqpipe.serving.engine import Counters, Finish, Piece, Service, State
+from ptqpipe.serving.engine import Counters, Finish, Service, State, TokenOutput
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 80.0)
 _LONG = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
@@ -97,7 +97,7 @@ class Metrics:
 
 
 @dataclass(slots=True)
-class Watch:
+class RequestTimer:
     """Times of one sequence, from its arrival; all in seconds of the monotonic clock.
 
     prompt  tokens of its prompt
@@ -111,7 +111,7 @@ class Watch:
     last: float = 0.0
     tokens: int = 0
 
-    def see(self, piece: Piece) -> None:
+    def see(self, piece: TokenOutput) -> None:
         """Counts a piece."""
         now = time.monotonic()
         if self.begun is None:
@@ -196,7 +196,7 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("ptqpipe_engine_steps", "Passes through the model.", value=counters.steps)
 
     def _drafts(self, counters: Counters) -> Iterator[Metric]:
-        """What speculation drafted, by vLLM's names."""
+        """Counters of speculative decoding, by vLLM's names."""
         accepted = counters.accepted_tokens
         for name, text, value in (
             ("num_drafts", "Steps of a request that had drafts of its next tokens.", counters.drafts),

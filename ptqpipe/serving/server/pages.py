@@ -37,22 +37,22 @@ def add_pages(app: FastAPI) -> None:
     async def root() -> HTMLResponse:
         return page
 
-    found = find_spec(_SWAGGER)
-    if found is not None and found.origin is not None:
-        app.mount(_FILES, StaticFiles(directory=Path(found.origin).parent / "static"))
+    package = find_spec(_SWAGGER)
+    if package is not None and package.origin is not None:
+        app.mount(_FILES, StaticFiles(directory=Path(package.origin).parent / "static"))
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
-        if found is None:
+        if package is None:
             raise ApiError(501, "/docs needs fastapi-offline; pip install 'ptqpipe[serve]'. /openapi.json has the same")
-        made = get_swagger_ui_html(
+        page = get_swagger_ui_html(
             openapi_url="openapi.json",
             title=escape(app.title),
             swagger_js_url=f"{_FILES[1:]}/swagger-ui-bundle.js",
             swagger_css_url=f"{_FILES[1:]}/swagger-ui.css",
             swagger_favicon_url=_ICON,
         )
-        return _secured(bytes(made.body).decode().replace("</head>", f"<script>{_DARK}</script></head>"))
+        return _secured(bytes(page.body).decode().replace("</head>", f"<script>{_DARK}</script></head>"))
 
 
 def chat_page() -> str:
@@ -69,7 +69,7 @@ def _secured(html: str) -> HTMLResponse:
         base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         for script in re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
     ]
-    scripts = " ".join(f"'sha256-{found}'" for found in hashes)
+    scripts = " ".join(f"'sha256-{digest}'" for digest in hashes)
     policy = (
         f"default-src 'none'; script-src 'self' {scripts}; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

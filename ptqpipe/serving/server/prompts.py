@@ -120,7 +120,7 @@ class Prompts:
             raise ApiError(400, "messages is empty; expected one at least", param="messages")
         try:
             split = [split_content(message.content, f"messages[{at}]") for at, message in enumerate(messages)]
-            places = [place for _, found in split for place in found]
+            places = [place for _, images_of_one in split for place in images_of_one]
             if not places:
                 text = self._render(messages, [message.text() for message in messages], generate=generate, extra=extra)
                 return self._tokens(text, "messages", special=False), None

@@ -13,9 +13,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ptqpipe.serving.engine import Finish, Piece, Request, Service
+from ptqpipe.serving.engine import Finish, Request, Service, TokenOutput
 from ptqpipe.serving.server.error_responses import ApiError, api_error
-from ptqpipe.serving.server.metrics import Metrics, Watch
+from ptqpipe.serving.server.metrics import Metrics, RequestTimer
 
 PING_S = 15.0  # a silent stream says that it lives, so that proxies keep it
 
@@ -34,8 +34,8 @@ class Call:
             self._first[request.id] = self._open
             self._open += request.n
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Piece] = asyncio.Queue()
-        self._watch = [Watch(metrics, len(request.prompt)) for request in requests for _ in range(request.n)]
+        self._queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
+        self._watch = [RequestTimer(metrics, len(request.prompt)) for request in requests for _ in range(request.n)]
 
     def submit(self) -> None:
         """Queues all, or none: raises what `Service.submit` raises."""
@@ -52,7 +52,7 @@ class Call:
         for request in self._requests:
             self._service.cancel(request.id)
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self) -> AsyncIterator[tuple[int, TokenOutput]]:
         """All pieces until every sequence has ended. ApiError where one ended by an error."""
         while self._open:
             piece = await self._queue.get()
@@ -65,21 +65,21 @@ class Call:
                 raise ApiError(503 if piece.finish is Finish.CANCELLED else 500, piece.error)
             yield place, piece
 
-    def _receive(self, piece: Piece) -> None:
+    def _receive(self, piece: TokenOutput) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
 
 
-async def until_gone(receive: Receive, call: Call) -> None:
+async def cancel_on_disconnect(receive: Receive, call: Call) -> None:
     """Waits until the client has left, and cancels the call."""
     while (await receive())["type"] != "http.disconnect":
         pass
     call.cancel()
 
 
-async def collected(http: HttpRequest, call: Call, take: Callable[[int, Piece], None]) -> None:
+async def collected(http: HttpRequest, call: Call, take: Callable[[int, TokenOutput], None]) -> None:
     """Gives all pieces to ``take``; cancels when the client leaves."""
-    watcher = asyncio.create_task(until_gone(http.receive, call))
+    watcher = asyncio.create_task(cancel_on_disconnect(http.receive, call))
     try:
         async for place, piece in call.pieces():
             take(place, piece)
@@ -102,7 +102,7 @@ class EventStream(Response):
         """Sends the events; cancels when the client leaves."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        watcher = asyncio.create_task(until_gone(receive, self._call))
+        watcher = asyncio.create_task(cancel_on_disconnect(receive, self._call))
         try:
             async for line in self._lines():
                 await send({"type": "http.response.body", "body": line, "more_body": True})

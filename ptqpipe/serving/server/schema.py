@@ -40,7 +40,7 @@ class StreamOptions(BaseModel):
 
 
 class Sampling(BaseModel):
-    """What both kinds of completion share."""
+    """Sampling fields of both kinds of completion."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), use_attribute_docstrings=True)
 
@@ -115,8 +115,8 @@ class Sampling(BaseModel):
             "repetition_penalty": self.repetition_penalty not in (None, 1.0),
             "min_p": self.min_p not in (None, 0.0),
         }
-        for name, asked in undone.items():
-            if asked:
+        for name, value in undone.items():
+            if value:
                 raise ApiError(400, f"{name} is not supported by this server; leave it out", param=name)
         if not 1 <= self.n <= MOST_CHOICES:
             raise ApiError(400, f"n is {self.n}, expected 1 to {MOST_CHOICES}", param="n")

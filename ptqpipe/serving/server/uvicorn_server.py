@@ -50,10 +50,10 @@ def bind(host: str, port: int) -> socket.socket:
         raise UsageError(f"--port is {port}, expected 0 to 65535")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
-        found.listen(limits()[1])
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(limits()[1])
     except OSError as error:
         reason = error.strerror or str(error)
         if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
@@ -63,8 +63,8 @@ def bind(host: str, port: int) -> socket.socket:
         else:
             remedy = "close other files and sockets of this user, or raise the limit (ulimit -n)"
         raise UsageError(f"cannot listen on {host}:{port}: {reason}; {remedy}") from None
-    found.set_inheritable(False)
-    return found
+    listener.set_inheritable(False)
+    return listener
 
 
 def run(
@@ -165,12 +165,12 @@ class _Running:
             loop.add_signal_handler(number, self._on_signal, number)
         ended = asyncio.create_task(asyncio.to_thread(service.ended.wait))
         announce = asyncio.create_task(self._announce())
-        asked = asyncio.create_task(self._asked.wait())
-        await asyncio.wait({serving, ended, asked}, return_when=asyncio.FIRST_COMPLETED)
+        stop = asyncio.create_task(self._asked.wait())
+        await asyncio.wait({serving, ended, stop}, return_when=asyncio.FIRST_COMPLETED)
         if not service.ended.is_set():
             await self._drain(ended)
         announce.cancel()
-        asked.cancel()
+        stop.cancel()
         if not service.ended.is_set():
             service.fail("the engine did not end in time")
         await asyncio.sleep(_FLUSH_S)

@@ -42,12 +42,12 @@ def _version_is_tested(settings: PluginSettings) -> bool:
     """Whether the hooks were run on this version of vLLM, or the user wants them anyway."""
     import vllm
 
-    found = tuple(vllm.__version_tuple__[:2])
-    if TESTED_FROM <= found < TESTED_BELOW:
+    version = tuple(vllm.__version_tuple__[:2])
+    if TESTED_FROM <= version < TESTED_BELOW:
         return True
     span = f"vLLM {TESTED_FROM[0]}.{TESTED_FROM[1]} up to below {TESTED_BELOW[0]}.{TESTED_BELOW[1]}"
     if settings.untested:
-        log.warning("ptqpipe: tested with %s, this is %s; installed because PTQPIPE_VLLM_UNTESTED=1", span, found)
+        log.warning("ptqpipe: tested with %s, this is %s; installed because PTQPIPE_VLLM_UNTESTED=1", span, version)
         return True
     log.error(
         "ptqpipe: tested with %s, this is %s: the plugin is OFF (no kernels, no quantized all-reduce); "

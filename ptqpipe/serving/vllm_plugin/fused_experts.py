@@ -148,7 +148,7 @@ def _note_weight_only() -> None:
 
 
 class _Packed:
-    """What our methods have instead of vLLM's: packing after loading, and the forward."""
+    """Replaces vLLM's methods: packing after loading, and the forward."""
 
     ptqpipe_activation: Activation
     is_monolithic = False
@@ -200,12 +200,12 @@ def _read(layer: Any, stack: str) -> Stored:
     """
 
     def find(name: str) -> torch.Tensor | None:
-        found = getattr(layer, f"{stack}_{name}", None)
-        return None if found is None else found.data
+        parameter = getattr(layer, f"{stack}_{name}", None)
+        return None if parameter is None else parameter.data
 
     def by_shard(name: str) -> torch.Tensor | None:
-        found = find(name)
-        return None if found is None else found.float().reshape(found.shape[0], -1)
+        parameter = find(name)
+        return None if parameter is None else parameter.float().reshape(parameter.shape[0], -1)
 
     packed = find("weight_packed")
     data, scales = packed if packed is not None else find("weight"), find("weight_scale")

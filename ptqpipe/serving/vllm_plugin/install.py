@@ -61,7 +61,7 @@ def _mark_compiled_graphs(settings: PluginSettings) -> None:
     def compute_hash(self: Any, *args: Any, **kwargs: Any) -> str:
         import hashlib
 
-        found = f"{original(self, *args, **kwargs)} {settings.fingerprint()}"
-        return hashlib.sha256(found.encode()).hexdigest()[:10]
+        text = f"{original(self, *args, **kwargs)} {settings.fingerprint()}"
+        return hashlib.sha256(text.encode()).hexdigest()[:10]
 
     VllmConfig.compute_hash = compute_hash

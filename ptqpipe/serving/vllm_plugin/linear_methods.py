@@ -88,7 +88,7 @@ def _supported() -> Verdict:
 
 
 class _OnCpu:
-    """What the kernels share: they run on a CPU and hand their layers to the operator."""
+    """Shared by the kernels: they run on a CPU and hand their layers to the operator."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Verdict:
@@ -225,11 +225,11 @@ class PackedFp8Block(Fp8BlockScaledMMLinearKernel):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Packs the layer."""
-        found = self._get_layer_params(layer)
-        rows, cols = found.weight.shape
-        fmt, scales = layer_op.float_scales(FORMATS["fp8_block"], found.block_scale.data.contiguous())
-        q = QTensor(fmt, (rows, cols), _codes(found.weight), scales)
-        layer_op.keep(layer, q, InputQuantizer(Activation.FP8_GROUP), drop=(found.block_scale_attr,))
+        params = self._get_layer_params(layer)
+        rows, cols = params.weight.shape
+        fmt, scales = layer_op.float_scales(FORMATS["fp8_block"], params.block_scale.data.contiguous())
+        q = QTensor(fmt, (rows, cols), _codes(params.weight), scales)
+        layer_op.keep(layer, q, InputQuantizer(Activation.FP8_GROUP), drop=(params.block_scale_attr,))
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
         """``x [..., K]`` to ``[..., N]``."""

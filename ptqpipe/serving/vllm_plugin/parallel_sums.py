@@ -196,7 +196,7 @@ def _announce(group: Any, built: "QuantAllReduce", settings: PluginSettings) -> 
         settings.codec,
         settings.block,
         "never pays here and stays off" if built.min_bytes >= NEVER else f"from {built.min_bytes} bytes on",
-        ", ".join(way for _, way in built.thresholds.plain) or "own",
+        ", ".join(method for _, method in built.thresholds.plain) or "own",
     )
 
 
@@ -213,9 +213,9 @@ def _check(quantized: "QuantAllReduce", reducer: Reducer, settings: PluginSettin
     generator = torch.Generator().manual_seed(1000 + group.rank_in_group)
     x = torch.randn(CHECK_SHAPE, generator=generator).to(torch.bfloat16).to(group.device)
     wanted = reducer.plain(x).float()
-    found = quantized.quantized(x).float()
-    error = float((found - wanted).norm() / wanted.norm())
-    extremes = torch.tensor([found.double().sum().item()] * 2, dtype=torch.float64) * torch.tensor([1.0, -1.0])
+    actual = quantized.quantized(x).float()
+    error = float((actual - wanted).norm() / wanted.norm())
+    extremes = torch.tensor([actual.double().sum().item()] * 2, dtype=torch.float64) * torch.tensor([1.0, -1.0])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group.cpu_group)
     if not error <= TOLERANCE.get(settings.codec or "", COARSE):
         return f"its sums are off by {error:.3g} of the plain ones"

@@ -20,7 +20,7 @@ from ptqpipe.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class PluginSettings:
-    """What the user asked for. ``codec`` is None when all-reduces stay plain."""
+    """The user's settings. ``codec`` is None when all-reduces stay plain."""
 
     codec: str | None = None
     block: int = 64
@@ -31,19 +31,19 @@ class PluginSettings:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "PluginSettings":
         """Reads ``os.environ`` or ``environment``. UsageError names the variable that cannot be read."""
-        found = os.environ if environment is None else environment
-        codec = found.get("PTQPIPE_ALLREDUCE", "off").strip().lower()
-        low = found.get("PTQPIPE_ALLREDUCE_MIN_BYTES", "auto").strip().lower()
+        variables = os.environ if environment is None else environment
+        codec = variables.get("PTQPIPE_ALLREDUCE", "off").strip().lower()
+        low = variables.get("PTQPIPE_ALLREDUCE_MIN_BYTES", "auto").strip().lower()
         return cls(
             codec=None if codec in ("", "off", "0", "none") else codec,
-            block=_number("PTQPIPE_ALLREDUCE_BLOCK", found.get("PTQPIPE_ALLREDUCE_BLOCK", "64"), low=1),
+            block=_number("PTQPIPE_ALLREDUCE_BLOCK", variables.get("PTQPIPE_ALLREDUCE_BLOCK", "64"), low=1),
             min_bytes="auto" if low == "auto" else _number("PTQPIPE_ALLREDUCE_MIN_BYTES", low, low=0),
-            kernels=_flag("PTQPIPE_VLLM_KERNELS", found.get("PTQPIPE_VLLM_KERNELS", "on")),
-            untested=_flag("PTQPIPE_VLLM_UNTESTED", found.get("PTQPIPE_VLLM_UNTESTED", "off")),
+            kernels=_flag("PTQPIPE_VLLM_KERNELS", variables.get("PTQPIPE_VLLM_KERNELS", "on")),
+            untested=_flag("PTQPIPE_VLLM_UNTESTED", variables.get("PTQPIPE_VLLM_UNTESTED", "off")),
         )
 
     def fingerprint(self) -> str:
-        """What changes the graph that vLLM compiles, for the key of its cache."""
+        """The settings that change vLLM's compiled graph, for its cache key."""
         return f"ptqpipe kernels={self.kernels} allreduce={self.codec is not None}"
 
 
@@ -60,8 +60,8 @@ def _number(name: str, text: str, *, low: int) -> int:
 
 def _flag(name: str, text: str) -> bool:
     """A flag: on or off, 1 or 0, true or false, yes or no."""
-    known = {"on": True, "1": True, "true": True, "yes": True, "off": False, "0": False, "false": False, "no": False}
-    value = known.get(text.strip().lower())
+    flags = {"on": True, "1": True, "true": True, "yes": True, "off": False, "0": False, "false": False, "no": False}
+    value = flags.get(text.strip().lower())
     if value is None:
         raise UsageError(f"{name}={text!r} is neither on nor off")
     return value

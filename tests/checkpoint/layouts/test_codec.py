@@ -12,7 +12,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from ptqpipe.checkpoint.layouts import (
     ConfigRequest,
     Part,
-    Role,
+    PartKind,
     StoredWeight,
     Target,
     decode,
@@ -183,7 +183,7 @@ def test_scales_that_a_dtype_cannot_hold_are_refused() -> None:
     w = weight()
     q = absmax(w, fmt)
     odd = replace(q, scales=torch.full_like(q.scales, 1.0 + 2.0**-20))
-    part = Part("x.weight_scale", "BF16", (256, 1), Role.SCALES)
+    part = Part("x.weight_scale", "BF16", (256, 1), PartKind.SCALES)
     with pytest.raises(NumericsError, match=r"x\.weight_scale: some torch.float32 scales are not BF16"):
         encode_part(part, odd)
 

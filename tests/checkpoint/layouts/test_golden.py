@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from ptqpipe.checkpoint.layouts import (
     ConfigRequest,
-    Role,
+    PartKind,
     Target,
     decode,
     decode_input_global,
@@ -140,7 +140,7 @@ def test_what_is_read_is_spelled_back_to_the_same_bytes(shared_dir: Path, name: 
     for found in checkpoint.stored(CONTAINERS[name]).values():
         q = decode(found, checkpoint.load)
         for part in found.parts:
-            if part.role in (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR):
+            if part.role in (PartKind.INPUT_GLOBAL, PartKind.INPUT_GLOBAL_DIVISOR):
                 continue
             stored = checkpoint.tensors[part.name]
             again = encode_part(part, q)

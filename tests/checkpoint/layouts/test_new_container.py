@@ -26,11 +26,11 @@ MODULE = '''
 from ptqpipe.checkpoint.layouts._config import check_parts, matrix_shape, quantization_config
 from ptqpipe.checkpoint.layouts._config import refuse, without_quantization
 from ptqpipe.checkpoint.layouts._lists import Lists
-from ptqpipe.checkpoint.layouts._types import Part, Role, StoredWeight
-from ptqpipe.numerics.schemes import Abilities, KvCache, get_scheme
+from ptqpipe.checkpoint.layouts._types import Part, PartKind, StoredWeight
+from ptqpipe.numerics.schemes import Capabilities, KvCache, get_scheme
 
 QUANT_METHOD = "drawer"
-ABILITIES = Abilities(kv_cache=KvCache(r"\\1.cache_\\2_scale", (), written=True, per_head=False))
+CAPABILITIES = Capabilities(kv_cache=KvCache(r"\\1.cache_\\2_scale", (), written=True, per_head=False))
 _SCHEME = get_scheme("nvfp4")
 
 
@@ -42,9 +42,9 @@ def parts(weight, shape, scheme, *, experts=None, transposed=False):
     refuse(weight, container="drawer", scheme_reason=supports(scheme), experts=experts, transposed=transposed)
     module, (n, k) = weight.removesuffix(".weight"), shape
     return (
-        Part(f"{module}.top", "F8_E4M3", scheme.fmt.scale_shape(shape), Role.SCALES),
-        Part(f"{module}.one", "F32", (), Role.GLOBAL_DIVISOR),
-        Part(f"{module}.inside", "U8", (n, k // 2), Role.DATA),
+        Part(f"{module}.top", "F8_E4M3", scheme.fmt.scale_shape(shape), PartKind.SCALES),
+        Part(f"{module}.one", "F32", (), PartKind.GLOBAL_DIVISOR),
+        Part(f"{module}.inside", "U8", (n, k // 2), PartKind.DATA),
     )
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptqpipe.checkpoint.layouts import ConfigRequest, Role, container_names, get_container
+from ptqpipe.checkpoint.layouts import ConfigRequest, PartKind, container_names, get_container
 from ptqpipe.errors import FormatError, UsageError
 from ptqpipe.numerics.formats import CODECS, FORMATS
 from ptqpipe.numerics.schemes import SCHEMES, Activation, Scheme, get_scheme
@@ -173,8 +173,8 @@ def test_gpt_oss_stacks_are_blocks_and_scales() -> None:
     stack = "model.layers.0.mlp.experts.gate_up_proj"
     parts = get_container("gptoss_mxfp4").parts(stack, (256, 64), get_scheme("mxfp4a16"), experts=4, transposed=True)
     assert [(p.name, p.dtype, p.shape, p.role, p.stacked) for p in parts] == [
-        (f"{stack}_blocks", "U8", (4, 256, 2, 16), Role.DATA, True),
-        (f"{stack}_scales", "U8", (4, 256, 2), Role.SCALES, True),
+        (f"{stack}_blocks", "U8", (4, 256, 2, 16), PartKind.DATA, True),
+        (f"{stack}_scales", "U8", (4, 256, 2), PartKind.SCALES, True),
     ]
 
 

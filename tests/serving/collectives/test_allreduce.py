@@ -183,7 +183,9 @@ def choices(rank: int, world: int) -> dict[str, Any]:
     results = reduce(small), reduce(large), reduce(whole)
     plain = reduce.plain(large)
     reduce.thresholds = Thresholds(NEVER, ((4096, "one_shot"), (NEVER, "two_shot")))
-    ways = [reduce.way(n, dtype) for n, dtype in ((2047, torch.bfloat16), (2048, torch.bfloat16), (1, torch.int64))]
+    ways = [
+        reduce.method_for(n, dtype) for n, dtype in ((2047, torch.bfloat16), (2048, torch.bfloat16), (1, torch.int64))
+    ]
     two_shot = reduce(large)
     other = QuantAllReduce(min_bytes=NEVER, transport="collectives").plain_two_shot(large.clone())
     wanted = sum(partial(2048, r, torch.bfloat16).float() for r in range(world))
@@ -226,7 +228,7 @@ def plain_sums(rank: int, world: int) -> list[bool]:
             total = total + other.float()
         for reduce in reduces:
             x = xs[rank].clone()
-            way = reduce.way(elements, dtype)
+            way = reduce.method_for(elements, dtype)
             if way == "own":
                 continue
             answers = [reduce(x), reduce.start(x).wait(), reduce.plain(x), reduce.plain_one_shot(x.clone())]
@@ -247,7 +249,7 @@ def test_plain_schedules_add_in_float32_in_the_order_of_the_ranks_and_round_once
 def ways(rank: int, world: int) -> list[tuple[bool, str]]:
     draw, reduce = random.Random(7), QuantAllReduce(min_bytes="auto")
     sizes = [(draw.randint(0, 1 << draw.randint(1, 40)), draw.choice((*DTYPES, torch.int64))) for _ in range(500)]
-    return [(reduce.should_use(*size), reduce.way(*size)) for size in sizes]
+    return [(reduce.should_use(*size), reduce.method_for(*size)) for size in sizes]
 
 
 @pytest.mark.slow

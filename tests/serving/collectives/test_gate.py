@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ptqpipe.serving.collectives import NEVER, Thresholds, gate
-from ptqpipe.serving.collectives.gate import SIZES, PlainWay, Sum, Times, Way, decide, table
+from ptqpipe.serving.collectives.gate import SIZES, PlainMethod, Sum, SumMethod, Times, decide, table
 from tests.serving.collectives.ranks import on_ranks
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -27,8 +27,8 @@ def late(draw: random.Random, ms: float) -> float:
     return ms * draw.uniform(0.9, 1.3) + (draw.uniform(2, 5) if draw.random() < 0.35 else 0)
 
 
-def by_size(found: Thresholds) -> list[PlainWay]:
-    return [found.plain_way(nbytes) for nbytes in SIZES]
+def by_size(found: Thresholds) -> list[PlainMethod]:
+    return [found.plain_method(nbytes) for nbytes in SIZES]
 
 
 def test_each_size_takes_its_fastest_plain_sum_whatever_larger_ones_take() -> None:
@@ -44,8 +44,8 @@ def test_each_size_takes_its_fastest_plain_sum_whatever_larger_ones_take() -> No
     answer = decide(found)
     assert by_size(answer) == wanted
     assert answer.quantized == NEVER
-    assert answer.plain_way(1) == "one_shot"
-    assert answer.plain_way(1 << 40) == "own", "what is larger goes by the largest"
+    assert answer.plain_method(1) == "one_shot"
+    assert answer.plain_method(1 << 40) == "own", "what is larger goes by the largest"
 
 
 def test_ways_that_are_as_good_as_the_group_s_own_are_not_taken() -> None:
@@ -108,27 +108,27 @@ def test_ratios_are_of_the_same_round() -> None:
     """Every second round is ten times as slow, for all; in each the one-shot wins by a tenth."""
     own = [1.0, 10.0] * 8
     found: dict[int, Times] = {MIB: {"own": own, "one_shot": [t / 1.1 for t in own], "two_shot": own[::-1]}}
-    assert decide(found).plain_way(MIB) == "one_shot"
+    assert decide(found).plain_method(MIB) == "one_shot"
 
 
 def test_every_size_goes_by_the_nearest_measured_one() -> None:
     draw = random.Random(0)
     for _ in range(300):
         sizes = sorted(draw.sample([1 << power for power in range(6, 30)], draw.randint(1, 8)))
-        best: dict[int, PlainWay] = {nbytes: draw.choice(gate.PLAIN) for nbytes in sizes}
+        best: dict[int, PlainMethod] = {nbytes: draw.choice(gate.PLAIN) for nbytes in sizes}
         thresholds = Thresholds(NEVER, table(best))
         assert len(thresholds.plain) <= len(sizes)
         for nbytes in [draw.randint(1, 1 << 31) for _ in range(20)] + [draw.choice(sizes) + draw.randint(-1, 1)]:
             distance = {size: max(size / nbytes, nbytes / size) for size in sizes}
             near = [size for size in sizes if distance[size] <= min(distance.values()) * (1 + 1e-12)]
-            assert thresholds.plain_way(nbytes) in {best[size] for size in near}
+            assert thresholds.plain_method(nbytes) in {best[size] for size in near}
 
 
 def test_without_a_measurement_plain_sums_are_the_group_s_own() -> None:
-    assert {Thresholds(0).plain_way(1 << power) for power in range(40)} == {"own"}
+    assert {Thresholds(0).plain_method(1 << power) for power in range(40)} == {"own"}
 
 
-FAKE_MS: dict[Way, list[float]] = {  # by rank: rank 0's clock and the others' disagree about everything
+FAKE_MS: dict[SumMethod, list[float]] = {  # by rank: rank 0's clock and the others' disagree about everything
     "own": [3.0, 1.0, 1.0],
     "one_shot": [2.0, 2.0, 2.0],
     "two_shot": [2.5, 3.0, 0.5],
@@ -139,11 +139,11 @@ FAKE_MS: dict[Way, list[float]] = {  # by rank: rank 0's clock and the others' d
 def measured(rank: int, world: int) -> dict[str, Any]:
     import torch.distributed as dist
 
-    calls: list[tuple[int, Way]] = []
+    calls: list[tuple[int, SumMethod]] = []
     kept = gate._seconds
 
-    def sums(nbytes: int) -> Mapping[Way, Sum]:
-        def count(way: Way) -> Sum:
+    def sums(nbytes: int) -> Mapping[SumMethod, Sum]:
+        def count(way: SumMethod) -> Sum:
             return lambda x: calls.append((x.nbytes, way))
 
         return {way: count(way) for way in FAKE_MS if way != "one_shot" or nbytes < MIB}

@@ -10,7 +10,7 @@ import torch
 from ptqpipe.numerics.kernels import cpu_library, cpu_linear
 from ptqpipe.runtime import load_model
 from ptqpipe.serving.engine.batch import Batch, Span
-from ptqpipe.serving.engine.engine import Engine, EngineOptions, Piece, Request
+from ptqpipe.serving.engine.engine import Engine, EngineOptions, Request, TokenOutput
 from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 from ptqpipe.serving.engine.sequence import SamplingParams
 
@@ -128,7 +128,7 @@ def ask(prompt: Sequence[int], count: int = 24, *, name: str = "a", n: int = 1, 
     return Request(name, tuple(prompt), SamplingParams(**{"max_tokens": count, "temperature": 0.0, **params}), n)
 
 
-def run_all(engine: Engine) -> list[Piece]:
+def run_all(engine: Engine) -> list[TokenOutput]:
     """All pieces until nothing is left to do."""
     pieces = []
     while engine.busy:
@@ -136,12 +136,12 @@ def run_all(engine: Engine) -> list[Piece]:
     return pieces
 
 
-def text_of(pieces: Sequence[Piece], name: str = "a", index: int = 0) -> str:
+def text_of(pieces: Sequence[TokenOutput], name: str = "a", index: int = 0) -> str:
     """The text of one sequence."""
     return "".join(piece.text for piece in pieces if (piece.request, piece.index) == (name, index))
 
 
-def tokens_of(pieces: Sequence[Piece], name: str = "a", index: int = 0) -> list[int]:
+def tokens_of(pieces: Sequence[TokenOutput], name: str = "a", index: int = 0) -> list[int]:
     """The tokens of one sequence."""
     return [token for piece in pieces if (piece.request, piece.index) == (name, index) for token in piece.tokens]
 

@@ -186,7 +186,7 @@ def test_whole_steps_have_the_bits_of_the_models_forward(
     kind: str, packed: bool, isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoint(kind, tmp_path) if packed else save_source(kind, tmp_path)
-    monkeypatch.setattr(runners, "whole_step", lambda *args: None)
+    monkeypatch.setattr(runners, "decode_step", lambda *args: None)
     plain = runner(path)
     monkeypatch.undo()
     run = runner(path)

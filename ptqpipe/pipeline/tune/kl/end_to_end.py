@@ -20,7 +20,7 @@ from ptqpipe.calibration.activations import InMemory, OnDisk
 from ptqpipe.calibration.data import HELD_SHARE, Samples
 from ptqpipe.calibration.runner import BATCH_TOKENS, Runner
 from ptqpipe.check.evaluate.tokenized_text import SAMPLE, read_text
-from ptqpipe.checkpoint import BlockFolder, CheckpointReader, is_sealed, output_errors, write_tensors
+from ptqpipe.checkpoint import CheckpointReader, LayerFolder, is_sealed, output_errors, write_tensors
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.errors import UsageError
 from ptqpipe.pipeline.tune import codes as codes_of
@@ -82,16 +82,16 @@ def _need(prepared: Conversion, train: Sequence[str]) -> int:
 
 
 def improve(
-    prepared: Conversion, samples: Samples, folder: BlockFolder, options: TuneOptions, machine: Machine
+    prepared: Conversion, samples: Samples, folder: LayerFolder, options: TuneOptions, machine: Machine
 ) -> None:
     """Learns codes from those that GPTQ has found, and commits every decoder layer with them."""
     partial, layers = folder.paths.partial, list(codes_of.layers_of(folder))
     weights = {key: of for name in layers for key, of in folder.done[name]["weights"].items()}
     with Rounding.of_files(folder.files, {"weights": weights}) as stored:
         if codes_of.ENDED not in folder.done or not is_sealed(partial / _FOUND / _FILE):
-            found, floats, kept = _learn(prepared, samples, stored, partial, options, machine)
-            _save(partial / _FOUND, {**found.codes, **({} if floats is None else floats.floats)})
-            told = _told(found) | {"moved": found.moved}
+            learned, floats, kept = _learn(prepared, samples, stored, partial, options, machine)
+            _save(partial / _FOUND, {**learned.codes, **({} if floats is None else floats.floats)})
+            told = _told(learned) | {"moved": learned.moved}
             folder.commit(codes_of.ENDED, told | _trained(prepared, floats, kept, options))
         units = {member.key: unit for unit in prepared.outputs.plan.units for member in unit.members}
         shapes = {member.key: member.shape for unit in prepared.outputs.plan.units for member in unit.members}
@@ -184,8 +184,8 @@ def _learn(
         names = _sources(samples, judged, [len(batch) for batch in runner.batches])
 
         def judge() -> dict[str, float]:
-            found, of_others = whole.divergence(judged), whole.divergence(others)
-            of_data = {name: float(found[windows].mean()) for name, windows in names.items()}
+            divergences, of_others = whole.divergence(judged), whole.divergence(others)
+            of_data = {name: float(divergences[windows].mean()) for name, windows in names.items()}
             return {**of_data, OTHER: float(of_others.mean())}
 
         def learn(variables: Variables, title: str) -> Found:
@@ -203,19 +203,19 @@ def _learn(
                     on_step=lambda step: advance(1, f"step {step}"),
                 )
 
-        found = learn(Variables(choices, {}), "codes")
+        result = learn(Variables(choices, {}), "codes")
         floats = learn(Variables({}, trained.floats), "floats") if options.train else None
-    return found, floats, kept
+    return result, floats, kept
 
 
 def _global_scales(prepared: Conversion, stored: Rounding) -> list[tuple[Unit, torch.Tensor]]:
     """Units whose weights share a global scale, with that scale."""
-    found = []
+    scales = []
     for unit in prepared.outputs.plan.units:
         first = unit.members[0]
         scale = stored.of(first.key, unit.scheme.fmt, shape=first.shape).global_scale
-        found += [] if scale is None else [(unit, scale)]
-    return found
+        scales += [] if scale is None else [(unit, scale)]
+    return scales
 
 
 def _place(device: torch.device, need: int) -> torch.device:

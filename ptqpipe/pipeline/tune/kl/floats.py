@@ -57,9 +57,9 @@ def find_kept(prepared: Conversion, skeleton: Skeleton, train: Sequence[str]) ->
     or is another one's, too."""
     source, model = prepared.source, skeleton.model
     reasons = {kept.name: kept.reason for kept in prepared.outputs.plan.kept}
-    found: list[TrainedTensor] = []
+    tensors: list[TrainedTensor] = []
     for kind in (kind for kind in train if kind != GLOBAL):
-        before = len(found)
+        before = len(tensors)
         for name in _parameters(model, kind):
             if kind in ("head", "embeddings") and _tied(skeleton) and not {"head", "embeddings"} <= set(train):
                 raise UsageError(
@@ -84,12 +84,12 @@ def find_kept(prepared: Conversion, skeleton: Skeleton, train: Sequence[str]) ->
                 raise UsageError(
                     f"--train {kind}: the recipe's bias_correction decides '{tensor}'; leave one of them out"
                 )
-            found.append(TrainedTensor(name, tensor, DTYPES[source.tensors[tensor][0]][0], kind))
-        if len(found) == before and not (kind == "head" and _tied(skeleton)):
+            tensors.append(TrainedTensor(name, tensor, DTYPES[source.tensors[tensor][0]][0], kind))
+        if len(tensors) == before and not (kind == "head" and _tied(skeleton)):
             raise UsageError(f"--train {kind}: the model has no such tensor; leave it out")
     if GLOBAL in train and not any(unit.scheme.fmt.has_global for unit in prepared.outputs.plan.units):
         raise UsageError(f"--train {GLOBAL}: no weight has a global scale in this format; leave it out")
-    return tuple(found)
+    return tuple(tensors)
 
 
 def _parameters(model: Any, kind: str) -> Iterator[str]:

@@ -30,14 +30,14 @@ from ptqpipe.serving.engine.ranks import Leader, agree, follow
 from ptqpipe.serving.engine.speculative import Drafter
 from ptqpipe.serving.facts import LoadingBar, facts_of, heading, instructions
 from ptqpipe.serving.preflight import context_of, host_names
-from ptqpipe.serving.rank_processes import OtherRanks, Place
+from ptqpipe.serving.rank_processes import RankInfo, WorkerRanks
 from ptqpipe.serving.server.app import ServerOptions, create_app
 from ptqpipe.serving.server.uvicorn_server import run
 from ptqpipe.serving.tower import Tower
 from ptqpipe.serving.watchdog import Watchdog
 
 
-class Lead:
+class RankZero:
     """The first rank: it builds the engine in the engine's thread, and serves.
 
     leader      what sends each batch to the other ranks, once they have joined; None for one rank
@@ -47,7 +47,7 @@ class Lead:
     """
 
     def __init__(
-        self, options: ServeOptions, ranks: OtherRanks, words: tuple[Any, Any], context: int, log: Log
+        self, options: ServeOptions, ranks: WorkerRanks, words: tuple[Any, Any], context: int, log: Log
     ) -> None:
         """
         words  the tokenizer; the processor for images, or a text that says why there is none
@@ -103,7 +103,7 @@ class Lead:
             self.leader.close()
 
     def counts(self) -> dict[str, int] | None:
-        """What the sums over the ranks have cost so far, as ``/metrics`` shows it."""
+        """Counters of the all-reduces so far, for ``/metrics``."""
         if self.all_reduce is None:
             return None
         stats = self.all_reduce.stats()
@@ -164,7 +164,7 @@ class Lead:
             self.log(line)
 
 
-def follow_first(options: ServeOptions, place: Place) -> None:
+def follow_first(options: ServeOptions, place: RankInfo) -> None:
     """A rank that computes for the first one."""
     place.ignore_signals()
     torch.set_num_threads(options.threads or place.threads())
@@ -172,8 +172,8 @@ def follow_first(options: ServeOptions, place: Place) -> None:
     follow(_runner(options, place, context_of(options.ckpt, options.max_len), _all_reduce(options, place)))
 
 
-def _all_reduce(options: ServeOptions, place: Place) -> QuantAllReduce | None:
-    """What sums over the ranks, None for one. Sums of a decode step stay plain: they are small, and latency is all.
+def _all_reduce(options: ServeOptions, place: RankInfo) -> QuantAllReduce | None:
+    """The all-reduce of this service; None for one rank. Decode steps are never quantized: they are latency-bound.
 
     "off" is one that never quantizes, so that its sums are counted, too. "auto" measures, together with all ranks.
     """
@@ -196,8 +196,8 @@ def _all_reduce(options: ServeOptions, place: Place) -> QuantAllReduce | None:
     return QuantAllReduce(group, options.allreduce, min_bytes=decode_bytes + 1, one_shot=one_shot)
 
 
-def _overlap(options: ServeOptions, place: Place) -> Overlap | None:
-    """What overlaps the all-reduces of long steps with their computation; on GPUs nothing does yet."""
+def _overlap(options: ServeOptions, place: RankInfo) -> Overlap | None:
+    """Overlaps the all-reduces of long steps with their computation; None on GPUs."""
     if place.size == 1 or not options.overlap or options.device != "cpu":
         return None
     config = read_config(Path(options.ckpt)).get_text_config()
@@ -214,7 +214,7 @@ def _run_collective(overlap: Overlap | None, watchdog: Watchdog | None) -> RunCo
 
 def _runner(
     options: ServeOptions,
-    place: Place,
+    place: RankInfo,
     context: int,
     sums: QuantAllReduce | None,
     watchdog: Watchdog | None = None,
@@ -260,14 +260,14 @@ def _engine(options: ServeOptions, runner: ModelRunner, computes: Any, tokenizer
 
 
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:
-    """What ends a sequence: the generation config's tokens, else the config's, and the tokenizer's."""
-    found: set[int] = set()
+    """End-of-sequence tokens: the generation config's, else the config's, and the tokenizer's."""
+    tokens: set[int] = set()
     text = model.config.get_text_config()
     for value in (model.generation_config.eos_token_id, getattr(text, "eos_token_id", None)):
         if value is not None:
-            found |= set(value) if isinstance(value, (list, tuple)) else {int(value)}
+            tokens |= set(value) if isinstance(value, (list, tuple)) else {int(value)}
             break
-    return found | ({int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set())
+    return tokens | ({int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set())
 
 
 def _summary(runner: ModelRunner, ranks: int, threads: int, context: int) -> str:

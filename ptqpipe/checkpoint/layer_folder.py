@@ -1,4 +1,4 @@
-"""A folder of one file a decoder layer, statistics or learned codes: `BlockFolder` makes it and `OpenFolder` reads it.
+"""A folder of one file a decoder layer, statistics or learned codes: `LayerFolder` makes it and `OpenFolder` reads it.
 
 Lock, journal, one file per block, an index written last, and one rename. A killed run continues behind the last block
 whose line is in the journal; one that failed before its first block leaves nothing behind. It must not know what a
@@ -42,7 +42,7 @@ class Finished:
         return f"<Finished {self.out} in {self.seconds:.1f} s>"
 
 
-class BlockFolder:
+class LayerFolder:
     """Use as a context manager; `finish` gives it its name."""
 
     def __init__(
@@ -88,10 +88,10 @@ class BlockFolder:
                 self.files.mkdir(exist_ok=True)
                 self._withdraw_damaged(lost_with)
             wait()
-        found = read_journals(self.paths.partial)
-        self._order = {unit: i for i, unit in enumerate(found.units)}
+        journals = read_journals(self.paths.partial)
+        self._order = {unit: i for i, unit in enumerate(journals.units)}
         self.done: dict[str, dict[str, Any]] = {
-            unit: record for unit, record in found.units.items() if unit not in found.withdrawn
+            unit: record for unit, record in journals.units.items() if unit not in journals.withdrawn
         }
 
     def _withdraw_damaged(self, lost_with: Callable[[str], Sequence[str]]) -> None:
@@ -132,7 +132,7 @@ class BlockFolder:
         self._let_go_of_journal()
         publish(self.paths, replace=self._replace, index_file=self._index_file)
 
-    def __enter__(self) -> "BlockFolder":
+    def __enter__(self) -> "LayerFolder":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -12,13 +12,13 @@ from ptqpipe.checkpoint.layouts import Container, StoredWeight, kv_scale
 from ptqpipe.errors import UsageError
 from ptqpipe.models.slices import Member, Slice
 from ptqpipe.models.source import Source, SourceRows
-from ptqpipe.numerics.schemes import Abilities, get_scheme
+from ptqpipe.numerics.schemes import Capabilities, get_scheme
 from ptqpipe.recipe.plan import make_plan
 from ptqpipe.recipe.recipe import Recipe, Rule
 
 
 @dataclass(frozen=True, slots=True)
-class Origins:
+class WeightMap:
     """A source, and by weight name the members that could be made of it: ``experts`` one weight per expert, ``stacks``
     one weight per stack (expert number -> member). ``divided`` counts the weights that one source tensor becomes,
     ``kept`` has the source tensor by the name that it has in the checkpoint where it is kept."""
@@ -31,7 +31,7 @@ class Origins:
     kept: Mapping[str, str]
 
     @classmethod
-    def of(cls, source: Source, *, container: Container | None = None) -> "Origins":
+    def of(cls, source: Source, *, container: Container | None = None) -> "WeightMap":
         """All weights that a source could give to a checkpoint with this layout; None for a plain one."""
         single = {member.weight: member for member in _members(source, stacks=False)}
         stacks: dict[str, dict[int, Member]] = {}
@@ -48,10 +48,10 @@ class Origins:
 
     def find(self, stored: StoredWeight) -> tuple[Slice, ...] | None:
         """The origin of each expert of a stored weight (one entry where it is no stack), None if there is none."""
-        found = self._origins(stored)
-        if not found or any(shape != stored.shape for _, shape in found):
+        slices = self._origins(stored)
+        if not slices or any(shape != stored.shape for _, shape in slices):
             return None
-        return tuple(replace(part, rotation=stored.scheme.rotation) for part, _ in found)
+        return tuple(replace(part, rotation=stored.scheme.rotation) for part, _ in slices)
 
     def rows(self, part: Slice, shape: tuple[int, int], *, cache: bool = False) -> SourceRows:
         """The rows of one origin."""
@@ -79,8 +79,8 @@ def _members(source: Source, *, stacks: bool) -> list[Member]:
     """Every weight that a rule without exceptions would quantize."""
     everything = Recipe((Rule("*", get_scheme("fp8_dynamic")),), keep=())
     try:
-        abilities = Abilities(stacks=stacks, transposed=True)
-        plan = make_plan(source.tensors, source.reader.config, recipe=everything, abilities=abilities)
+        capabilities = Capabilities(stacks=stacks, transposed=True)
+        plan = make_plan(source.tensors, source.reader.config, recipe=everything, capabilities=capabilities)
     except UsageError:  # nothing in it could be quantized
         return []
     return [member for unit in plan.units for member in unit.members]

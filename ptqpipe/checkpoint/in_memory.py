@@ -30,7 +30,7 @@ _ORDER: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class InMemoryCheckpoint:
     """The weights of one folder: the headers that files of them would have, and the tensors."""
 
     headers: tuple[FileHeader, ...]
@@ -42,11 +42,11 @@ class Held:
         view[:] = bytes_of(flat[start : start + len(view)].cpu())
 
 
-_held: dict[Path, Held] = {}
+_held: dict[Path, InMemoryCheckpoint] = {}
 _lock = threading.Lock()
 
 
-def held_in(folder: Path) -> Held | None:
+def held_in(folder: Path) -> InMemoryCheckpoint | None:
     """The weights that are held in memory for a folder, None for none."""
     return _held.get(folder.resolve()) if _held else None
 
@@ -59,7 +59,7 @@ def holding(folder: Path, files: Files) -> Iterator[None]:
     tensors = {name: tensor for held, _ in files.values() for name, tensor in held.items()}
     key = folder.resolve()
     with _lock:
-        _held[key] = Held(headers, tensors)
+        _held[key] = InMemoryCheckpoint(headers, tensors)
     try:
         yield
     finally:
