@@ -15,8 +15,8 @@ NAMES = [
         "self_attn.indexer.wk", "mlp.gate", "mamba.in_proj", "altup_projections.0", "mlp1.61", "fc1_latent_proj",
     )
 ]  # fmt: skip
-BUILT_IN = [fact.keep.pattern.replace("{layers}", "61|62") for facts in (COMMON, *(f.facts for f in FAMILIES))
-            for fact in facts]  # fmt: skip
+BUILT_IN = [issue.keep.pattern.replace("{layers}", "61|62") for issues in (COMMON, *(f.issues for f in FAMILIES))
+            for issue in issues]  # fmt: skip
 OWN = ["*", "*.3.*", "model.layers.6.mlp.gate", "*layers.61*", "re:.*\\.6[01]?\\.", "re:.*layers\\.\\d\\.", "re:a|1\\."]
 
 
