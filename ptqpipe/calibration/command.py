@@ -128,6 +128,8 @@ def calibrate(
                 described = _described(samples, skeleton, options, collecting)
                 log(with_note(f"{name_of(path)} on {described}", config, images=samples.shown))
             if _backwards(options) and OUTPUTS not in output.done:
+                if mode == "resume" and log is not None and ranks.rank == 0:
+                    log("the run backwards is kept only once it is complete: it begins with its first layer")
                 given: dict[str, Any] = {"ranks": ranks, "seed": options.seed, "moments": options.moments}
                 made = collect_outputs(source, samples, output, machine, **given)
                 for name, part in made.items() if ranks.rank == 0 else [(OUTPUTS, None)]:  # the outputs are the last

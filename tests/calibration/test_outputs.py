@@ -151,6 +151,7 @@ def test_kill_9_inside_the_reverse_pass_and_resume_give_the_bytes_of_an_undistur
     assert "--resume continues it" in refused.output
     resumed = CliRunner().invoke(main, [*words, "--resume"])
     assert resumed.exit_code == 0, resumed.output
+    assert "the run backwards is kept only once it is complete: it begins with its first layer" in resumed.output
     assert tiny.bytes_of(tmp_path / "out") == tiny.bytes_of(stats)
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
