@@ -14,7 +14,12 @@ from ptqpipe.errors import UsageError, printable
 @command(example="ptqpipe chat CKPT")
 @click.argument("ckpt", required=False)
 @click.option("--url", metavar="URL", help="Talk with a running service of OpenAI's API instead of loading CKPT.")
-@click.option("--api-key", metavar="KEY", envvar="PTQPIPE_API_KEY", help="Its key.  [default: $PTQPIPE_API_KEY]")
+@click.option(
+    "--api-key",
+    metavar="KEY",
+    envvar="PTQPIPE_API_KEY",
+    help="Key that the service of --url asks for.  [default: $PTQPIPE_API_KEY]",
+)
 @click.option("--system", default="", metavar="TEXT", help="System prompt, for all answers.  [default: none]")
 @click.option("--temperature", type=float, default=0.7, show_default=True, help="Randomness of the answers, 0 to 2.")
 @click.option("--top-p", type=float, metavar="P", help="Draw from the likeliest tokens of probability P.  [default: 1]")

@@ -54,7 +54,7 @@ CALLS = [
     (f"inspect {PACKED}", {PACKED}),
     (f"diff {PACKED} {FLOATS}", {PACKED, FLOATS}),
     (f"report {PACKED} --source {FLOATS} -q", {PACKED, FLOATS}),
-    (f"eval {PACKED} --baseline {FLOATS} --data text.jsonl --seqlen 16 -q --cache-size 0", {PACKED, FLOATS}),
+    (f"eval {PACKED} --source {FLOATS} --data text.jsonl --seqlen 16 -q --cache-size 0", {PACKED, FLOATS}),
     (f"relayout {PACKED} --container ptqpipe -q", {PACKED}),
     (f"dequantize {PACKED} -q", {PACKED}),
 ]

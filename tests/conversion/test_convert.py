@@ -135,7 +135,7 @@ def test_workers_shards_of_the_source_and_memory_change_no_byte(tmp_path: Path, 
     first = tiny.bytes_of(ptqpipe.convert(whole, format=scheme, out=tmp_path / "a", workers=1).out)
     for workers, memory in ((2, 2 << 30), (4, 700 << 20)):
         out = tmp_path / f"w{workers}"
-        ptqpipe.convert(whole, format=scheme, out=out, workers=workers, max_memory_bytes=memory)
+        ptqpipe.convert(whole, format=scheme, out=out, workers=workers, max_memory=memory)
         assert tiny.bytes_of(out) == first
 
 

@@ -175,7 +175,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "relayout": ("relayout", "bad", "--container", "modelopt", "-o", "out"),
     "dequantize": ("dequantize", "bad", "-o", "out"),
     "eval": ("eval", "bad", "--data", "text.txt", "-o", "out.json"),
-    "eval --baseline": ("eval", "good", "--baseline", "bad", "--data", "text.txt", "-o", "out.json"),
+    "eval --source": ("eval", "good", "--source", "bad", "--data", "text.txt", "-o", "out.json"),
     "generate": ("generate", "bad", "--samples", "2", "--seqlen", "16", "-o", "out.jsonl"),
     "serve": ("serve", "bad", "--port", "0"),
     "diff": ("diff", "good", "bad"),

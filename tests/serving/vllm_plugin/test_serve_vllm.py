@@ -280,7 +280,7 @@ def test_another_node_ends_when_node_0_is_gone(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["ckpt", "--engine", "vllm", "--threads", "3"], r"--engine vllm has no --workers"),
+        (["ckpt", "--engine", "vllm", "--workers", "3"], r"--engine vllm has no --workers"),
         (["ckpt", "--nnodes", "2"], r"--nnodes: for --engine vllm alone"),
         (["ckpt", "more"], r"unexpected argument 'more'"),
     ],
