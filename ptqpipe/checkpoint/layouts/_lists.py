@@ -108,8 +108,10 @@ class Lists:
         kind = self._kind(module)
         if kind not in self._known:
             names = self._called(kind)
-            more = () if self._literal == "inside" else wholes(names)
-            entry = self._by_literal([*names, *more]) or self._by_pattern(names)
+            entry = None
+            if self._entries or self._patterns:
+                more = () if self._literal == "inside" else wholes(names)
+                entry = self._by_literal([*names, *more]) or self._by_pattern(names)
             said = None if entry is None else self._under(entry)
             self._known[kind] = said or (None if self._also is None else self._also(names))
         return self._known[kind]

@@ -67,10 +67,11 @@ def check_unmerged(names: Iterable[str]) -> None:
     """CheckpointError, in one line, where an adapter lies beside the weights that it is of, as peft keeps a model that
     it trains."""
     unique = set(names)
-    for name in unique:
-        parent, part, _ = name.rpartition(".base_layer.")
-        adapters = (other for other in unique if part and other.startswith(f"{parent}.") and _ADAPTER.search(other))
-        adapter = next(adapters, None)
+    wrapped = [name for name in unique if ".base_layer." in name]
+    adapters = [name for name in unique if _ADAPTER.search(name)] if wrapped else []
+    for name in wrapped:
+        parent = name.rpartition(".base_layer.")[0]
+        adapter = next((other for other in adapters if other.startswith(f"{parent}.")), None)
         if adapter is not None:
             raise CheckpointError(f"{adapter!r} is of an adapter that is not merged into {name!r}; {_MERGE}")
 
