@@ -5,6 +5,7 @@
 A test compares the page with what this script makes of the commands.
 """
 
+import argparse
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,4 +66,5 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     PAGE.write_text(page(), encoding="utf-8")

@@ -5,6 +5,7 @@
 A test compares the page with what this script makes of the table.
 """
 
+import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -154,4 +155,5 @@ def _patterns(issues: Iterable[ReaderIssue]) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     PAGE.write_text(page())

@@ -159,10 +159,10 @@ def verify(given: Given, sound: bool) -> Iterator[Call]:
 
 
 def inspect(given: Given, quantized: bool) -> Iterator[Call]:
-    """Check a quantized checkpoint, quantize a plain one."""
+    """Check a quantized checkpoint, quantize a plain model; nothing of statistics and codes, which have no config."""
     if quantized:
         yield "ptqpipe", "verify", given.ckpt, *_original(given.ckpt)
-    else:
+    elif not Path(given.ckpt).is_dir() or Path(given.ckpt, "config.json").is_file():
         yield "ptqpipe", "convert", given.ckpt
 
 

@@ -111,3 +111,13 @@ def test_a_source_in_a_folder_beside_is_known_by_its_fingerprint(
     assert find_source(Path("q")) == model
     (model / "model.safetensors").rename(tmp_path / "gone.safetensors")
     assert find_source(Path("q")) is None
+
+
+def test_a_folder_of_tensors_that_is_no_model_has_no_next_step(tmp_path: Path) -> None:
+    """As the statistics of calibrate and the codes of tune are."""
+    model = tiny.save(tmp_path / "model", tiny.llama(layers=1, hidden=32, inner=64))
+    tensors = tmp_path / "tensors"
+    tensors.mkdir()
+    shutil.copyfile(model / "model.safetensors", tensors / "model.safetensors")
+    assert f"Next: ptqpipe convert {model}" in CliRunner().invoke(main, ["inspect", str(model)]).output
+    assert "Next:" not in CliRunner().invoke(main, ["inspect", str(tensors)]).output

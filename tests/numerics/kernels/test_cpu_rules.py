@@ -1,4 +1,4 @@
-"""Claims: the compiled baselines are those of ``ptqpipe/search``, bit for bit; totals are sums of objective scores.
+"""Claims: the compiled baselines are those of ``numerics/search``, bit for bit; totals are sums of objective scores.
 
 Expected values: the torch search of the same name, ``qtensor.encode``, and ``objective.formula`` summed by
 ``kernels.reference``.

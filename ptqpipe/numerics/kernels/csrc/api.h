@@ -13,7 +13,7 @@ enum { PTQ_E2M1 = 0, PTQ_E4M3 = 1, PTQ_E2M3 = 2, PTQ_E3M2 = 3,           // elem
        PTQ_BF16_ELEMENT = 4,                                           // of a ptq_linear in panels only: no code, the number
        PTQ_INT4 = 5, PTQ_INT8 = 6, PTQ_INT8_SIGNED = 7 };              // of ptq_encode and ptq_long
 enum { PTQ_SCALE_MINIFLOAT3 = 0, PTQ_SCALE_E8M0 = 1 };                 // scale codec: ?E?M3 or a power of two
-// rule: the exact search, the scales given, or one of the baselines of ptqpipe/search
+// rule: the exact search, the scales given, or one of the baselines of ptqpipe/numerics/search
 enum { PTQ_EXACT = 0, PTQ_GIVEN = 1, PTQ_ABSMAX = 2, PTQ_ABSMAX_PZ = 3, PTQ_FOUR_OVER_SIX = 4, PTQ_OCP_FLOOR = 5,
        PTQ_OCP_EVEN = 6, PTQ_OCP_CEIL = 7,
        PTQ_POWERS = 8 };  // of a ptq_long: the exact search over powers of two

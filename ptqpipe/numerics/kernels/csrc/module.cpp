@@ -260,6 +260,6 @@ EXPORT int32_t ptq_rms_norm(const char *name, const struct ptq_norm *job) {
     return PTQ_OK;
 }
 
-// An empty module, so that `import ptqpipe.kernels._cpu` says whether the kernels were built.
+// An empty module, so that `import ptqpipe.numerics.kernels._cpu` says whether the kernels were built.
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cpu", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC PyInit__cpu(void) { return PyModule_Create(&definition); }
