@@ -1,6 +1,7 @@
 """A talk with a service of OpenAI's API. Knows neither engine nor model."""
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
@@ -64,8 +65,9 @@ class Conversation:
             request = urllib.request.Request(self._url + path, data, headers)
             return urllib.request.build_opener(proxies).open(request, timeout=600.0)
         except _FAILURES as error:
-            with suppress(*_FAILURES):  # what is no refusal of a service has nothing to read
-                raise PtqError(one_line(str(json.loads(error.read())["error"]["message"]))) from None  # type: ignore
+            if isinstance(error, urllib.error.HTTPError):  # a refusal of the service, which says why
+                with suppress(*_FAILURES):
+                    raise PtqError(one_line(str(json.loads(error.read())["error"]["message"]))) from None
             raise PtqError(f"no service answers at {self._url}: {one_line(str(error))}; check --url") from None
 
 
