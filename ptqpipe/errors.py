@@ -6,6 +6,7 @@ it without a stack trace; anything that is not a PtqError is a bug and keeps its
 
 import errno
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -56,13 +57,71 @@ def did_you_mean(word: str, known: Iterable[str], *, listed: bool = False) -> st
     return f"did you mean {meant}? {names}" if listed else f"did you mean {meant}?"
 
 
+_in_shell = False  # of the process, not of a context: threads of a command write messages, too
+
+
+@contextmanager
+def shell_messages() -> Iterator[None]:
+    """Meanwhile `arg` and `usage` spell options as a command line has them, in all threads; else as Python does."""
+    global _in_shell
+    before, _in_shell = _in_shell, True
+    try:
+        yield
+    finally:
+        _in_shell = before
+
+
+def argv(**options: object) -> list[str]:
+    """Options as words of a command line: ``max_model_len=8, resume=True, overlap=False, tag=("a", "b")`` as
+    ``--max-model-len 8 --resume --no-overlap --tag a --tag b``. None is left out."""
+    words: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            several = value if isinstance(value, list | tuple) else (value,)
+            words += [word for one in several for word in (f"--{flag}", str(one))]
+    return words
+
+
+def arg(name: str, value: object = None) -> str:
+    """An option in a message, spelled for who reads it: ``max_memory`` or ``--max-memory``, with a value
+    ``samples=8`` or ``--samples 8``, and of a switch ``resume=True`` or ``--resume``."""
+    if _in_shell:
+        return shlex.join(argv(**{name: True if value is None else value}))
+    return name if value is None else f"{name}={_literal(value)}"
+
+
+def usage(command: str, *arguments: str, **options: object) -> str:
+    """A call in a message: ``ptqpipe calibrate MODEL --data TEXT``, or ``ptqpipe.calibrate("MODEL", data="TEXT")``."""
+    if _in_shell:
+        return shlex.join(["ptqpipe", command, *arguments, *argv(**options)])
+    keywords = (f"{name}={_literal(value)}" for name, value in options.items() if value is not None)
+    function = "evaluate" if command == "eval" else command
+    return f"ptqpipe.{function}({', '.join([*map(_literal, arguments), *keywords])})"
+
+
+def _literal(value: object) -> str:
+    """A value as Python has it: paths as text, text between double quotes."""
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_literal, value))}]"
+    text = str(value) if isinstance(value, Path) else value
+    return f'"{text}"' if isinstance(text, str) and '"' not in text else repr(text)
+
+
 _GONE = frozenset({errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN})
-_MACHINE = {
-    errno.EMFILE: "raise the limit of open files (ulimit -n), or lower --workers",
-    errno.ENFILE: "close other programs: the system has no more files to open",
-    errno.ENOMEM: "lower --workers or --max-memory",
-    errno.EIO: "the disk failed, the system's log says how (dmesg)",
-}
+
+
+def _of_machine(error: OSError) -> str:
+    """The remedy for what the machine lacks; empty for other errors."""
+    remedies = {
+        errno.EMFILE: f"raise the limit of open files (ulimit -n), or lower {arg('workers')}",
+        errno.ENFILE: "close other programs: the system has no more files to open",
+        errno.ENOMEM: f"lower {arg('workers')} or {arg('max_memory')}",
+        errno.EIO: "the disk failed, the system's log says how (dmesg)",
+    }
+    return remedies.get(error.errno or 0, "")
 
 
 def read_failure(error: OSError) -> str:
@@ -72,27 +131,27 @@ def read_failure(error: OSError) -> str:
     elif error.errno in (errno.EACCES, errno.EPERM):
         remedy = "make it, and the folders above it, readable for you"
     else:
-        remedy = _MACHINE.get(error.errno or 0, "check the file")
+        remedy = _of_machine(error) or "check the file"
     return f"{error.strerror or type(error).__name__}; {remedy}"
 
 
 def write_failure(error: OSError, *, resumes: bool = True) -> str:
-    """Why a file cannot be written, and the remedy that fits. ``resumes``: whether the command has --resume."""
-    again = "--resume" if resumes else "repeat the command"
+    """Why a file cannot be written, and the remedy that fits. ``resumes``: whether the command has ``resume``."""
+    again, another = arg("resume", True) if resumes else "repeat the command", f"choose another {arg('out')}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = f"free some space and {again}, or choose another -o"
+        remedy = f"free some space and {again}, or {another}"
     elif error.errno == errno.EROFS:
-        remedy = f"mount the file system for writing and {again}, or choose another -o"
+        remedy = f"mount the file system for writing and {again}, or {another}"
     elif error.errno in (errno.EACCES, errno.EPERM):
-        remedy = "change its folder's permissions, or choose another -o"
+        remedy = f"change its folder's permissions, or {another}"
     elif error.errno in _GONE:
         remedy = f"its folder was removed, renamed or unmounted: put it back and {again}, or start again"
     elif error.errno == errno.EFBIG:
-        remedy = "the file system takes no file of that size; choose another -o"
+        remedy = f"the file system takes no file of that size; {another}"
     elif error.errno in (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.EINVAL):
-        remedy = "choose another -o"
+        remedy = another
     else:
-        remedy = f"{_MACHINE.get(error.errno or 0, 'check the disk')}; then {again}"
+        remedy = f"{_of_machine(error) or 'check the disk'}; then {again}"
     return f"{error.strerror or type(error).__name__}; {remedy}"
 
 
@@ -165,7 +224,7 @@ def not_finite(what: str, dtype: object) -> NumericsError:
     """The error for what a model computed in a dtype: NaN, inf, or ``what`` else the sentence says. Another dtype is
     a remedy where this one has a small range or few digits."""
     name = str(dtype).removeprefix("torch.")
-    remedy = "use --dtype fp32, or check" if name in ("float16", "bfloat16") else "check"
+    remedy = f"use {arg('dtype', 'fp32')}, or check" if name in ("float16", "bfloat16") else "check"
     return NumericsError(f"{what} in {name}; {remedy} the model's weights")
 
 

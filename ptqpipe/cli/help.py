@@ -12,6 +12,7 @@ import click
 from ptqpipe.cli.lines import click_errors_fitted
 from ptqpipe.cli.slow_imports import watch_imports
 from ptqpipe.cli.spelling import ALIASES, check_command, name_here
+from ptqpipe.errors import shell_messages
 
 T = TypeVar("T")
 
@@ -82,6 +83,11 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of a name, or of its alias."""
         return super().get_command(ctx, cmd_name) or self.commands.get(ALIASES.get(cmd_name, ""))
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Click's; messages spell options as flags meanwhile."""
+        with shell_messages():
+            return super().main(*args, **kwargs)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Click's; what it finds wrong is in lines that a terminal has room for, here and in `invoke`."""
