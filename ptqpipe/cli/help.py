@@ -26,17 +26,17 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 # By the names of the parameters. Only commands with more options than fit a screen show them in groups.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "What to write": (
-        "scheme", "format", "recipe_path", "reader", "budget", "formats", "ignore", "mtp", "requantize", "container",
-        "shard_bytes", "out", "push",
+        "format", "recipe", "reader", "budget", "formats", "ignore", "mtp", "requantize", "container",
+        "shard_size", "out", "push",
     ),
     "Text": (
-        "data", "field", "samples", "seqlen", "stride", "max_tokens", "seed", "holdout", "measure", "tasks",
+        "data", "text_field", "samples", "seqlen", "stride", "max_tokens", "seed", "holdout", "measure", "tasks",
         "task_data", "include_path", "limit", "batch_size", "system", "temperature", "top_p", "length", "prompts",
     ),
     "Quality": (
-        "quality", "stats", "rounding", "source", "apply", "search", "global_scale", "algorithm",
-        "weighting", "damping", "refine", "bias_correction", "moments", "method",
-        "metric", "share", "train", "steps", "alpha", "powers_of_two", "edges", "block", "learn", "untie", "evaluation",
+        "quality", "stats", "codes", "source", "transforms", "scale_search", "global_scale", "algorithm",
+        "objective", "damping", "refine_passes", "bias_correction", "moments", "method",
+        "metric", "feedback", "train", "steps", "alpha", "power_of_two", "fold_at", "rotation_size", "learn", "untie",
         "eval", "report",
     ),
     "Activations and key-value cache": ("activations", "rotate", "input_amax", "input_scale", "headroom", "kv_cache"),
@@ -44,15 +44,13 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "Limits": (
         "max_model_len", "max_num_seqs", "max_batch_tokens", "max_queue", "max_body", "kv_cache_size", "drain_s",
     ),
-    "What is added": ("values", "ranks", "partials", "tensor", "weight", "elements"),
-    "Messages and machines": ("codec", "hadamard", "node", "topology", "size"),
     "Engine": (
         "chat_template", "media", "decoded", "no_prefix_caching", "batch_invariant", "tp", "allreduce", "overlap",
         "speculative", "speculative_tokens",
     ),
     "vLLM": ("engine", "vllm_python", "nnodes", "node_rank", "master_addr", "master_port"),
     "Machine": ("device", "dtype", "workers", "max_memory", "cache_dir", "cache_size"),
-    "Run": ("dry_run", "only", "plot", "resume", "overwrite", "keep_stages", "as_json", "quiet", "help",
+    "Run": ("dry_run", "only", "plot", "resume", "overwrite", "work_dir", "as_json", "quiet", "help",
         "help_all", "_click_default_help",  # click 8.2 calls --help so
     ),
 }  # fmt: skip
@@ -60,7 +58,7 @@ LONG = 12  # options
 # What --help shows of a command with more options than MOST; --help-all shows all of them.
 MOST = 20
 FIRST = frozenset((
-    "out", "scheme", "recipe_path", "reader", "budget", "ignore", "data", "samples", "seqlen", "max_tokens", "tasks",
+    "out", "format", "recipe", "reader", "budget", "ignore", "data", "samples", "seqlen", "max_tokens", "tasks",
     "quality", "method", "source", "eval", "report", "kv_cache", "host", "port", "api_key", "name", "max_model_len",
     "max_num_seqs", "kv_cache_size", "chat_template", "tp", "allreduce", "speculative", "engine", "device",
     "max_memory", "dry_run", "resume", "overwrite", "help", "_click_default_help", "help_all",

@@ -50,16 +50,16 @@ def best_with(
     codes, say it: GPTQ where the full moments are there, else nearest codes at weighted scales."""
     if stats is None or recipe_path is not None or rounding is not None:
         return options
-    if options.algorithm is None and options.weighting is None:
+    if options.algorithm is None and options.objective is None:
         with Statistics.open(stats) as statistics:
             usable = [name for name, row in ALGORITHMS.items() if not row.moment or statistics.has_any(row.moment)]
-        options = options.but(algorithm=usable[-1])
+        options = replace(options, algorithm=usable[-1])
     if (
         options.algorithm == "rtn"
-        and options.weighting is None
-        and options.search in (None, AUTO, "exact", "brute_force")
+        and options.objective is None
+        and options.scale_search in (None, AUTO, "exact", "brute_force")
     ):
-        options = options.but(weighting="diagonal")
+        options = replace(options, objective="diagonal")
     return options
 
 
@@ -71,10 +71,14 @@ def with_searches(recipe: Recipe, *, data: bool) -> Recipe:
     """
     rules = []
     for rule in recipe.rules:
-        checked = replace(rule, search="exact") if data and rule.search == AUTO else rule
-        get_search("exact" if checked.search == AUTO else checked.search)
+        checked = replace(rule, scale_search="exact") if data and rule.scale_search == AUTO else rule
+        get_search("exact" if checked.scale_search == AUTO else checked.scale_search)
         scheme = checked.scheme
-        if checked.search == "enlarged" and scheme is not None and (checked.calibrated or data or scheme.fmt.one_scale):
+        if (
+            checked.scale_search == "enlarged"
+            and scheme is not None
+            and (checked.calibrated or data or scheme.fmt.one_scale)
+        ):
             why = (
                 f"{scheme.fmt.name} has one scale for all" if scheme.fmt.one_scale else "the data say what errors cost"
             )
@@ -90,7 +94,7 @@ def check_used(options: RecipeOptions, recipe: Recipe, *, statistics: bool) -> N
     static = any(scheme.needs_input_global_scale for scheme in recipe.schemes())
     kinds = "a format with static activation scales, such as nvfp4_w4a4"
     for option, given, used, needs in (
-        *((f"--{n}", options.given.get(n), n in read, f"algorithm {own[n]}; give --stats") for n in own),
+        *((f"--{n}", options.overrides.get(n), n in read, f"algorithm {own[n]}; give --stats") for n in own),
         ("--input-scale", options.input_scale, static and statistics, f"--stats and {kinds}"),
         ("--headroom", options.headroom, static and statistics, f"--stats and {kinds}"),
         ("--input-amax", options.input_amax, static and not statistics, f"{kinds}, without --stats"),
@@ -261,9 +265,9 @@ def recipe_of_codes(codes: Rounding, options: RecipeOptions) -> Recipe:
     except RecipeError as error:
         raise CheckpointError(f"{codes.path / ROUNDING_FILE}: {error}; tune again") from None
     names = [scheme.name for scheme in recipe.schemes()]
-    if options.scheme is not None and [get_scheme(options.scheme).name] != names:
+    if options.format is not None and [get_scheme(options.format).name] != names:
         raise UsageError(
-            f"--format {options.scheme} contradicts {codes.path}, which holds codes for {', '.join(names)}; leave "
+            f"--format {options.format} contradicts {codes.path}, which holds codes for {', '.join(names)}; leave "
             "--format out, or tune with the same --format"
         )
     return recipe
@@ -287,7 +291,7 @@ def _check_codes(
         _check_input_scales(codes, recipe, statistics)
     if all(codes.has(member.key) for unit in plan.units for member in unit.members):
         for name in (option.name for option in fields(CodeOptions)):
-            given = options.given.get(name)
+            given = options.overrides.get(name)
             if given is not None:
                 raise UsageError(
                     f"--{name.replace('_', '-')} {given} would change nothing: {codes.path} has the codes of every "

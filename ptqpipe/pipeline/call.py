@@ -4,6 +4,7 @@ Knows options and names of files; must not know what stages do.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.recipe.recipe import Recipe
 
 SELF = "self"
-_BY_QUALITY = ("algorithm", "weighting", "damping", "refine")
+_BY_QUALITY = ("algorithm", "objective", "damping", "refine_passes")
 
 
 def check_alone(**given: object) -> None:
@@ -44,18 +45,20 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
     chosen = next((name for name, value in windows.items() if value != getattr(PipelineOptions(), name)), None)
     if chosen is not None and not work.data:
         raise UsageError(f"--{chosen} {windows[chosen]} says how --data is read; add --data FILE, or leave it out")
-    if work.field is not None and not (work.data or work.eval):
-        raise UsageError(f"--field {work.field} says how --data is read; add --data FILE, or leave it out")
-    if work.field is not None and own_weight(work.data) is not None and len(work.data) > 1:
-        raise UsageError(f"--field {work.field} is not in the rows that --data self generates; leave one of them out")
+    if work.text_field is not None and not (work.data or work.eval):
+        raise UsageError(f"--field {work.text_field} says how --data is read; add --data FILE, or leave it out")
+    if work.text_field is not None and own_weight(work.data) is not None and len(work.data) > 1:
+        raise UsageError(
+            f"--field {work.text_field} is not in the rows that --data self generates; leave one of them out"
+        )
     if work.formats is not None and work.budget is None:
         raise UsageError("--formats names what --budget chooses from; add --budget, or give one --format")
-    given = "--recipe" if recipe_path is not None else "--format" if recipe.scheme is not None else ""
-    if recipe.given.get("mtp") not in (None, "keep"):
+    given = "--recipe" if recipe_path is not None else "--format" if recipe.format is not None else ""
+    if recipe.overrides.get("mtp") not in (None, "keep"):
         given = f"--mtp {recipe.mtp}"
     if work.budget is not None and given:
         raise UsageError(f"--budget chooses the formats, and {given} does; give one of them")
-    decided = next((name for name in _BY_QUALITY if work.data and recipe.given.get(name) is not None), None)
+    decided = next((name for name in _BY_QUALITY if work.data and recipe.overrides.get(name) is not None), None)
     if decided is not None:
         raise UsageError(
             f"--{decided.replace('_', '-')} is decided by --quality where there is --data; leave it out, or use "
@@ -99,18 +102,18 @@ def _is_own(name: str) -> bool:
     return weighted(name)[0] == SELF and not Path(SELF).exists()
 
 
-def formats_for(work: PipelineOptions) -> tuple[str, ...]:
-    """What a budget chooses from: those given, or the usual ones that the reader runs. UsageError for one that it does
-    not run."""
-    if work.reader is None:
-        return work.formats or DEFAULT_FORMATS
-    known = formats_of(work.reader)
-    if work.formats is None:
+def formats_for(reader: str | None, formats: tuple[str, ...] | None) -> tuple[str, ...]:
+    """What a budget chooses from: those of the call, or the usual ones that the reader runs. UsageError for one that it
+    does not run."""
+    if reader is None:
+        return formats or DEFAULT_FORMATS
+    known = formats_of(reader)
+    if formats is None:
         return tuple(name for name in DEFAULT_FORMATS if name in known or name == KEEP)
-    for name in work.formats:
+    for name in formats:
         if name.lower() != KEEP:
-            container_for(work.reader, [get_scheme(name)])
-    return work.formats
+            container_for(reader, [get_scheme(name)])
+    return formats
 
 
 def for_reader(reader: str, recipe: RecipeOptions, recipe_path: Path | None) -> RecipeOptions:
@@ -118,7 +121,7 @@ def for_reader(reader: str, recipe: RecipeOptions, recipe_path: Path | None) -> 
     it."""
     built = build_recipe(recipe, path=recipe_path)
     container = None if built.container is None else built.container_name
-    return recipe.but(container=container_for(reader, built.schemes(), container=container))
+    return replace(recipe, container=container_for(reader, built.schemes(), container=container))
 
 
 def container_of_all(reader: str, formats: Sequence[str]) -> str:

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from ptqpipe.calibration import command as calibrate_run, command as stage, runner
 from ptqpipe.calibration.activations import OnDisk
-from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.calibration.command import calibrate
 from ptqpipe.calibration.data import load_samples
+from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.calibration.statistics import BLOCK, Statistics
 from ptqpipe.checkpoint.layer_folder import Finished
 from ptqpipe.checkpoint.reader import CheckpointReader
