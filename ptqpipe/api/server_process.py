@@ -33,7 +33,7 @@ OPTIONS: Keywords = {
     "max_batch_tokens": (int | None, None),
     "max_queue": (int | None, None),
     "kv_cache_size": (str | int | None, None),
-    "no_prefix_caching": (bool | None, None),
+    "prefix_caching": (bool | None, None),
     "speculative": (str | None, None),
     "speculative_tokens": (int | None, None),
     "allowed_local_media_path": (str | Path | None, None),
@@ -43,7 +43,7 @@ OPTIONS: Keywords = {
     "drain": (float | None, None),
     "access_log": (bool | None, None),
 }
-_NEGATED = ("overlap",)  # False is an option of its own
+_NEGATED = ("overlap", "prefix_caching")  # False is an option of its own
 _KILL_S = 10.0  # beyond the seconds that requests have to finish
 _LINES = 200  # of the service's log that are kept
 # The child ends when its standard input does: when this process closes it, or has gone, whatever ended it.
@@ -167,7 +167,7 @@ def _words(name: str, value: Any) -> list[str]:
     if value is None or (value is False and name not in _NEGATED):
         return []
     if isinstance(value, bool):
-        return [flag if value else f"--no-{name}"]
+        return [flag if value else f"--no-{flag[2:]}"]
     if isinstance(value, Iterable) and not isinstance(value, str):
         return [word for one in value for word in (flag, str(one))]
     return [flag, str(value)]

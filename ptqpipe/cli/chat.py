@@ -40,10 +40,10 @@ def chat(given: Given) -> None:
     with ExitStack() as stack:
         if given.url is None:
             from ptqpipe.checkpoint import resolve_source
-            from ptqpipe.serving.command import ServeOptions, serving
+            from ptqpipe.serving.command import serving
+            from ptqpipe.serving.options import ServeOptions
 
-            here = {"port": 0, "max_len": given.max_model_len, "threads": given.workers, "max_seqs": 1}
-            options = given.into(ServeOptions, ckpt=str(resolve_source(given.ckpt)), **here)
+            options = given.into(ServeOptions, ckpt=str(resolve_source(given.ckpt)), port=0, max_num_seqs=1)
             given.url = stack.enter_context(serving(options, log=say if sys.stderr.isatty() else lambda line: None))
         sampling = {name: getattr(given, name) for name in ("temperature", "top_p", "max_tokens", "seed")}
         conversation = Conversation(given.url, api_key=given.api_key, sampling=sampling, system=given.system)

@@ -40,15 +40,15 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         "eval", "report",
     ),
     "Activations and key-value cache": ("activations", "rotate", "input_amax", "input_scale", "headroom", "kv_cache"),
-    "Address": ("url", "host", "port", "allowed_hosts", "api_key", "name", "access_log"),
+    "Address": ("url", "host", "port", "allowed_host", "api_key", "served_model_name", "access_log"),
     "Limits": (
-        "max_model_len", "max_num_seqs", "max_batch_tokens", "max_queue", "max_body", "kv_cache_size", "drain_s",
+        "max_model_len", "max_num_seqs", "max_batch_tokens", "max_queue", "max_body", "kv_cache_size", "drain",
     ),
     "What is added": ("values", "ranks", "partials", "tensor", "weight", "elements"),
     "Messages and machines": ("codec", "hadamard", "node", "topology", "size"),
     "Engine": (
-        "chat_template", "media", "decoded", "no_prefix_caching", "batch_invariant", "tp", "allreduce", "overlap",
-        "speculative", "speculative_tokens",
+        "chat_template", "allowed_local_media_path", "decoded", "prefix_caching", "batch_invariant", "tp", "allreduce",
+        "overlap", "speculative", "speculative_tokens",
     ),
     "vLLM": ("engine", "vllm_python", "nnodes", "node_rank", "master_addr", "master_port"),
     "Machine": ("device", "dtype", "workers", "max_memory", "cache_dir", "cache_size"),
@@ -61,9 +61,9 @@ LONG = 12  # options
 MOST = 20
 FIRST = frozenset((
     "out", "scheme", "recipe_path", "reader", "budget", "ignore", "data", "samples", "seqlen", "max_tokens", "tasks",
-    "quality", "method", "source", "eval", "report", "kv_cache", "host", "port", "api_key", "name", "max_model_len",
-    "max_num_seqs", "kv_cache_size", "chat_template", "tp", "allreduce", "speculative", "engine", "device",
-    "max_memory", "dry_run", "resume", "overwrite", "help", "_click_default_help", "help_all",
+    "quality", "method", "source", "eval", "report", "kv_cache", "host", "port", "api_key", "served_model_name",
+    "max_model_len", "max_num_seqs", "kv_cache_size", "chat_template", "tp", "allreduce", "speculative", "engine",
+    "device", "max_memory", "dry_run", "resume", "overwrite", "help", "_click_default_help", "help_all",
 ))  # fmt: skip
 _NUMBERS = {"integer": "N", "integer range": "N", "float": "X"}  # by the names of click's types
 

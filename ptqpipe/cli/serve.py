@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Options of ptqpipe serve -> flags of vLLM. Handed over when they were given.
 FLAGS = {
-    "name": "--served-model-name",
+    "served_model_name": "--served-model-name",
     "dtype": "--dtype",
     "max_model_len": "--max-model-len",
     "max_num_seqs": "--max-num-seqs",
@@ -26,7 +26,7 @@ FLAGS = {
     "max_queue": "--max-num-queued-reqs",
     "kv_cache_size": "--kv-cache-memory-bytes",
     "chat_template": "--chat-template",
-    "media": "--allowed-local-media-path",
+    "allowed_local_media_path": "--allowed-local-media-path",
 }
 # Options that `VllmService` takes itself.
 OWN: tuple[str, ...] = (
@@ -43,7 +43,7 @@ OWN: tuple[str, ...] = (
     "master_addr",
     "master_port",
     "vllm_flags",
-    "no_prefix_caching",
+    "prefix_caching",
 )
 FIXED_MIN_BYTES = "1048576"  # --allreduce int8: a prefill of a few hundred tokens reaches it, a decoding step does not
 
@@ -115,7 +115,6 @@ VLLM_OPTIONS = options(
 @click.option("--port", type=int, default=8000, show_default=True, help="Port to listen on; 0 takes any free one.")
 @click.option(
     "--allowed-host",
-    "allowed_hosts",
     multiple=True,
     metavar="NAME",
     help="Name by which clients reach the service, besides addresses, localhost and this machine's own name; * matches "
@@ -127,9 +126,7 @@ VLLM_OPTIONS = options(
     envvar="PTQPIPE_API_KEY",
     help="Key that clients must send as a Bearer token.  [default: $PTQPIPE_API_KEY]",
 )
-@click.option(
-    "--served-model-name", "name", metavar="NAME", help="Name of the model in the API.  [default: the folder's name]"
-)
+@click.option("--served-model-name", metavar="NAME", help="Name of the model in the API.  [default: the folder's name]")
 @computing_dtype("bf16", "fp32", "fp16", "auto")
 @click.option(
     "--device",
@@ -159,7 +156,12 @@ VLLM_OPTIONS = options(
     type=Size(),
     help="Memory for keys and values on each rank.  [default: a quarter of the free memory]",
 )
-@click.option("--no-prefix-caching", is_flag=True, help="Do not reuse the keys and values of common prompt prefixes.")
+@click.option(
+    "--prefix-caching/--no-prefix-caching",
+    default=True,
+    show_default=True,
+    help="Reuse the keys and values of common prompt prefixes.",
+)
 @click.option(
     "--speculative",
     type=click.Choice(["mtp"]),
@@ -182,13 +184,11 @@ VLLM_OPTIONS = options(
 )
 @click.option(
     "--allowed-local-media-path",
-    "media",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Folder whose image files messages may name; without it images must be data URIs.",
 )
 @click.option(
     "--drain",
-    "drain_s",
     type=float,
     default=30.0,
     show_default=True,
@@ -208,17 +208,9 @@ def serve(given: Given) -> None:
     from ptqpipe.checkpoint import resolve_source
     from ptqpipe.run.processes import own_command
     from ptqpipe.serving import command as stage
+    from ptqpipe.serving.options import ServeOptions
 
-    serving = given.into(
-        stage.ServeOptions,
-        packed=not given.decoded,
-        invariant=given.batch_invariant,
-        max_len=given.max_model_len,
-        threads=given.workers,
-        max_seqs=given.max_num_seqs,
-        cache_bytes=given.kv_cache_size,
-        prefix_caching=not given.no_prefix_caching,
-    )
+    serving = given.into(ServeOptions)
     serving = replace(serving, ckpt=str(resolve_source(given.ckpt)))  # the rest of the call is right by now
     worker = [*own_command(), *sys.argv[1:]]
     place = _place(given.tp, given.rank_of, given.parent)
@@ -265,21 +257,20 @@ def _handed_to_vllm(given: Given) -> bool:
 
 def _serve_vllm(given: Given, stated: set[str]) -> None:
     """Starts vLLM with the options of the command line."""
-    from ptqpipe.serving.vllm import VllmService, serve_vllm
+    from ptqpipe.serving.options import VllmService
+    from ptqpipe.serving.vllm import serve_vllm
 
-    if unknown := sorted(stated - FLAGS.keys() - set(OWN) - {"drain_s"}):
+    if unknown := sorted(stated - FLAGS.keys() - set(OWN) - {"drain"}):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in unknown)
         raise UsageError(f"--engine vllm has no {names}; vLLM's own flags go after --")
     forwarded = [text for name in FLAGS if name in stated for text in (FLAGS[name], str(getattr(given, name)))]
-    forwarded += ["--no-enable-prefix-caching"] if given.no_prefix_caching else []
+    forwarded += ["--no-enable-prefix-caching"] if not given.prefix_caching else []
     measured = given.allreduce == "auto"
     service = given.into(
         VllmService,
-        checkpoint=given.ckpt,
-        python=given.vllm_python,
-        tensor_parallel=given.tp or given.nnodes,
+        tp=given.tp or given.nnodes,
         allreduce="int8" if measured else given.allreduce,
         allreduce_min_bytes="auto" if measured else os.environ.get("PTQPIPE_ALLREDUCE_MIN_BYTES", FIXED_MIN_BYTES),
-        forwarded=(*forwarded, *given.vllm_flags),
+        vllm_flags=(*forwarded, *given.vllm_flags),
     )
     serve_vllm(service, inherited=os.environ, log=lambda line: given.show(line, err=True))
