@@ -132,7 +132,7 @@ def command(
                 function(chosen, Terminal(as_json, quiet))
 
         call.__doc__ = function.__doc__
-        call.__click_params__ = params  # type: ignore[attr-defined]
+        call.__click_params__ = params[::-1]  # type: ignore[attr-defined]
         return main.command(name or function.__name__, cls=Command, epilog=examples(example))(call)
 
     return decorate

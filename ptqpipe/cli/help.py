@@ -40,13 +40,13 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         "eval", "report",
     ),
     "Activations and key-value cache": ("activations", "rotate", "input_amax", "input_scale", "headroom", "kv_cache"),
-    "Address": ("url", "host", "port", "allowed_hosts", "api_key", "name", "access_log"),
+    "Address": ("url", "host", "port", "allowed_host", "api_key", "served_model_name", "access_log"),
     "Limits": (
-        "max_model_len", "max_num_seqs", "max_batch_tokens", "max_queue", "max_body", "kv_cache_size", "drain_s",
+        "max_model_len", "max_num_seqs", "max_batch_tokens", "max_queue", "max_body", "kv_cache_size", "drain",
     ),
     "Engine": (
-        "chat_template", "media", "decoded", "no_prefix_caching", "batch_invariant", "tp", "allreduce", "overlap",
-        "speculative", "speculative_tokens",
+        "chat_template", "allowed_local_media_path", "decoded", "prefix_caching", "batch_invariant", "tp", "allreduce",
+        "overlap", "speculative", "speculative_tokens",
     ),
     "vLLM": ("engine", "vllm_python", "nnodes", "node_rank", "master_addr", "master_port"),
     "Machine": ("device", "dtype", "workers", "max_memory", "cache_dir", "cache_size"),
@@ -59,20 +59,19 @@ LONG = 12  # options
 MOST = 20
 FIRST = frozenset((
     "out", "format", "recipe", "reader", "budget", "ignore", "data", "samples", "seqlen", "max_tokens", "tasks",
-    "quality", "method", "source", "eval", "report", "kv_cache", "host", "port", "api_key", "name", "max_model_len",
-    "max_num_seqs", "kv_cache_size", "chat_template", "tp", "allreduce", "speculative", "engine", "device",
-    "max_memory", "dry_run", "resume", "overwrite", "help", "_click_default_help", "help_all",
+    "quality", "method", "source", "eval", "report", "kv_cache", "host", "port", "api_key", "served_model_name",
+    "max_model_len", "max_num_seqs", "kv_cache_size", "chat_template", "tp", "allreduce", "speculative", "engine",
+    "device", "max_memory", "dry_run", "resume", "overwrite", "help", "_click_default_help", "help_all",
 ))  # fmt: skip
 _NUMBERS = {"integer": "N", "integer range": "N", "float": "X"}  # by the names of click's types
 
 
 def in_groups(items: Mapping[str, T], groups: Mapping[str, Iterable[str]]) -> dict[str, list[T]]:
-    """The items below the headings of their groups, each group in the order of ``items``; "More" has what is left."""
-    heading = {name: title for title, names in groups.items() for name in names}
-    members_of: dict[str, list[T]] = {title: [] for title in (*groups, "More")}
-    for name, item in items.items():
-        members_of[heading.get(name, "More")].append(item)
-    return {title: members for title, members in members_of.items() if members}
+    """The items below the headings of their groups, in the order of the groups; "More" has what is left."""
+    members = {title: [items[name] for name in names if name in items] for title, names in groups.items()}
+    named = {name for names in groups.values() for name in names}
+    members["More"] = [item for name, item in items.items() if name not in named]
+    return {title: group for title, group in members.items() if group}
 
 
 class Commands(click.Group):

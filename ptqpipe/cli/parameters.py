@@ -160,7 +160,8 @@ def names_in(value: str) -> tuple[str, ...]:
 
 
 _KINDS: dict[str, Any] = {
-    "size": Size(), "names": names_in, "model": Model(), "file": Existing("file"), "recipe": RecipePath(),
+    "size": Size(), "names": names_in, "model": Model(), "file": Existing("file"), "folder": Existing("folder"),
+    "recipe": RecipePath(),
 }  # fmt: skip
 _PATH = NonEmptyPath(path_type=Path)
 

@@ -109,11 +109,12 @@ class Machine:
 
     def __post_init__(self) -> None:
         if self.workers < 1:
-            raise UsageError(f"--workers {self.workers} is too few; use 1 or more")
+            raise UsageError(f"{arg('workers', self.workers)} is too few; use 1 or more")
         least = BASE_BYTES + WORKER_BYTES
         if self.memory_bytes < least:
             raise UsageError(
-                f"--max-memory {option_size(self.memory_bytes)} is too small; one worker needs {option_size(least)}"
+                f"{arg('max_memory', option_size(self.memory_bytes))} is too small; one worker needs "
+                f"{option_size(least)}"
             )
 
     def divide_memory(self, largest_unit_bytes: int, jobs: int, *, reserved_bytes: int = 0) -> "WorkerBudget":

@@ -23,8 +23,8 @@ class Option(NamedTuple):
     help     what it means, to a reader who knows nothing else; empty: neither face has it (only recipe files do)
     metavar  what help calls its value
     kind     how text becomes a value where the type alone does not say it: ``size`` (bytes), ``names`` (several,
-             between commas), ``dtype``, ``model`` (a folder or a name on the hub), ``file`` (one that is there),
-             ``recipe`` (a file or the name of one that comes with the package)
+             between commas), ``dtype``, ``model`` (a folder or a name on the hub), ``file``,
+             ``folder`` (that are there), ``recipe`` (a file or the name of one that comes with the package)
     choices  the values that it may have; empty: any of its type
     bounds   the least and the largest value
     usual    a hint on values, after the bounds in the message of a value outside them

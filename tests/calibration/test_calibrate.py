@@ -487,7 +487,7 @@ def test_what_does_not_fit_the_model_is_one_clear_line(tmp_path: Path) -> None:
     out = tmp_path / "stats"
     with pytest.raises(UsageError, match=f"token id {VOCABULARY}, the model's embedding has {VOCABULARY} rows"):
         calibrate(model, [str(bad)], out, options=options(windows))
-    with pytest.raises(UsageError, match="--seqlen 100 is more than the model's 64 positions"):
+    with pytest.raises(UsageError, match="seqlen=100 is more than the model's 64 positions"):
         calibrate(model, [str(good)], out, options=options(windows, samples=1, seqlen=100))
     with pytest.raises(UsageError, match="'diag' is unknown; use diagonal, block, full, kl, pairs"):
         calibrate(model, [str(good)], out, options=options(windows, moments=("diag",)))
