@@ -124,7 +124,7 @@ def command(
     params += [_JSON] * json + [_QUIET] * quiet
 
     def decorate(function: Callable[[C, Terminal], None]) -> click.Command:
-        names = {one.name for one in fields(options)}  # type: ignore[arg-type]  # C is a dataclass
+        names = {one.name for one in fields(options)}
 
         def call(as_json: bool = False, quiet: bool = False, **values: Any) -> None:
             chosen = options(**{name: value for name, value in values.items() if name in names})

@@ -237,7 +237,7 @@ def test_weighted_scales_are_proven_and_said_to_be(model: Path, stats: Path, tmp
     told = invoked("convert", model, "-o", tmp_path / "out", *words, "-q")
     assert columns(told)[:4] == ["role", "format", "proven", "output error"]
     assert "optimal" in told
-    block = json.loads(invoked("convert", model, "-o", tmp_path / "b", *words, "--weighting", "block", "--json"))
+    block = json.loads(invoked("convert", model, "-o", tmp_path / "b", *words, "--objective", "block", "--json"))
     assert {row["proven"] for row in block["roles"]} == {None}
 
 
@@ -437,7 +437,7 @@ def _without_full(model: Path, tmp_path: Path) -> Path:
         (_without_full, {"kv_cache": "fp8"}, "no keys and values of 'model.layers.0.self_attn'"),
         (lambda *_: None, {"algorithm": "gptq"}, "needs statistics; make them with `ptqpipe calibrate`"),
         (lambda *_: None, {"kv_cache": "fp8"}, "needs statistics"),
-        (_without_full, {"scheme": "fp8", "weighting": "block"}, "use --weighting diagonal"),
+        (_without_full, {"scheme": "fp8", "weighting": "block"}, "use --objective diagonal"),
         (_without_full, {"kv_cache": "fp8", "container": "ptqpipe"}, "ptqpipe cannot store KV-cache scales"),
         (_without_full, {"kv_cache": "fp8_per_head", "container": "modelopt"}, "one KV-cache scale per layer"),
         (lambda m, _: m, {"algorithm": "gptq"}, "holds no stats.json"),
@@ -559,7 +559,7 @@ def test_verify_with_statistics_finds_codes_that_do_not_follow_from_them(
 @pytest.mark.usefixtures("forks")
 def test_python_and_the_command_line_do_the_same_with_statistics(model: Path, stats: Path, tmp_path: Path) -> None:
     done = ptqpipe.convert(model, stats=stats, refine=2, container="ptqpipe", out=tmp_path / "python", workers=1)
-    command = [sys.executable, "-m", "ptqpipe", "convert", str(model), "--stats", str(stats), "--refine", "2"]
+    command = [sys.executable, "-m", "ptqpipe", "convert", str(model), "--stats", str(stats), "--refine-passes", "2"]
     subprocess.run([*command, "--container", "ptqpipe", "-o", str(tmp_path / "shell"), "-q"], check=True)
     assert {rule["algorithm"] for rule in done.record["recipe"]["rules"]} == {"gptq"}
     assert (tmp_path / "python/model.safetensors").read_bytes() == (tmp_path / "shell/model.safetensors").read_bytes()

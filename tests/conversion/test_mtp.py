@@ -65,7 +65,7 @@ def test_experts_and_projections_are_quantized_and_what_joins_the_layer_is_not(
 def test_sglang_builds_the_layer_unquantized_beside_modelopt(make: Make, tmp_path: Path) -> None:
     for kind, mtp in (("deepseek_v3", "fp8"), ("qwen3_next", "nvfp4")):
         options = RecipeOptions("nvfp4_w4a4", container="modelopt", mtp=mtp)
-        with pytest.raises(UsageError, match=r"--for sglang: .*SGLang builds it unquantized beside"):
+        with pytest.raises(UsageError, match=r"--reader sglang: .*SGLang builds it unquantized beside"):
             prepare(make(kind), options=options, out=tmp_path / "out", reader="sglang")
         if mtp == "nvfp4":
             prepare(make(kind), options=options, out=tmp_path / "out", reader="vllm").close()

@@ -325,7 +325,7 @@ REFUSED: list[tuple[str, str, TransformOptions, str]] = [
     ("block", "llama", TransformOptions("rotate", rotation_size=24), "--block 24"),
     ("alpha", "llama", TransformOptions("smoothquant", alpha=1.5), "--alpha 1.5"),
     ("dtype", "llama", TransformOptions("rotate", dtype="fp8"), "--dtype 'fp8'"),
-    ("edges", "llama", TransformOptions("smoothquant", fold_at=("norm", "down")), "--edges 'down'"),
+    ("edges", "llama", TransformOptions("smoothquant", fold_at=("norm", "down")), "--fold-at 'down'"),
     ("learned without statistics", "llama", TransformOptions("rotate", learn=5, format="fp8"), "diagonal,pairs"),
     ("learned for weights", "llama", TransformOptions("rotate", learn=5, format="nvfp4"), "nvfp4 has none"),
     ("steps", "llama", TransformOptions("rotate", learn=-1, format="fp8"), "--learn -1"),
@@ -447,7 +447,7 @@ def test_two_processes_write_the_same_bytes_as_one(tmp_path: Path) -> None:
     options = TransformOptions("rotate", rotation_size=16, shard_size=60_000)
     want = tiny.bytes_of(run(model, tmp_path / "one", options, None).out)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    args = (model, "--apply", "rotate", "--block", 16, "--shard-size", 60_000, "-o", tmp_path / "many")
+    args = (model, "--transforms", "rotate", "--block", 16, "--shard-size", 60_000, "-o", tmp_path / "many")
     done = cli(*args, launcher=launcher)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("rotate_residual then rotate_values") == 1
@@ -457,10 +457,10 @@ def test_two_processes_write_the_same_bytes_as_one(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("forks")
 def test_the_command_says_what_it_did_or_one_line(tmp_path: Path) -> None:
     model = tiny.save(tmp_path / "model", tiny.llama())
-    done = cli(model, "--apply", "r2", "--json", "-o", tmp_path / "out")
+    done = cli(model, "--transforms", "r2", "--json", "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["transforms"] == ["rotate_values"]
-    call = ["transform", str(model), "--apply"]
+    call = ["transform", str(model), "--transforms"]
     again = CliRunner().invoke(main, [*call, "r2", "-o", str(tmp_path / "out")])
     assert again.exit_code != 0
     assert len(again.stderr.splitlines()) == 1

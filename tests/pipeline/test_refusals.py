@@ -148,16 +148,19 @@ def test_rotations_are_learned_from_as_many_rows_as_have_the_tokens_that_are_kep
         ("--data none.txt", "none.txt does not exist"),
         ("--data EMPTY", "is a folder without .txt, .jsonl, .ndjson, .jsonlines"),
         ("--data self --data TEXT --data self=2", "--data has self twice; give it once, self=2 for twice its share"),
-        ("--data self --data TEXT --field text", "--field text is not in the rows that --data self generates"),
+        (
+            "--data self --data TEXT --text-field text",
+            "--text-field text is not in the rows that --data self generates",
+        ),
         ("--data self --data none.txt", "none.txt does not exist"),
         ("--data TEXT --damping 0.1", "--damping is decided by --quality"),
         ("--data TEXT --stats s", "--stats is for a conversion alone"),
         ("--eval none.txt", "none.txt does not exist; give --eval a .txt"),
         ("--eval EMPTY", "is a folder without .txt, .jsonl, .ndjson, .jsonlines"),
-        ("--for vllm --format mxfp4a16", "vllm does not run mxfp4a16; it runs nvfp4, nvfp4_w4a4, mxfp4,"),
-        ("--for sglang --format mxfp8 --data TEXT", "sglang does not run mxfp8"),
-        ("--for trtllm --format nvfp4_w4a4 --container compressed_tensors", "contradicts --for trtllm"),
-        ("--for sglang --budget 5bits --formats nvfp4,mxfp4", "sglang does not run mxfp4"),
+        ("--reader vllm --format mxfp4a16", "vllm does not run mxfp4a16; it runs nvfp4, nvfp4_w4a4, mxfp4,"),
+        ("--reader sglang --format mxfp8 --data TEXT", "sglang does not run mxfp8"),
+        ("--reader trtllm --format nvfp4_w4a4 --container compressed_tensors", "contradicts --reader trtllm"),
+        ("--reader sglang --budget 5bits --formats nvfp4,mxfp4", "sglang does not run mxfp4"),
     ],
 )
 def test_wrong_calls_get_one_line_before_any_work(
@@ -189,7 +192,7 @@ def test_a_folder_of_stages_in_the_model_or_the_output_is_refused_before_any_wor
     shutil.copytree(model, source)
     before = sorted(tmp_path.rglob("*"))
     for kept in (tmp_path / "out", tmp_path / "out" / "kept", tmp_path, source / "kept"):
-        with pytest.raises(UsageError, match="overlap; choose another --keep-stages"):
+        with pytest.raises(UsageError, match="overlap; choose another --work-dir"):
             made(source, tmp_path / "out", work_of(text, quality="fast", keep_stages=str(kept)))
     with pytest.raises(UsageError, match="overlap; choose another -o"):
         made(source, source / "out", PipelineOptions(budget="6.5bits"))
