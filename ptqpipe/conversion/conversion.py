@@ -25,7 +25,7 @@ from ptqpipe.conversion.kv_cache import write_scales
 from ptqpipe.conversion.measured import Changes, certificate, changes_of, counting
 from ptqpipe.conversion.planned_outputs import MeanErrors, OutputJob, Outputs, QuantizeUnit
 from ptqpipe.conversion.units import learned_codes, quantize_unit
-from ptqpipe.errors import NumericsError
+from ptqpipe.errors import NumericsError, arg
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Scratch, Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
@@ -272,7 +272,7 @@ def check_kept_alive(unit: Unit, errors: Sequence[WeightError]) -> None:
             shared = f", at the scale that it shares with {' and '.join(others)}" if others else ""
             raise NumericsError(
                 f"{member.weight} would lose {min(error.relative_mse, 1.0):.0%} of its energy in "
-                f"{unit.scheme.fmt.name}{shared}; repair the source, or keep it: --ignore '{member.module}'"
+                f"{unit.scheme.fmt.name}{shared}; repair the source, or keep it: {arg('ignore', [member.module])}"
             )
 
 

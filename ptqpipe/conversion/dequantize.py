@@ -18,7 +18,7 @@ from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, Tenso
 from ptqpipe.checkpoint.dtypes import FLOATS
 from ptqpipe.checkpoint.layouts import DECODED_ROLES, PartKind, StoredWeight, kv_scale, without_quantization
 from ptqpipe.conversion import CopyTensor, Done, Rewrite, Run, merged, named_source, parts_of_stage, rewrite
-from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.errors import NumericsError, UsageError, arg
 from ptqpipe.models.source import Source
 from ptqpipe.run.machine import Job, WorkerBudget
 
@@ -109,7 +109,7 @@ def dequantize(ckpt: Path, out: Path, *, dtype: str = "bf16", **run: Unpack[Run]
     Raises UsageError for a plain checkpoint or an unknown dtype, NumericsError where fp16 would overflow.
     """
     if dtype not in FLOATS:
-        raise UsageError(f"--dtype {dtype!r} is unknown; use {', '.join(FLOATS)}")
+        raise UsageError(f"{arg('dtype', dtype)} is unknown; use {', '.join(FLOATS)}")
     with Source.open(Path(ckpt)) as source:
         check_disjoint(source.reader.path, Path(out))
         source.reader.check_links()
@@ -144,7 +144,7 @@ def _rounded(rows: torch.Tensor, dtype: torch.dtype, weight: str) -> torch.Tenso
     if dtype is torch.float16 and not bool(torch.isfinite(rounded).all()):
         if not bool(torch.isfinite(rows).all()):
             raise NumericsError(f"{weight} has NaN or inf; the checkpoint is damaged, copy or convert it again")
-        raise NumericsError(f"{weight} has numbers beyond 65504, which fp16 cannot hold; use --dtype bf16")
+        raise NumericsError(f"{weight} has numbers beyond 65504, which fp16 cannot hold; use {arg('dtype', 'bf16')}")
     return rounded
 
 

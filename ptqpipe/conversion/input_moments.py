@@ -19,8 +19,9 @@ import torch
 from ptqpipe.calibration.inputs import OUT_ROWS, Moments
 from ptqpipe.calibration.statistics import KnownInputs, Statistics
 from ptqpipe.checkpoint import OF_WEIGHTS, name_of
+from ptqpipe.conversion.kv_cache import statistics_remedy
 from ptqpipe.conversion.planned_outputs import corrected_biases
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import CheckpointError, UsageError, arg
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.rotation import rotated
@@ -160,11 +161,11 @@ def open_statistics(
         needy = next((unit.rule for unit in chosen if unit.rule.calibrated), None)
         if needy is not None and not collected:
             raise UsageError(
-                f"algorithm {needy.algorithm} with weighting {needy.weighting} needs statistics; make them with "
-                "`ptqpipe calibrate` and give --stats FOLDER; --data TEXT without --algorithm does it all at once"
+                f"algorithm {needy.algorithm} with weighting {needy.weighting} needs statistics; "
+                f"{statistics_remedy()}; {arg('data', 'TEXT')} without {arg('algorithm')} does it all at once"
             )
         if recipe.bias_correction and not collected:
-            raise UsageError("bias_correction needs statistics; make them with `ptqpipe calibrate` and give --stats")
+            raise UsageError(f"{arg('bias_correction')} needs statistics; {statistics_remedy()}")
         return None
     statistics = Statistics.open(path)
     try:
@@ -250,7 +251,9 @@ def _check_unit(unit: Unit, statistics: Statistics, *, chosen: bool) -> None:
         return
     rule, fmt = unit.rule, unit.scheme.fmt
     if rule.weighting == "block" and not has_block_scales(fmt):
-        raise UsageError(f"{fmt.name} has no block scales along its rows to weight by blocks; use --weighting diagonal")
+        raise UsageError(
+            f"{fmt.name} has no block scales along its rows to weight by blocks; use {arg('objective', 'diagonal')}"
+        )
     needed = dict.fromkeys(["second_moment", *["amax"] * static, *(_needed(unit) if calibrated else ())])
     for member in unit.members:
         module = module_of(member)
@@ -259,9 +262,11 @@ def _check_unit(unit: Unit, statistics: Statistics, *, chosen: bool) -> None:
             if isinstance(unplaced, list) and f"{module}.weight" in unplaced:
                 raise UsageError(
                     f"'{module}' has no statistics: transformers' model has no place for it, so nothing runs through "
-                    "it; --ignore it, or give it a rule with algorithm rtn and weighting none"
+                    f"it; {arg('ignore', [module])}, or give it a rule with algorithm rtn and weighting none"
                 )
-            raise UsageError(f"{statistics.path} has no statistics of '{module}'; calibrate again, or --ignore it")
+            raise UsageError(
+                f"{statistics.path} has no statistics of '{module}'; calibrate again, or {arg('ignore', [module])}"
+            )
         if statistics.columns(module) != member.shape[1]:
             raise CheckpointError(
                 f"{statistics.path} has statistics of {statistics.columns(module)} inputs of '{module}', which has "
@@ -270,8 +275,8 @@ def _check_unit(unit: Unit, statistics: Statistics, *, chosen: bool) -> None:
         for moment in needed:
             if not statistics.has(module, moment):
                 kind = moment.partition("_")[0]
-                other = ", or convert with --algorithm rtn" if kind == "full" else ""
+                other = f", or convert with {arg('algorithm', 'rtn')}" if kind == "full" else ""
                 raise UsageError(
-                    f"{statistics.path} has no {moment} of '{module}'; calibrate again with --moments diagonal,{kind}"
-                    f"{other}"
+                    f"{statistics.path} has no {moment} of '{module}'; calibrate again with "
+                    f"{arg('moments', f'diagonal,{kind}')}{other}"
                 )

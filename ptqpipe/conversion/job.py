@@ -35,7 +35,7 @@ from ptqpipe.checkpoint import (
     sealed,
 )
 from ptqpipe.conversion.card import CARD, ORIGINAL, card, original_card
-from ptqpipe.errors import OutputError
+from ptqpipe.errors import OutputError, arg
 from ptqpipe.models.families import check_config
 from ptqpipe.models.source import Source
 from ptqpipe.run.machine import (
@@ -305,7 +305,7 @@ def _damaged(jobs: Sequence[J], work: Rewrite[J], writer: CheckpointWriter, mach
     if lost is not None:
         raise OutputError(
             f"{writer.paths.partial} has other bytes of '{lost.id}' than were written, and what they were made of is "
-            "deleted; --overwrite starts over"
+            f"deleted; {arg('overwrite', True)} starts over"
         )
     return damaged
 
@@ -343,7 +343,7 @@ def records_of(jobs: Iterable[Job], done: Mapping[str, Mapping[str, Any]]) -> li
     records = []
     for job in jobs:
         if job.id not in done:
-            raise OutputError(f"unit '{job.id}' is missing from the journal; run again with --resume")
+            raise OutputError(f"unit '{job.id}' is missing from the journal; run again with {arg('resume', True)}")
         records.append(done[job.id])
     return records
 
@@ -401,7 +401,7 @@ def as_quantized(source: Source, record: Mapping[str, Any]) -> Source:
 
 
 def is_unfinished(out: Path, *, alive: bool = False) -> bool:
-    """Whether a run that --resume continues exists next to ``out``.
+    """Whether a run that ``resume`` continues exists next to ``out``.
 
     alive  one counts, too, that another process is at
     """

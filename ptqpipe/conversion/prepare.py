@@ -27,20 +27,24 @@ from ptqpipe.conversion import (
     outputs_of,
 )
 from ptqpipe.conversion.conversion import Conversion
-from ptqpipe.errors import CheckpointError, RecipeError, UsageError
+from ptqpipe.errors import CheckpointError, RecipeError, UsageError, arg
 from ptqpipe.models.families import doubts, is_known, issues_of
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.numerics.search import get_search
 from ptqpipe.quantization.learned_codes import ROUNDING_FILE, TRAINED_REASON, Rounding
-from ptqpipe.recipe.file import build_recipe
+from ptqpipe.recipe.file import build_recipe, option_name
 from ptqpipe.recipe.options import ALGORITHMS, AUTO, CodeOptions, RecipeOptions
 from ptqpipe.recipe.plan import Plan, check_ignored, make_plan
 from ptqpipe.recipe.recipe import Recipe, matches
 from ptqpipe.run.machine import without_collections
 from ptqpipe.runtime.expected import unlike_model
 
-_AGAIN = "leave out what differs, or tune again with the same --format, --recipe, --container and --ignore"
+
+def _again() -> str:
+    """The remedy for codes of another recipe."""
+    same = f"{arg('format')}, {arg('recipe')}, {arg('container')} and {arg('ignore')}"
+    return f"leave out what differs, or tune again with the same {same}"
 
 
 def best_with(
@@ -78,7 +82,9 @@ def with_searches(recipe: Recipe, *, data: bool) -> Recipe:
             why = (
                 f"{scheme.fmt.name} has one scale for all" if scheme.fmt.one_scale else "the data say what errors cost"
             )
-            raise UsageError(f"--search enlarged is for nearest codes without data, and {why}; leave it out")
+            raise UsageError(
+                f"{arg('scale_search', 'enlarged')} is for nearest codes without data, and {why}; leave it out"
+            )
         rules.append(checked)
     return replace(recipe, rules=tuple(rules))
 
@@ -90,13 +96,13 @@ def check_used(options: RecipeOptions, recipe: Recipe, *, statistics: bool) -> N
     static = any(scheme.needs_input_global_scale for scheme in recipe.schemes())
     kinds = "a format with static activation scales, such as nvfp4_w4a4"
     for option, given, used, needs in (
-        *((f"--{n}", options.given.get(n), n in read, f"algorithm {own[n]}; give --stats") for n in own),
-        ("--input-scale", options.input_scale, static and statistics, f"--stats and {kinds}"),
-        ("--headroom", options.headroom, static and statistics, f"--stats and {kinds}"),
-        ("--input-amax", options.input_amax, static and not statistics, f"{kinds}, without --stats"),
+        *((option_name(n), options.given.get(n), n in read, f"algorithm {own[n]}; give {arg('stats')}") for n in own),
+        ("input_scale", options.input_scale, static and statistics, f"{arg('stats')} and {kinds}"),
+        ("headroom", options.headroom, static and statistics, f"{arg('stats')} and {kinds}"),
+        ("input_amax", options.input_amax, static and not statistics, f"{kinds}, without {arg('stats')}"),
     ):
         if given is not None and not used:
-            raise UsageError(f"{option} {given} would change nothing: it needs {needs}; otherwise leave it out")
+            raise UsageError(f"{arg(option, given)} would change nothing: it needs {needs}; otherwise leave it out")
 
 
 @without_collections()
@@ -118,7 +124,7 @@ def prepare(
     stats      a folder of `ptqpipe calibrate`
     rounding   one of `ptqpipe tune`: its codes are written as they are, by the recipe that they were learned for
                unless a recipe file is given; what contradicts it is a UsageError
-    reader     the program that will load the result (``--for``): a weight that it gets wrong is a UsageError
+    reader     the program that will load the result (``reader``): a weight that it gets wrong is a UsageError
     requantize quantize weights again that are stored below 8 bits even where that only adds error
     collected  for what finds the moments that choosing codes reads as it goes, or later: `ptqpipe tune`, `pipeline`
     dry        nothing will be converted, so that the source need not stay as it is now
@@ -177,13 +183,14 @@ def _doubts_of(source: Source, reader: str | None) -> tuple[str, ...]:
             "was published with them"
         ]
     if unlike and reader is not None:
-        raise CheckpointError(f"--for {reader}: {unlike[0]}; {reader} would not load what is made of it")
+        raise CheckpointError(f"{arg('reader', reader)}: {unlike[0]}; {reader} would not load what is made of it")
     unknown = []
     if not is_known(config):
-        whose = "" if reader is None else f"; --for {reader} cannot tell whether {reader} takes them quantized"
+        whose = "" if reader is None else f"; {arg('reader', reader)} cannot tell whether {reader} takes them quantized"
         unknown.append(
             f"the table of families has no row for model_type {config.get('model_type')!r}: names and shapes alone "
-            f"decide what stays unquantized{whose}; look at the list of what is kept, and add to it with --ignore"
+            f"decide what stays unquantized{whose}; look at the list of what is kept, and add to it with "
+            f"{arg('ignore')}"
         )
     if (source.reader.path / ADAPTER_CONFIG).is_file():
         unknown.append(
@@ -208,7 +215,7 @@ def _check_mtp(outputs: Outputs, source: Source) -> None:
     units = (unit for unit in outputs.plan.units if unit.rule.match in patterns)
     if outputs.recipe.mtp == "keep" or next(units, None) is not None:
         return
-    given, path = f"--mtp {outputs.recipe.mtp}", source.reader.path
+    given, path = arg("mtp", outputs.recipe.mtp), source.reader.path
     if any(matches(pattern, module) for pattern in patterns for module in outputs.plan.modules):
         raise UsageError(
             f"{given} would change nothing: what it could quantize is kept for other reasons; leave it out"
@@ -234,8 +241,8 @@ def _check_rounding(found: Rounding, source: Source, plan: Plan) -> None:
     for name in found.trained:
         if kept.get(name) != TRAINED_REASON:
             raise UsageError(
-                f"{found.path} was tuned with --train, which changed '{name}', and this recipe does not keep it as it "
-                "was kept there; give the recipe of tune, or tune again"
+                f"{found.path} was tuned with {arg('train')}, which changed '{name}', and this recipe does not keep "
+                "it as it was kept there; give the recipe of tune, or tune again"
             )
     if not any(found.has(member.key) for unit in plan.units for member in unit.members):
         raise UsageError(f"{found.path} has codes of no weight that the recipe quantizes; tune with the same recipe")
@@ -263,8 +270,8 @@ def recipe_of_codes(codes: Rounding, options: RecipeOptions) -> Recipe:
     names = [scheme.name for scheme in recipe.schemes()]
     if options.scheme is not None and [get_scheme(options.scheme).name] != names:
         raise UsageError(
-            f"--format {options.scheme} contradicts {codes.path}, which holds codes for {', '.join(names)}; leave "
-            "--format out, or tune with the same --format"
+            f"{arg('format', options.scheme)} contradicts {codes.path}, which holds codes for {', '.join(names)}; "
+            f"leave {arg('format')} out, or tune with the same {arg('format')}"
         )
     return recipe
 
@@ -290,7 +297,7 @@ def _check_codes(
             given = options.given.get(name)
             if given is not None:
                 raise UsageError(
-                    f"--{name.replace('_', '-')} {given} would change nothing: {codes.path} has the codes of every "
+                    f"{arg(option_name(name), given)} would change nothing: {codes.path} has the codes of every "
                     "weight; leave it out"
                 )
 
@@ -311,7 +318,7 @@ def _check_plan(codes: Rounding, source: Source, plan: Plan, recipe: Recipe) -> 
         before, after = ("kept" if fate is None else f"in {fate[0]}" for fate in (was, now))
         if before == after:
             before, after = "quantized", "kept" if now is None else "in another fused group"
-        raise UsageError(f"{codes.path} was tuned with '{key}' {before}, this call has it {after}; {_AGAIN}")
+        raise UsageError(f"{codes.path} was tuned with '{key}' {before}, this call has it {after}; {_again()}")
 
 
 _Fate = tuple[str, tuple[str, ...]]
@@ -330,13 +337,13 @@ def _check_input_scales(codes: Rounding, recipe: Recipe, statistics: Statistics 
     if made_with != given:
         if made_with is None:
             raise UsageError(
-                f"{codes.path} was tuned without statistics, its input scales are constant; leave --stats out, or tune "
-                "again with the same --stats"
+                f"{codes.path} was tuned without statistics, its input scales are constant; leave {arg('stats')} out, "
+                f"or tune again with the same {arg('stats')}"
             )
-        held = "no --stats are given" if statistics is None else f"{statistics.path} holds others ({given:.16})"
+        held = f"no {arg('stats')} are given" if statistics is None else f"{statistics.path} holds others ({given:.16})"
         raise UsageError(
             f"{codes.path} was tuned with the input scales of statistics {str(made_with)[:16]}, {held}; give the "
-            "--stats that tune had"
+            f"{arg('stats')} that tune had"
         )
     own = recipe_of_codes(codes, RecipeOptions())
     for name in ("input_amax",) if given is None else ("input_scale", "headroom"):

@@ -8,11 +8,11 @@ from math import ceil
 from pathlib import Path
 
 from ptqpipe.calibration.rows import files_of, weighted
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg, usage
 from ptqpipe.models.reader_facts import container_for, formats_of
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.pipeline.budget.plan_units import DEFAULT_FORMATS, KEEP
-from ptqpipe.recipe.file import build_recipe
+from ptqpipe.recipe.file import build_recipe, option_name
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.recipe.recipe import Recipe
 
@@ -25,8 +25,8 @@ def check_alone(**given: object) -> None:
     first = next((name for name, value in given.items() if value), None)
     if first is not None:
         raise UsageError(
-            f"--{first.replace('_', '-')} is for a conversion alone; leave it out, or --data, --budget, --eval and "
-            "--report"
+            f"{arg(first)} is for a conversion alone; leave it out, or {arg('data')}, {arg('budget')}, {arg('eval')} "
+            f"and {arg('report')}"
         )
 
 
@@ -34,58 +34,71 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
     """UsageError for options that contradict each other, and for texts that do not exist."""
     if work.quality is not None and not work.data:
         raise UsageError(
-            f"--quality {work.quality} says how much is computed with data; add --data FILE, or --data self"
+            f"{arg('quality', work.quality)} says how much is computed with data; add {arg('data', 'FILE')}, or "
+            f"{arg('data', SELF)}"
         )
     if work.untie and not work.data:
         raise UsageError(
-            "--untie is for the rotations that --quality best learns from data; add --data FILE, or --data self"
+            f"{arg('untie', True)} is for the rotations that {arg('quality', 'best')} learns from data; add "
+            f"{arg('data', 'FILE')}, or {arg('data', SELF)}"
         )
     windows = {name: getattr(work, name) for name in ("samples", "seqlen", "seed")}
     chosen = next((name for name, value in windows.items() if value != getattr(PipelineOptions(), name)), None)
     if chosen is not None and not work.data:
-        raise UsageError(f"--{chosen} {windows[chosen]} says how --data is read; add --data FILE, or leave it out")
+        raise UsageError(_about_data(arg(chosen, windows[chosen])))
     if work.field is not None and not (work.data or work.eval):
-        raise UsageError(f"--field {work.field} says how --data is read; add --data FILE, or leave it out")
+        raise UsageError(_about_data(arg("text_field", work.field)))
     if work.field is not None and own_weight(work.data) is not None and len(work.data) > 1:
-        raise UsageError(f"--field {work.field} is not in the rows that --data self generates; leave one of them out")
+        raise UsageError(
+            f"{arg('text_field', work.field)} is not in the rows that {arg('data', SELF)} generates; leave one of them "
+            "out"
+        )
     if work.formats is not None and work.budget is None:
-        raise UsageError("--formats names what --budget chooses from; add --budget, or give one --format")
-    given = "--recipe" if recipe_path is not None else "--format" if recipe.scheme is not None else ""
+        raise UsageError(
+            f"{arg('formats')} names what {arg('budget')} chooses from; add {arg('budget')}, or give one "
+            f"{arg('format')}"
+        )
+    given = arg("recipe") if recipe_path is not None else arg("format") if recipe.scheme is not None else ""
     if recipe.given.get("mtp") not in (None, "keep"):
-        given = f"--mtp {recipe.mtp}"
+        given = arg("mtp", recipe.mtp)
     if work.budget is not None and given:
-        raise UsageError(f"--budget chooses the formats, and {given} does; give one of them")
+        raise UsageError(f"{arg('budget')} chooses the formats, and {given} does; give one of them")
     decided = next((name for name in _BY_QUALITY if work.data and recipe.given.get(name) is not None), None)
     if decided is not None:
         raise UsageError(
-            f"--{decided.replace('_', '-')} is decided by --quality where there is --data; leave it out, or use "
-            "`ptqpipe calibrate` and `ptqpipe convert --stats`"
+            f"{arg(option_name(decided))} is decided by {arg('quality')} where there is {arg('data')}; leave it out, "
+            f"or use {usage('calibrate', 'MODEL', data='FILE', out='FOLDER')}, then "
+            f"{usage('convert', 'MODEL', stats='FOLDER')}"
         )
     built = build_recipe(recipe, path=recipe_path)
     if not work.data and (built.kv_cache != "none" or built.bias_correction):
-        option = "--kv-cache" if built.kv_cache != "none" else "--bias-correction"
-        raise UsageError(f"{option} needs statistics of a text; add --data FILE, or --data self")
+        option = arg("kv_cache" if built.kv_cache != "none" else "bias_correction")
+        raise UsageError(f"{option} needs statistics of a text; add {arg('data', 'FILE')}, or {arg('data', SELF)}")
     if work.quality == "fast" and built.rotations:
         raise UsageError(
-            "--quality fast weights scales by moments of each input alone, which do not say those of rotated ones; use "
-            "--quality good or best, or leave --rotate out"
+            f"{arg('quality', 'fast')} weights scales by moments of each input alone, which do not say those of "
+            f"rotated ones; use {arg('quality')} good or best, or leave {arg('rotate')} out"
         )
-    files_of(work.eval, option="--eval")
+    files_of(work.eval, option="eval")
+
+
+def _about_data(option: str) -> str:
+    return f"{option} says how {arg('data')} is read; add {arg('data', 'FILE')}, or leave it out"
 
 
 def texts_of(data: Sequence[str]) -> list[str]:
-    """The files and data sets of --data, each with a weight where they are mixed with the model's own text: a folder
+    """The files and data sets of ``data``, each with a weight where they are mixed with the model's own text: a folder
     stands for the texts in it. UsageError where it has none, and for a file that does not exist."""
     texts = [name for name in data if not _is_own(name)]
     if len(data) - len(texts) > 1:
-        raise UsageError("--data has self twice; give it once, self=2 for twice its share of the windows")
+        raise UsageError(f"{arg('data')} has self twice; give it once, self=2 for twice its share of the windows")
     if not texts or len(texts) == len(data):
         return files_of(texts)
     return files_of([name if weighted(name)[1] is not None else f"{name}=1" for name in texts])
 
 
 def own_weight(data: Sequence[str]) -> float | None:
-    """The weight of the text that the model writes itself; None where --data has none of it."""
+    """The weight of the text that the model writes itself; None where ``data`` has none of it."""
     return next((weighted(name)[1] or 1.0 for name in data if _is_own(name)), None)
 
 

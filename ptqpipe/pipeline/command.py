@@ -47,16 +47,16 @@ from ptqpipe.checkpoint import (
     shown,
     write_file,
 )
-from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, PtqError, UsageError, WrongOutput
+from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, PtqError, UsageError, WrongOutput, arg
 from ptqpipe.pipeline import messages as text
 from ptqpipe.pipeline.ledger import Ledger
 from ptqpipe.pipeline.prepare_stages import prepare
-from ptqpipe.pipeline.stages import Pipeline
+from ptqpipe.pipeline.stages import Pipeline, described
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.run.machine import Machine, progress_prefix
 from ptqpipe.run.quantities import disk_size
 
-CALL_FILE = "pipeline.json"  # of a folder of --keep-stages
+CALL_FILE = "pipeline.json"  # of a folder of ``work_dir``
 Say = Callable[[str], None]
 
 
@@ -128,7 +128,7 @@ def run(run: Pipeline, *, say: Say = lambda line: None) -> Made:
             if isinstance(error, OSError | PtqError) and not lock.in_place():
                 raise OutputError(
                     f"{shown(str(run.begun))} was removed, renamed or unmounted while this run was writing in it; put "
-                    "it back and --resume, or start again"
+                    f"it back and {arg('resume', True)}, or start again"
                 ) from None
             raise
         with output_errors(run.begun):
@@ -154,14 +154,17 @@ def _open(run: Pipeline, paths: Paths, held: ExitStack) -> RankLock:
         with output_errors(begun):
             empty(begun, keep=lock.name)  # of a call that was killed before it had begun, or while it was cleared
     if run.mode == "new" and former is not None:
-        raise OutputExists(f"{begun} is left from an unfinished run; --resume continues it, --overwrite discards it")
+        raise OutputExists(
+            f"{begun} is left from an unfinished run; {arg('resume', True)} continues it, {arg('overwrite', True)} "
+            "discards it"
+        )
     if run.mode != "resume":
         check_output(run.out, mode=run.mode)
     changed = "" if former is None else _changed(former.parts, identity)
     if changed:
         raise UsageError(
-            f"{begun} was started with another value of {changed}; give what it had and --resume, or --overwrite to "
-            "start over"
+            f"{begun} was started with another value of {changed}; give what it had and {arg('resume', True)}, or "
+            f"{arg('overwrite', True)} to start over"
         )
     if run.mode == "overwrite":
         abandon(paths)
@@ -183,28 +186,31 @@ def _changed(former: Mapping[str, Any], identity: Mapping[str, str]) -> str:
     """What another call decided otherwise, in words; empty for nothing."""
     names = [*identity, *(name for name in former if name not in identity)]
     changed = [name for name in names if former.get(name) != identity.get(name)]
-    return changed[0].removeprefix("the ") if changed else ""
+    return described(changed[0]).removeprefix("the ") if changed else ""
 
 
 def _keep(run: Pipeline, held: ExitStack) -> None:
-    """Makes the folder of --keep-stages one of this call, since what lies there is used as this call's own. ``held``
+    """Makes the folder of ``work_dir`` one of this call, since what lies there is used as this call's own. ``held``
     gets its lock.
     UsageError for a folder with other files, for that of a call that decided otherwise, and for one in the model or the
     output."""
     folder, call_file = run.folder, run.folder / CALL_FILE
     for place, name in ((run.path, "the source"), (run.out, "the output")):
-        check_disjoint(Paths.of(place).out, folder, names=f"the stages' folder and {name}", option="--keep-stages")
+        check_disjoint(Paths.of(place).out, folder, names=f"the stages' folder and {name}", option="work_dir")
     with output_errors(folder):
         others = folder.is_dir() and any(folder.glob("[!.]*"))
     if others and not call_file.exists():
-        raise UsageError(f"--keep-stages {folder} has files that no run left there; name an empty folder, or a new one")
+        raise UsageError(
+            f"{arg('work_dir', folder)} has files that no run left there; name an empty folder, or a new one"
+        )
     with output_errors(folder):
         held.enter_context(locked(folder))
     if call_file.exists():
         changed = _changed(read_json_object(call_file), run.identity)
         if changed:
             raise UsageError(
-                f"--keep-stages {folder} has the stages of a run with another value of {changed}; name another folder"
+                f"{arg('work_dir', folder)} has the stages of a run with another value of {changed}; name another "
+                "folder"
             )
     else:
         write_file(call_file, json_bytes(dict(run.identity)).decode())
@@ -223,11 +229,14 @@ def _refuse_others(run: Pipeline, paths: Paths, *, begun: bool) -> None:
         return
     if there:
         none = "" if begun else "has no unfinished run next to it and "
-        raise WrongOutput(f"{name} {none}is no output of this run; --overwrite replaces it, or choose another -o")
+        raise WrongOutput(
+            f"{name} {none}is no output of this run; {arg('overwrite', True)} replaces it, or choose another "
+            f"{arg('out')}"
+        )
     if not begun and has_begun(paths):
         raise WrongOutput(
             f"{shown(str(paths.partial))} is left from an unfinished run of another call; give that call again with "
-            "--resume, or --overwrite discards it"
+            f"{arg('resume', True)}, or {arg('overwrite', True)} discards it"
         )
 
 
@@ -238,7 +247,7 @@ def _check_disk(run: Pipeline) -> None:
     if need > free:
         raise OutputError(
             f"{place} has {disk_size(free)} free, the output and temporary files need {disk_size(need)}; free "
-            "some space, or choose another -o"
+            f"some space, or choose another {arg('out')}"
         )
 
 

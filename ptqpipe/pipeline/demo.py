@@ -21,7 +21,7 @@ from ptqpipe.conversion import Done
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.convert_summary import by_role
 from ptqpipe.conversion.prepare import prepare
-from ptqpipe.errors import CheckpointError, OutputExists
+from ptqpipe.errors import CheckpointError, OutputExists, arg
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import get_scheme
@@ -110,7 +110,7 @@ def _check_place(out: Path) -> None:
         except (LookupError, TypeError):
             source = None
         if path.name not in SCHEMES or source != MODEL.name:
-            raise OutputExists(f"{out} holds {path.name!r}, which no demo has written; give another -o")
+            raise OutputExists(f"{out} holds {path.name!r}, which no demo has written; give another {arg('out')}")
 
 
 def _convert(scheme: str, out: Path, machine: Machine) -> Done:

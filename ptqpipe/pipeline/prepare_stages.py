@@ -16,7 +16,7 @@ from ptqpipe.conversion import cache_specs, container_of
 from ptqpipe.conversion.convert_summary import missing_config, warnings_of
 from ptqpipe.conversion.prepare import prepare as prepare_conversion
 from ptqpipe.conversion.transform.plan import TransformOptions, foldable_rotations, matrix_bytes
-from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.errors import PtqError, UsageError, arg
 from ptqpipe.models.folding import find_structure
 from ptqpipe.models.language_model import takes_images
 from ptqpipe.models.reader_facts import check_rotation
@@ -64,7 +64,7 @@ def prepare(
             recipe = recipe.but(container=call.container_of_all(work.reader, formats))
         _check_cache(path, build_recipe(recipe, path=recipe_path), work)
         way = TABLE[WEIGHTS][work.quality or "best"] if work.data else None
-        _check_untie(work, way, f"--budget {work.budget}")
+        _check_untie(work, way, arg("budget", work.budget))
         target = out or Path(f"{name_of(path)}-MIXED")
         check_disjoint(path, target)
         nbytes = Budget.parse(work.budget).nbytes or 0
@@ -111,12 +111,12 @@ def _check_cache(path: Path, recipe: Recipe, work: PipelineOptions) -> None:
 
 
 def _check_untie(work: PipelineOptions, way: Way | None, what: str) -> None:
-    """UsageError for --untie where the table has no rotations."""
+    """UsageError for ``untie`` where the table has no rotations."""
     if work.untie and (way is None or not way.rotations):
-        quality = "" if work.quality is None else f" with --quality {work.quality}"
+        quality = "" if work.quality is None else f" with {arg('quality', work.quality)}"
         raise UsageError(
-            f"--untie is for the rotations that --quality best learns for a format with quantized inputs, and {what}"
-            f"{quality} has none; leave --untie out"
+            f"{arg('untie', True)} is for the rotations that {arg('quality', 'best')} learns for a format with "
+            f"quantized inputs, and {what}{quality} has none; leave {arg('untie')} out"
         )
 
 
@@ -134,7 +134,7 @@ def _rotatable(way: Way | None, source: Source, recipe: Recipe, *, untie: bool) 
         return way
     scheme, reader = recipe.schemes()[0], source.reader
     if recipe.rotations:
-        return _without_rotations(way, "--rotate rotates inputs while the model runs")
+        return _without_rotations(way, f"{arg('rotate')} rotates inputs while the model runs")
     if takes_images(read_config(reader.path), reader.path):
         return _without_rotations(way, "they are learned from text alone, and the model takes images")
     if source.container is not None:
@@ -157,7 +157,7 @@ def _with_own_text(way: Way, work: PipelineOptions, path: Path) -> tuple[Way, Pi
     if takes_images(read_config(path), path):
         why = "the model takes images, and writes text alone"
     elif work.field is not None:
-        why = f"--field {work.field} is in no row of it"
+        why = f"{arg('text_field', work.field)} is in no row of it"
     else:
         weights = sum(weighted(name)[1] or 1.0 for name in work.data)
         return way, replace(work, data=(*work.data, f"{call.SELF}={weights!r}"))

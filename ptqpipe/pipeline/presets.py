@@ -13,11 +13,11 @@ from ptqpipe.numerics.schemes import Activation, Scheme
 class Way(NamedTuple):
     """How codes are found.
 
-    rotations  which are learned and folded into the float model first (``transform --apply``); empty: none
-    steps      number of steps in which they are learned (``transform --learn``)
-    transform  which transform is folded in after that (``transform --apply``); empty: none
+    rotations  which are learned and folded into the float model first (``transforms`` of `transform`); empty: none
+    steps      number of steps in which they are learned (``learn`` of `transform`)
+    transform  which transform is folded in after that (``transforms`` of `transform`); empty: none
     method     of ``tune``; empty: nearest codes, at scales that are weighted by the second moments of the inputs
-    own_text   whether text that the model generates is added to the data, as with ``--data self``
+    own_text   whether text that the model generates is added to the data, as with ``data="self"``
     without    reasons why a part of the table's entry is left out of this run
     """
 

@@ -25,6 +25,7 @@ from ptqpipe.check.evaluate.scores import scoring_bytes
 from ptqpipe.checkpoint.tensor_names import layer_of
 from ptqpipe.conversion.transform.learn import ELEMENTS, STATES, TEMPORARIES
 from ptqpipe.conversion.transform.plan import TransformOptions, matrix_bytes
+from ptqpipe.errors import arg
 from ptqpipe.models.folding import find_structure
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
@@ -112,9 +113,9 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
 
 
 def memory_of(source: Source, work: PipelineOptions, way: Way | None, *, limit: int) -> dict[str, tuple[int, str]]:
-    """Stage -> (bytes at its peak, what takes them), for those that --max-memory does not limit.
+    """Stage -> (bytes at its peak, what takes them), for those that ``max_memory`` does not limit.
 
-    limit  of --max-memory, up to which hidden states stay in memory
+    limit  of ``max_memory``, up to which hidden states stay in memory
     """
     peaks: dict[str, tuple[int, str]] = {}
     config = source.reader.config
@@ -143,7 +144,7 @@ def memory_of(source: Source, work: PipelineOptions, way: Way | None, *, limit: 
 def memory_text(found: dict[str, tuple[int, str]], limit: int) -> str:
     """The estimates in words."""
     stages = [f"{name} about {memory_size(nbytes)} ({why})" for name, (nbytes, why) in found.items()]
-    return ", ".join([*stages, f"convert at most {memory_size(limit)} (--max-memory)"])
+    return ", ".join([*stages, f"convert at most {memory_size(limit)} ({arg('max_memory')})"])
 
 
 def _width(source: Source) -> int:

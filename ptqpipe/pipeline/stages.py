@@ -1,9 +1,10 @@
-"""The stages of one ``convert --data`` run: the inputs of each, where it writes, and their order.
+"""The stages of one `convert` with ``data`` run: the inputs of each, where it writes, and their order.
 
 Must not know how a stage works, nor how a call is checked.
 """
 
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from ptqpipe.conversion import command as conversion, named_source
 from ptqpipe.conversion.prepare import best_with, prepare
 from ptqpipe.conversion.transform.factors import find_factors
 from ptqpipe.conversion.transform.plan import TransformOptions
-from ptqpipe.errors import AlreadyComplete, CheckpointError, PtqWarning
+from ptqpipe.errors import AlreadyComplete, CheckpointError, PtqWarning, arg
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline import call
 from ptqpipe.pipeline.budget.command import Budget, plan_mixed, write_recipe
@@ -40,6 +41,20 @@ from ptqpipe.quantization.learned_codes import ROUNDING_FILE
 from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.run.machine import Machine, compute_threads
+
+_TOGETHER = {"samples": ("samples", "seqlen", "seed")}  # one entry of a journal
+_RENAMED = {"for": "reader"}  # since journals have been written
+
+
+def _key(*options: str) -> str:
+    """The entry of options in the journals and records of runs: their bytes stay, whoever runs."""
+    *others, last = (f"--{name}" for name in options)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def described(key: str) -> str:
+    """What an entry of a journal is called in a message."""
+    return re.sub(r"--(\w+)", lambda option: arg(_RENAMED.get(option[1], option[1])), key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +72,7 @@ class Pipeline:
 
     path      of the model; ``floats`` what is quantized: the model, or the folder of the factors to fold into it
     folder    where the stages' outputs lie; ``begun`` the hidden folder that says that a run is unfinished
-    texts     files of --data, and behind them the model's own text once it is written
+    texts     files of ``data``, and behind them the model's own text once it is written
     disk      what it takes beside the output; ``memory`` about what each stage holds
     identity  what decides the bytes, by its name in a message
     ledger    what the stages have left in that folder, once the run is open
@@ -114,22 +129,22 @@ class Pipeline:
     def _identity(self, source: Source) -> dict[str, str]:
         """What decides the bytes, by its name in a message; no folder's name is in it."""
         work, recipe = self.work, build_recipe(self.recipe, path=self.recipe_path)
-        field = [] if work.field is None else [f"--field {work.field}"]  # which part of the texts is read
+        field = [] if work.field is None else [f"{_key('field')} {work.field}"]  # which part of the texts is read
         own = [f"{call.SELF}={self._own_weight!r}"] if self.texts and self._own_weight is not None else []
         given = {
-            "--data": [*([_content(name) for name in self.texts] or work.data), *own, *field],
-            "--quality": work.quality,
-            "--budget": work.budget,
-            "--formats": work.formats,
-            "--for": work.reader,
-            "--samples, --seqlen or --seed": [work.samples, work.seqlen, work.seed],
-        } | {f"--{name}": True for name in ("requantize", "untie") if getattr(work, name)}
+            "data": [*([_content(name) for name in self.texts] or work.data), *own, *field],
+            "quality": work.quality,
+            "budget": work.budget,
+            "formats": work.formats,
+            "for": work.reader,
+            "samples": [work.samples, work.seqlen, work.seed],
+        } | {name: True for name in ("requantize", "untie") if getattr(work, name)}
         named = {
             "the model": source.reader.fingerprint(),
             "the recipe": recipe.digest,
             "the version of ptqpipe": __version__,
         }
-        return named | {name: json.dumps(value) for name, value in given.items()}
+        return named | {_key(*_TOGETHER.get(name, (name,))): json.dumps(value) for name, value in given.items()}
 
     def steps(self) -> list[Step]:
         """The stages in their order."""
@@ -160,7 +175,7 @@ class Pipeline:
         return self.out.parent / f"{self.out.name}.{ending}"
 
     def windows(self) -> dict[str, Any]:
-        """--samples, --seqlen and --seed as all stages take them."""
+        """``samples``, ``seqlen`` and ``seed`` as all stages take them."""
         return {name: getattr(self.work, name) for name in ("samples", "seqlen", "seed")}
 
     @property
@@ -169,7 +184,7 @@ class Pipeline:
 
     @property
     def _field(self) -> str | None:
-        """Of the rows of --data; those that the model has written have one of their own."""
+        """Of the rows of ``data``; those that the model has written have one of their own."""
         return None if self.texts == [str(self._own_text)] else self.work.field
 
     @property

@@ -23,7 +23,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from ptqpipe.checkpoint.regular_file import MAX_RECIPE_BYTES, read_regular_text
-from ptqpipe.errors import PtqError, RecipeError, UsageError, did_you_mean, one_line, read_failure
+from ptqpipe.errors import PtqError, RecipeError, UsageError, arg, did_you_mean, one_line, read_failure
 from ptqpipe.models.families import DEFAULT_KEEP, Keep
 from ptqpipe.numerics.schemes import SCHEMES, get_scheme
 from ptqpipe.recipe.options import ALGORITHMS, RecipeOptions
@@ -141,7 +141,7 @@ def load_recipe(path: Path) -> Recipe:
     try:
         raw = yaml.load(read_regular_text(file, limit=MAX_RECIPE_BYTES), Loader=_Loader)
     except FileNotFoundError:
-        remedy = f"{path} is a format: give --format {path}" if _key(str(path)) in SCHEMES else _near(path.name)
+        remedy = f"{path} is a format: give {arg('format', path)}" if _key(str(path)) in SCHEMES else _near(path.name)
         raise RecipeError(f"recipe {path} does not exist; {remedy}") from None
     except OSError as error:
         raise RecipeError(f"recipe {path} cannot be read: {read_failure(error)}") from None
@@ -271,6 +271,14 @@ _READERS: dict[Any, Callable[[Any, str], Any]] = {
 }
 
 
+_OPTION_NAMES = {"search": "scale_search", "weighting": "objective", "refine": "refine_passes"}
+
+
+def option_name(field: str) -> str:
+    """The name of the option of a call for a field of `Rule`."""
+    return _OPTION_NAMES.get(field, field)
+
+
 def build_recipe(options: RecipeOptions, *, path: Path | None = None, codes: Recipe | None = None) -> Recipe:
     """The recipe of a file with the options applied, or of the options alone (``nvfp4`` when no format is given).
 
@@ -278,7 +286,9 @@ def build_recipe(options: RecipeOptions, *, path: Path | None = None, codes: Rec
            ``options`` name no other format
     """
     if path is not None and options.scheme is not None:
-        raise RecipeError(f"--format {options.scheme} and --recipe {path} contradict each other; give one of them")
+        raise RecipeError(
+            f"{arg('format', options.scheme)} and {arg('recipe', path)} contradict each other; give one of them"
+        )
     if path is not None:
         recipe = load_recipe(path)
     elif codes is not None:

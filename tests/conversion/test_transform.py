@@ -311,16 +311,16 @@ REFUSED: list[tuple[str, str, TransformOptions, str]] = [
     ("unknown", "llama", TransformOptions("smoothquand"), "'smoothquand'"),
     ("twice", "llama", TransformOptions("rotate,r1", block=16), "twice"),
     ("scaling after rotation", "llama", TransformOptions("rotate,smoothquant", block=16), "scale first"),
-    ("no statistics", "llama", TransformOptions("smoothquant"), "ptqpipe calibrate"),
-    ("block", "llama", TransformOptions("rotate", block=24), "--block 24"),
-    ("alpha", "llama", TransformOptions("smoothquant", alpha=1.5), "--alpha 1.5"),
-    ("dtype", "llama", TransformOptions("rotate", dtype="fp8"), "--dtype 'fp8'"),
-    ("edges", "llama", TransformOptions("smoothquant", edges=("norm", "down")), "--edges 'down'"),
+    ("no statistics", "llama", TransformOptions("smoothquant"), r"ptqpipe\.calibrate\("),
+    ("block", "llama", TransformOptions("rotate", block=24), "rotation_size=24 is"),
+    ("alpha", "llama", TransformOptions("smoothquant", alpha=1.5), "alpha=1.5 is"),
+    ("dtype", "llama", TransformOptions("rotate", dtype="fp8"), 'dtype="fp8"'),
+    ("edges", "llama", TransformOptions("smoothquant", edges=("norm", "down")), 'fold_at="down"'),
     ("learned without statistics", "llama", TransformOptions("rotate", learn=5, format="fp8"), "diagonal,pairs"),
     ("learned for weights", "llama", TransformOptions("rotate", learn=5, format="nvfp4"), "nvfp4 has none"),
-    ("steps", "llama", TransformOptions("rotate", learn=-1, format="fp8"), "--learn -1"),
-    ("learned beside", "llama", TransformOptions("aqas,rotate", learn=5, format="fp8"), "--learn beside aqas"),
-    ("nothing to learn", "llama", TransformOptions("aqas", learn=5, format="fp8"), "--learn beside aqas"),
+    ("steps", "llama", TransformOptions("rotate", learn=-1, format="fp8"), "learn=-1 is"),
+    ("learned beside", "llama", TransformOptions("aqas,rotate", learn=5, format="fp8"), "learn beside aqas"),
+    ("nothing to learn", "llama", TransformOptions("aqas", learn=5, format="fp8"), "learn beside aqas"),
     ("format", "llama", TransformOptions("awq", format="nvfp5"), "unknown format 'nvfp5'"),
 ]
 
@@ -495,7 +495,7 @@ def test_a_real_gpt2_keeps_its_logits(tmp_path: Path, shared_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "value", "says"),
     [
-        ("F16", 1e6, "has numbers that F16 cannot hold; use --dtype fp32"),
+        ("F16", 1e6, 'has numbers that F16 cannot hold; use dtype="fp32"'),
         ("BF16", 1e300, "has numbers that BF16 cannot hold; check its weights"),
         ("F32", 1e300, "has numbers that F32 cannot hold; check its weights"),
         ("F32", float("nan"), "has NaN or inf; the source checkpoint is damaged"),

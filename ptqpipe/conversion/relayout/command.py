@@ -41,7 +41,7 @@ from ptqpipe.conversion.relayout.jobs import (
     warnings_of,
     weight_jobs,
 )
-from ptqpipe.errors import CheckpointError, FormatError, UsageError
+from ptqpipe.errors import CheckpointError, FormatError, UsageError, arg, usage
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.recipe.plan import is_matrix
@@ -185,14 +185,15 @@ def prepare(source: Source, out: Path, *, container: str) -> Relayout:
     name = container.lower().replace("-", "_")
     target = get_container(name)
     if source.container is None:
-        raise UsageError(f"{source.reader.path} is not quantized; `ptqpipe convert --container {name}` quantizes it")
+        convert = usage("convert", str(source.reader.path), container=name)
+        raise UsageError(f"{source.reader.path} is not quantized; {convert} quantizes it")
     if source.container_name == name:
-        raise UsageError(f"{source.reader.path} has the {name} layout already; choose another --container")
+        raise UsageError(f"{source.reader.path} has the {name} layout already; choose another {arg('container')}")
     turned = next((weight for weight in source.stored.values() if weight.scheme.rotation), None)
     if turned is not None and not target.CAPABILITIES.rotation:
         raise FormatError(
             f"{turned.weight} has rotated inputs (blocks of {turned.scheme.rotation}), which no reader of {name} "
-            "rotates; convert the source without --rotate"
+            f"rotates; convert the source without {arg('rotate')}"
         )
     check_disjoint(source.reader.path, out)
     source.reader.check_links()

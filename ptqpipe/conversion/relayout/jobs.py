@@ -16,7 +16,7 @@ from ptqpipe.checkpoint import COPY_BYTES, CheckpointReader, CheckpointWriter, T
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
 from ptqpipe.checkpoint.layouts import Container, Part, PartKind, StoredWeight, Target, kv_scale, scale_codes
 from ptqpipe.conversion import CopyTensor
-from ptqpipe.errors import FormatError, NumericsError
+from ptqpipe.errors import FormatError, NumericsError, arg
 from ptqpipe.models.families import family_of
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import CODECS, Codec
@@ -250,7 +250,7 @@ def _split(
     if f"{base}_bias" in source.reader.entries:
         raise FormatError(
             f"{stored.weight}: experts with biases have no names one by one that readers know; "
-            "use --container ptqpipe or gptoss_mxfp4"
+            f"use {arg('container', 'ptqpipe')} or gptoss_mxfp4"
         )
     rows, cols = stored.shape
     if leaf != "gate_up_proj":

@@ -37,7 +37,7 @@ from ptqpipe.conversion.transform import plan
 from ptqpipe.conversion.transform.learn import LearningUnit, learn_units, learning_bytes, learning_units, matrices_of
 from ptqpipe.conversion.transform.plan import Component, TransformOptions
 from ptqpipe.conversion.transform.weights import Weights, input_quantizer, make_problem, weight_quantizer
-from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.errors import NumericsError, UsageError, arg, usage
 from ptqpipe.models.folding import ROTATIONS, Edge, Op, Structure, find_structure, get_rotation, is_exact, move_factors
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
@@ -253,23 +253,21 @@ def check_memory(work: Transformation, machine: Machine) -> None:
     least, _ = work.least_memory()
     if work.units and least > machine.memory_bytes:
         raise UsageError(
-            f"--max-memory {option_size(machine.memory_bytes)} is too small for the pairs that rotations are learned "
-            f"from; give --max-memory {option_size_above(least)}, or calibrate fewer tokens"
+            f"{arg('max_memory', option_size(machine.memory_bytes))} is too small for the pairs that rotations are "
+            f"learned from; give {arg('max_memory', option_size_above(least))}, or calibrate fewer tokens"
         )
 
 
 def _open_statistics(
     stats: Path | None, source: Source, names: Sequence[str], opened: ExitStack, *, learn: bool
 ) -> Statistics | None:
-    needing = "--learn" if learn else next((name for name in names if name in SCALINGS), None)
+    needing = arg("learn") if learn else next((name for name in names if name in SCALINGS), None)
     if needing is None:
         return None
     if stats is None:
-        moments = " --moments diagonal,pairs" if learn else ""
-        raise UsageError(
-            f"{needing} needs --stats; make them with: ptqpipe calibrate {source.reader.path} --data TEXT{moments} "
-            "-o STATS"
-        )
+        moments = "diagonal,pairs" if learn else None
+        calibrate = usage("calibrate", str(source.reader.path), data="TEXT", moments=moments, out="STATS")
+        raise UsageError(f"{needing} needs {arg('stats')}; make them with: {calibrate}")
     statistics = opened.enter_context(Statistics.open(Path(stats)))
     check_model(statistics, source)
     return statistics
@@ -310,7 +308,9 @@ def _beyond(spec: TensorSpec, rows: torch.Tensor) -> NumericsError:
     if not bool(torch.isfinite(rows).all()):
         return NumericsError(f"'{spec.name}' has NaN or inf; the source checkpoint is damaged")
     remedy = (
-        "use --dtype fp32" if spec.dtype == "F16" else "check its weights, or convert the model without a transform"
+        f"use {arg('dtype', 'fp32')}"
+        if spec.dtype == "F16"
+        else "check its weights, or convert the model without a transform"
     )
     return NumericsError(f"'{spec.name}' has numbers that {spec.dtype} cannot hold; {remedy}")
 
@@ -330,7 +330,8 @@ def _write(spec: TensorSpec, weights: Weights, writer: CheckpointWriter, *, exac
             written.put(rounded)
     ops: list[Op] = weights.ops.get(spec.name, [])
     if squared and exact and is_exact(ops):
-        remedy = "use --dtype fp32" if spec.dtype != "F32" else "transform it without --power-of-two"
+        of_two = spec.dtype == "F32"
+        remedy = f"transform it without {arg('power_of_two')}" if of_two else f"use {arg('dtype', 'fp32')}"
         raise NumericsError(f"'{spec.name}' leaves the range of {spec.dtype} by powers of two; {remedy}")
     return {"shape": list(spec.shape), "squared_error": squared, "energy": energy, "sha256": written.sha256}
 

@@ -16,7 +16,7 @@ import torch
 from ptqpipe.calibration.statistics import Statistics, of_all_experts
 from ptqpipe.conversion.transform.plan import TransformOptions, block_of
 from ptqpipe.conversion.transform.weights import Weights, input_quantizer
-from ptqpipe.errors import NumericsError, OutputError, UsageError
+from ptqpipe.errors import NumericsError, OutputError, UsageError, arg
 from ptqpipe.models.folded import encoded
 from ptqpipe.models.folding import STREAM, Edge, Matrix, Norm, Structure, turns
 from ptqpipe.numerics.formats import Format
@@ -120,8 +120,8 @@ def _unit(
                 inputs.append(Input(edge, module))
     if without and not inputs:
         raise UsageError(
-            f"{statistics.path} has no pairs of '{without[0]}', which --learn needs; calibrate again with "
-            "--moments diagonal,pairs"
+            f"{statistics.path} has no pairs of '{without[0]}', which {arg('learn')} needs; calibrate again with "
+            f"{arg('moments', 'diagonal,pairs')}"
         )
     return LearningUnit(name, key, edges, tuple(inputs), tuple(without), channels // block, block)
 
@@ -208,7 +208,9 @@ def matrices_of(unit: LearningUnit, kept: Mapping[str, Any]) -> torch.Tensor:
     """float64 [count, block, block] of a unit, from its entry in the journal. OutputError where that is damaged."""
     raw = bytearray(base64.b64decode(str(kept["matrices"])))
     if len(raw) != unit.count * unit.block**2 * 8:
-        raise OutputError(f"the journal's matrices of the {unit.title} are damaged; --overwrite starts over")
+        raise OutputError(
+            f"the journal's matrices of the {unit.title} are damaged; {arg('overwrite', True)} starts over"
+        )
     return torch.frombuffer(raw, dtype=torch.float64).reshape(unit.count, unit.block, unit.block)
 
 

@@ -6,6 +6,7 @@ budget into bytes, asks for the choice, and makes sure that the recipe does what
 
 import math
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import check_file, name_of, resolve_source, write_file
 from ptqpipe.conversion import check_model
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg, argv
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline.budget.cost import Costs, choose_moment, estimate, knows_outputs
 from ptqpipe.pipeline.budget.measure import Measurement, measure
@@ -48,17 +49,20 @@ class Budget:
             return cls(bits=float(match[1]))
         if _SMALL.fullmatch(text.strip()) is not None:
             raise UsageError(
-                f"--budget {text.strip()} is a number without a unit; write {text.strip()}bits, or a size such as 9GB"
+                f"{arg('budget', text.strip())} is a number without a unit; write {text.strip()}bits, or a size such "
+                "as 9GB"
             )
         if nbytes is None:
-            raise UsageError(f"--budget {text!r} is neither bits nor bytes; write 4.75bits, 9GB or 800MiB")
+            raise UsageError(f"{arg('budget', text)} is neither bits nor bytes; write 4.75bits, 9GB or 800MiB")
         return cls(nbytes=nbytes)
 
     def __post_init__(self) -> None:
         if (self.bits is None) == (self.nbytes is None):
-            raise UsageError("--budget is bits per weight or bytes, one of them: 4.75bits, 9GB")
+            raise UsageError(f"{arg('budget')} is bits per weight or bytes, one of them: 4.75bits, 9GB")
         if self.bits is not None and not 0 < self.bits <= 64:
-            raise UsageError(f"--budget {self.bits:g}bits is out of range; expected more than 0 and at most 64")
+            raise UsageError(
+                f"{arg('budget', f'{self.bits:g}bits')} is out of range; expected more than 0 and at most 64"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +185,8 @@ def check_budget(model: Path, budget: Budget, formats: Sequence[str], *, requant
     with Source.open(model) as source:
         if budget.nbytes is not None and budget.nbytes >= source.reader.nbytes:
             raise UsageError(
-                f"--budget {option_size(budget.nbytes)} changes nothing: {model} has {disk_size(source.reader.nbytes)} "
-                "as it is; give a smaller budget"
+                f"{arg('budget', option_size(budget.nbytes))} changes nothing: {model} has "
+                f"{disk_size(source.reader.nbytes)} as it is; give a smaller budget"
             )
         _Limits.of(source, find_groups(source, schemes_of(formats), requantize=requantize), budget)
 
@@ -207,7 +211,8 @@ class _Limits:
             limit = math.floor(budget.bits * elements / 8)
             if least > limit:
                 bits = math.ceil(8e3 * least / elements) / 1e3
-                raise UsageError(f"--budget {budget.bits:g}bits is too small; the smallest possible is {bits:.3f}bits")
+                small = arg("budget", f"{budget.bits:g}bits")
+                raise UsageError(f"{small} is too small; the smallest possible is {bits:.3f}bits")
             _check_not_all_kept(groups, sizes, limit, f"{budget.bits:g}bits")
             return cls(sizes, limit, None, f"{budget.bits:g} bits per weight")
         assert budget.nbytes is not None
@@ -216,7 +221,8 @@ class _Limits:
         least = forecast(source, recipe_content(groups, smallest, description=""), groups, smallest).layout.file_bytes
         if least > budget.nbytes:
             size = f"{least} bytes ({disk_size(least)})"
-            raise UsageError(f"--budget {option_size(budget.nbytes)} is too small; the smallest possible is {size}")
+            small = arg("budget", option_size(budget.nbytes))
+            raise UsageError(f"{small} is too small; the smallest possible is {size}")
         fixed = least - sum(row[0] for row in sizes)
         slack = _SLACK + 4 * len(groups)  # header entries are estimates: begin above, exact sizes decide
         _check_not_all_kept(groups, sizes, budget.nbytes - fixed - slack, option_size(budget.nbytes))
@@ -232,8 +238,8 @@ def _check_not_all_kept(groups: Sequence[Group], sizes: Sequence[Sequence[int]],
     ]
     if None not in kept and sum(n for n in kept if n is not None) <= limit:
         raise UsageError(
-            f"--budget {budget} has room for every weight as it is, so nothing would be converted; give a smaller "
-            "budget, or leave keep out of --formats"
+            f"{arg('budget', budget)} has room for every weight as it is, so nothing would be converted; give a "
+            f"smaller budget, or leave keep out of {arg('formats')}"
         )
 
 
@@ -305,8 +311,8 @@ def write_recipe(plan: MixedPlan, path: Path) -> None:
     """
     check_recipe_target(path)
     text = recipe_text(plan.content)
-    command = f"ptqpipe convert {plan.source} --recipe {path.name}"
-    command += "" if plan.stats is None else f" --stats {name_of(plan.stats)}"
+    options = argv(recipe=path.name, stats=None if plan.stats is None else name_of(plan.stats))
+    command = shlex.join(["ptqpipe", "convert", plan.source, *options])
     note = f"{_MARK}{plan.file_bytes} bytes of weights and index: {command}\n"
     write_file(path, note + text)
 

@@ -17,8 +17,8 @@ weights' part and all of the inputs'.
 
 Weights whose inputs will be rotated are compared rotated, with the moments of rotated inputs.
 
-The last is for statistics that know how much the model minds an error (``calibrate --moments kl``), and compares layers
-by what they cost the model. How is in ``error_metric.py``; what is measured with the model instead, in ``measure.py``.
+The last is for statistics with gradient moments (``moments="kl"`` of `calibrate`), and compares layers by what they
+cost the model. How is in ``error_metric.py``; what is measured with the model instead, in ``measure.py``.
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ from ptqpipe.calibration.inputs import InputStatistics, WeightGradients
 from ptqpipe.calibration.statistics import BLOCK, Statistics
 from ptqpipe.checkpoint.tensor_names import role_of
 from ptqpipe.conversion.input_moments import module_of
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import CheckpointError, UsageError, arg
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
@@ -109,8 +109,8 @@ def estimate(
     least = BASE_BYTES + WORKER_BYTES + needs[most]
     if least > machine.memory_bytes:
         raise UsageError(
-            f"--max-memory {option_size(machine.memory_bytes)} is too small for {most}; give --max-memory "
-            f"{option_size_above(least)}"
+            f"{arg('max_memory', option_size(machine.memory_bytes))} is too small for {most}; give "
+            f"{arg('max_memory', option_size_above(least))}"
         )
     share = machine.divide_memory(0, len(jobs), reserved_bytes=needs[most])
     memory = MemoryPool(share.pool_bytes)
@@ -269,7 +269,7 @@ def _scheme_errors(
             if not total.is_finite():
                 raise CheckpointError(
                     f"what the statistics say of '{module_of(member)}' is too large or too small for a cost; calibrate "
-                    "again, check the model's weights, or plan without --stats"
+                    f"again, check the model's weights, or plan without {arg('stats')}"
                 )
         totals.append((member.weight, total))
     return totals

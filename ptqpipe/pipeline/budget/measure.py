@@ -19,7 +19,7 @@ from ptqpipe.check.evaluate.cache import KeptLogits
 from ptqpipe.check.evaluate.scores import score
 from ptqpipe.check.evaluate.tokenized_text import read_text
 from ptqpipe.checkpoint.regular_file import MAX_JSON_BYTES, read_regular
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Scheme
@@ -56,10 +56,10 @@ def sensitivity(
     """
     if text is None:
         if tokens is not None or seqlen is not None:
-            raise UsageError("--max-tokens and --seqlen belong to --measure; add it")
+            raise UsageError(f"{arg('max_tokens')} and {arg('seqlen')} belong to {arg('measure')}; add it")
         return stats
     if stats is not None:
-        raise UsageError("--stats and --measure are two kinds of sensitivity; give one of them")
+        raise UsageError(f"{arg('stats')} and {arg('measure')} are two kinds of sensitivity; give one of them")
     record = out.with_name(f"{out.name}.measured.jsonl")
     return Measurement(text, record, DEFAULT_TOKENS if tokens is None else tokens, seqlen)
 
@@ -79,11 +79,11 @@ def measure(
     """
     path = source.reader.path
     if measurement.tokens < 2:
-        raise UsageError(f"--max-tokens {measurement.tokens}: expected 2 or more")
+        raise UsageError(f"{arg('max_tokens', measurement.tokens)}: expected 2 or more")
     config = read_config(path)
     if measurement.seqlen is not None:
         if measurement.seqlen < 2:
-            raise UsageError(f"--seqlen {measurement.seqlen}: expected 2 or more")
+            raise UsageError(f"{arg('seqlen', measurement.seqlen)}: expected 2 or more")
         check_length(config, measurement.seqlen)
     text = read_text(measurement.text, lambda: load_tokenizer(path), max_tokens=measurement.tokens)
     window = measurement.seqlen or min(default_length(config), len(text.tokens))

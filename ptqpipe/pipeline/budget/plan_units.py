@@ -16,7 +16,7 @@ from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.layouts import Container, Part
 from ptqpipe.checkpoint.tensor_names import expert_of, experts_of
 from ptqpipe.conversion import Outputs, container_of, outputs_of
-from ptqpipe.errors import FormatError, RecipeError, UsageError
+from ptqpipe.errors import FormatError, RecipeError, UsageError, arg
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import Scheme, get_scheme
@@ -72,7 +72,7 @@ def schemes_of(names: Sequence[str]) -> tuple[Scheme | None, ...]:
     """Schemes by name, None for keep. UsageError for fewer than two, FormatError for unknown ones."""
     schemes = tuple(dict.fromkeys(None if name.lower() == KEEP else get_scheme(name) for name in names))
     if len(schemes) < 2 or all(scheme is None for scheme in schemes):
-        raise UsageError(f"--formats {','.join(names)}: a choice needs two or more, one of them a format")
+        raise UsageError(f"{arg('formats', ','.join(names))}: a choice needs two or more, one of them a format")
     return schemes
 
 
@@ -133,7 +133,7 @@ def _group(
     if not options:
         shape = units[0].members[0].shape
         raise UsageError(
-            f"{key} ({shape[0]}x{shape[1]}) fits none of the formats; add keep or fp8_dynamic to --formats"
+            f"{key} ({shape[0]}x{shape[1]}) fits none of the formats; add keep or fp8_dynamic to {arg('formats')}"
         )
     return Group(key, units, tuple(sorted(options, key=lambda option: option.nbytes)))
 
