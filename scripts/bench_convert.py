@@ -196,7 +196,7 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
     from ptqpipe.recipe.options import RecipeOptions
 
     torch.set_num_threads(1)
-    options = RecipeOptions(scheme=case.format, global_scale=case.global_scale, container=case.container)
+    options = RecipeOptions(format=case.format, global_scale=case.global_scale, container=case.container)
     prepared = prepare(source, options=options, out=source.parent / "never-written")
     seconds = cpu_seconds = elements = 0.0
 

@@ -36,8 +36,8 @@ import ptqpipe
 from labs.fold_gain.fold_search import Errors, descend, search
 from ptqpipe.check.evaluate.scores import model_logits
 from ptqpipe.check.evaluate.tokenized_text import read_text
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.command import transform
-from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.runtime.input_quantizers import GROUP
 from ptqpipe.runtime.loading import load_model, load_tokenizer

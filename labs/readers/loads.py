@@ -306,7 +306,7 @@ def refusal(
     from ptqpipe.recipe.options import RecipeOptions
 
     try:
-        asked = RecipeOptions(scheme=scheme, container=container, ignore=tuple(ignore), mtp=mtp)
+        asked = RecipeOptions(format=scheme, container=container, ignore=tuple(ignore), mtp=mtp)
         options = for_reader(reader, asked, None)
         prepare(model, options=options, reader=reader, requantize=True).close()
     except UsageError as error:

@@ -24,8 +24,8 @@ import ptqpipe
 from ptqpipe.check.evaluate.bootstrap import cluster_sums, interval, standard_error
 from ptqpipe.check.evaluate.scores import Scores, model_logits
 from ptqpipe.check.evaluate.tokenized_text import read_text
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.command import transform
-from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import PtqError
 from ptqpipe.numerics.schemes import Activation, get_scheme
 from ptqpipe.runtime.loading import load_model, load_tokenizer

@@ -1,55 +1,30 @@
-"""What the functions of the Python API share: keywords from the option classes, the machine, errors in Python's words.
+"""What the functions of the Python API share: keywords from the classes of options, the machine, values of options.
 
-A function declares its own parameters and ``**options``; `command` says which keywords those may be. Names, types and
-defaults come from the table of options and from the stages' own classes, so that none is written twice.
+A function declares its main parameters and ``**options``; `command` says of which class (``run/options.py``) these are.
+Names, types and defaults come from there, so that none is written twice.
 """
 
 import inspect
-import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import MISSING, fields
-from functools import cache, wraps
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, get_type_hints
-
-import torch
+from typing import Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from ptqpipe.api.kinds import check_kinds
-from ptqpipe.checkpoint import Mode, resolve_source
-from ptqpipe.errors import PtqError, UsageError
-from ptqpipe.recipe.options import (
-    PipelineOptions,
-    RecipeOptions,
-    check_names,
-    described,
-    recipe_fields,
-    spelled,
-    type_of,
-)
-from ptqpipe.run.machine import Machine, compute_threads, default_workers
+from ptqpipe.checkpoint import resolve_source
+from ptqpipe.errors import UsageError, did_you_mean
+from ptqpipe.recipe.options import recipe_path, spelled
+from ptqpipe.run.machine import Machine, machine_for
+from ptqpipe.run.options import MachineOptions, Option, Options, described, options_of, type_of
 from ptqpipe.run.quantities import bytes_of
-from ptqpipe.runtime.loading import check_device
 
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
+T = TypeVar("T", bound=Options)
 
-Keywords = Mapping[str, tuple[Any, Any]]
-"""Name of a keyword -> (type, default)."""
-
-DEVICE: Keywords = {"device": (str, "cpu")}
-RESTART: Keywords = {"resume": (bool, False), "overwrite": (bool, False)}
-# Functions that write floats, and call them bf16; the others compute, and call them as torch does.
-_SHORT = ("dequantize", "transform")
-_AS_TYPED = {"eval": "evaluation"}  # the command line's spelling, where Python has another
-
-
-def run_keywords(memory: str = "2GiB") -> Keywords:
-    """The keywords of the machine, which decide no byte: threads, the limit of resident memory, progress bars (None:
-    `watched`)."""
-    return {"workers": (int | None, None), "max_memory": (str | int, memory), "progress": (bool | None, None)}
+_PROGRESS = inspect.Parameter("progress", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=bool | None)
 
 
 def watched(progress: bool | None) -> bool:
@@ -57,44 +32,31 @@ def watched(progress: bool | None) -> bool:
     return (sys.stderr.isatty() or "ipykernel" in sys.modules) if progress is None else progress
 
 
-def keywords_of(kind: type, *but: str) -> Keywords:
-    """The fields of an option class as keywords, without those called ``but``."""
-    hints = get_type_hints(kind)
-    defaults = {
-        one.name: one.default_factory() if one.default_factory is not MISSING else one.default for one in fields(kind)
-    }
-    return {name: (hints[name], default) for name, default in defaults.items() if name not in but}
+def command(kind: type[Options] = Options, *, progress: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function one of the API: its ``**options`` are the options of ``kind`` that it does not declare itself.
 
-
-def recipe_keywords(*which: str) -> Keywords:
-    """The options of the table that decide bytes, or those called ``which``; None is one that is not given."""
-    return {name: (type_of(one), None) for name, one in recipe_fields().items() if name in (which or recipe_fields())}
-
-
-def command(*groups: Keywords) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function one of the API: its ``**options`` are the keywords of ``groups``, its errors speak Python."""
-    by_name = {name: entry for group in groups for name, entry in group.items()}
+    progress  whether ``progress`` is among them: bars, None: `watched`
+    """
+    rows = {one.name: (one, row) for one in options_of(kind) if (row := described(one)) is not None and not row.shell}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         plain = inspect.signature(function)
         own = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        names = [*(p.name for p in own), *by_name]
         more = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-            for name, (kind, default) in by_name.items()
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=_annotation(kind, name)
+            )
+            for name, (one, _) in rows.items()
+            if name not in plain.parameters
         ]
+        more += [_PROGRESS] * (progress and "progress" not in plain.parameters)
+        names = [p.name for p in (*own, *more)]
 
         @wraps(function)
-        def call(*given: P.args, **options: P.kwargs) -> R:
-            for typed, name in _AS_TYPED.items():
-                if typed in options and typed not in names and name in names:
-                    options[name] = options.pop(typed)
-            with errors_in_python(names):
-                check_names(options, names, what=function.__name__)
-                check_kinds([*own, *more], dict(zip((p.name for p in own), given, strict=False)) | options)
-                if isinstance(dtype := options.get("dtype"), str):
-                    options["dtype"] = spelled(dtype, long=function.__name__ not in _SHORT)
-                return function(*given, **options)
+        def call(*values: P.args, **options: P.kwargs) -> R:
+            check_names(options, names, what=function.__name__)
+            check_kinds([*own, *more], dict(zip((p.name for p in own), values, strict=False)) | options)
+            return function(*values, **options)
 
         call.__signature__ = plain.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
         return call
@@ -102,41 +64,64 @@ def command(*groups: Keywords) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def into(kind: type[T], options: Mapping[str, Any], **more: Any) -> T:
-    """An option class from the keywords that are called as its fields are, and ``more``. Several names may be a text
-    with commas, too."""
-    defaults = {one.name: one.default for one in fields(kind)}  # type: ignore[arg-type]  # kind is a dataclass
-    values = {name: value for name, value in options.items() if name in defaults}
-    values |= {name: names_in(value) for name, value in values.items() if isinstance(defaults[name], tuple)}
-    return kind(**values | more)
+def _annotation(kind: type[Options], name: str) -> Any:
+    """The type of an option in Python, which takes text for a path, and for a size."""
+    hint, row = get_type_hints(kind)[name], next(described(one) for one in fields(kind) if one.name == name)
+    return hint | str if row is not None and row.kind == "size" else hint
 
 
-def recipe_of(options: Mapping[str, Any], *, format: str | None, ignore: Iterable[str]) -> RecipeOptions:
-    """The options that decide bytes, among the keywords of a call."""
-    patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-    return RecipeOptions(format, patterns, **{name: options[name] for name in recipe_fields() if name in options})
+def check_names(options: Iterable[str], known: Iterable[str], *, what: str) -> None:
+    """UsageError for the first name that is not ``known``, with the nearest that is."""
+    known = list(known)
+    for name in options:
+        if name not in known:
+            raise UsageError(f"{what} has no option {name!r}; {did_you_mean(name, sorted(known))}")
 
 
-def mode_of(options: Mapping[str, Any]) -> Mode:
-    """The output mode. UsageError for resume and overwrite at once."""
-    resume, overwrite = (options.get(name, False) for name in RESTART)
-    if resume and overwrite:
-        raise UsageError("resume and overwrite contradict each other; give one of them")
-    return "resume" if resume else "overwrite" if overwrite else "new"
+def options_from(kind: type[T], options: Mapping[str, Any], **more: Any) -> T:
+    """The options of a call: those among its keywords, and ``more``; None is an option that the call does not state.
 
-
-def machine_of(options: Mapping[str, Any], *, memory: str = "2GiB", waits: bool = True) -> Machine:
-    """The machine that the keywords of a call describe.
-
-    memory  the limit of memory where the call gives none
-    waits   whether the workers wait for disks: where they only compute, there is one for each physical core
+    UsageError for a value that is none of an option's choices or out of its bounds.
     """
-    device, workers = str(options.get("device", "cpu")), options.get("workers")
-    check_device(device)
-    if workers is None:
-        workers = default_workers() if waits else compute_threads()
-    nbytes = size_of(options.get("max_memory", memory), name="max_memory")
-    return Machine(workers, torch.device(device), nbytes, progress=watched(options.get("progress")))
+    rows = {one.name: described(one) for one in fields(kind)}
+    values = {name: value for name, value in (options | more).items() if name in rows and value is not None}
+    return kind(**{name: _value(kind, name, rows[name], value) for name, value in values.items()}).check()
+
+
+def _value(kind: type[Options], name: str, row: Option | None, value: Any) -> Any:
+    """A value as the field has it."""
+    one = next(one for one in fields(kind) if one.name == name)
+    row = row or one.metadata.get("argument") or Option()
+    type_ = type_of(one, kind)
+    if row.kind == "size":
+        return size_of(value, name=name)
+    if row.kind == "dtype" and isinstance(value, str):
+        return spelled(value, long="auto" in row.choices)
+    if row.kind == "recipe":
+        return recipe_path(value)
+    if get_origin(type_) is tuple:
+        several = names_in(value) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+        return tuple(_one(row, get_args(type_)[0], each) for each in several)
+    return _one(row, type_, value)
+
+
+def _one(row: Option, type_: Any, value: Any) -> Any:
+    if row.kind == "model":
+        return folder_of(value)
+    return type_(value) if type_ in (Path, str) else value
+
+
+def names_in(value: Any) -> tuple[Any, ...]:
+    """Several values: a list of them, a text with commas, or one alone."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(","))
+    return tuple(value) if isinstance(value, Iterable) else (value,)
+
+
+def machine_of(options: MachineOptions, progress: bool | None, *, waits: bool = True) -> Machine:
+    """The machine of a call; ``waits`` as `machine_for`."""
+    device = str(getattr(options, "device", "cpu"))
+    return machine_for(options, device=device, progress=watched(progress), waits=waits)
 
 
 def size_of(value: str | int, *, name: str) -> int:
@@ -147,88 +132,11 @@ def size_of(value: str | int, *, name: str) -> int:
     return nbytes
 
 
-def pipeline_of(options: Mapping[str, Any], data: Sequence[str]) -> PipelineOptions:
-    """The pipeline options among the keywords of a call. ``data``: by its names."""
-    texts = options.get("eval") or ()
-    chosen = {name: value for name, value in options.items() if value is not None}
-    chosen |= {"formats": names_in(chosen["formats"])} if "formats" in chosen else {}
-    chosen |= {"keep_stages": str(chosen["keep_stages"])} if "keep_stages" in chosen else {}
-    named = (texts,) if isinstance(texts, str | Path) else tuple(texts)
-    return into(PipelineOptions, chosen, data=tuple(data), eval=tuple(map(str, named)))
-
-
-def names_in(value: str | Iterable[str]) -> tuple[str, ...]:
-    """Several names: a list, or a text with commas."""
-    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else tuple(value)
-
-
 def path_or_none(value: str | Path | None) -> Path | None:
-    """A path where one was given."""
+    """A path where the call has one."""
     return None if value is None else Path(value)
 
 
 def folder_of(model: str | Path) -> Path:
     """The folder of a checkpoint that is named by its path or by its name on the hub. UsageError for neither."""
     return resolve_source(str(model))
-
-
-@contextmanager
-def errors_in_python(names: Collection[str]) -> Any:
-    """Messages of PtqErrors name options as keywords of Python meanwhile. ``names``: those of the function."""
-    try:
-        yield
-    except PtqError as error:
-        error.args = (in_python(str(error), names), *error.args[1:])
-        raise
-
-
-# Flags, which are True when they are given, and options whose keyword is not their own name.
-_FLAGS = ("resume", "overwrite", "optimal", "untie", "bias_correction")
-_OTHER_NAMES = {
-    "shard_size": "shard_bytes",
-    "all": "all_blocks",
-    "power_of_two": "powers_of_two",
-    "eval": "evaluation",
-    "for": "reader",
-}
-_OPTION = re.compile(
-    r"(?P<code>`[^`]*`|\bptqpipe [a-z]+ [^;,]*)"
-    r"|(?<![\w-])(?:--(?P<name>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)|-(?P<short>o))(?![\w-])"
-    r"(?: (?P<value>'[^']*'|[A-Z]+\b|[\w.:/+-]*\w))?"
-)
-
-
-def in_python(message: str, names: Collection[str] = ()) -> str:
-    """A message of the command line in Python's words: ``overwrite=True`` for ``--overwrite``, ``seqlen=N`` for
-    ``--seqlen N``, ``out`` for ``-o``. Whole commands stay as they are. ``names``: keywords that are called as their
-    options, though the same options have other keywords in other functions."""
-    return _OPTION.sub(lambda match: _keyword(match, names), message)
-
-
-def _keyword(match: re.Match[str], names: Collection[str]) -> str:
-    if match["code"] is not None:
-        return match["code"]
-    name, value = (match["name"] or "out").replace("-", "_"), match["value"]
-    name = name if name in names else _OTHER_NAMES.get(name, name)
-    rest = "" if value is None else f" {value}"
-    if name in _FLAGS:
-        return f"{name}=True{rest}"
-    if value is None or not _is_value(value):
-        return f"{name}{rest}"
-    bare = (
-        (value.isalpha() and value.isupper())
-        or value.startswith("'")
-        or re.fullmatch(r"-?\d+(\.\d+)?", value) is not None
-    )
-    return f"{name}={value}" if bare else f'{name}="{value}"'
-
-
-def _is_value(word: str) -> bool:
-    """Whether a word after an option is its value, and not the next word of the sentence."""
-    return word.isupper() or not word.isalpha() or word in _choices()
-
-
-@cache
-def _choices() -> frozenset[str]:
-    options = [described(one) for one in recipe_fields().values()]
-    return frozenset({"cpu", "cuda", *(str(choice) for one in options if one is not None for choice in one.choices)})

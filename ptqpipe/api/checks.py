@@ -6,29 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.api.calibration_data import Data, data_names
-from ptqpipe.api.calls import (
-    command,
-    folder_of,
-    into,
-    keywords_of,
-    machine_of,
-    names_in,
-    path_or_none,
-    size_of,
-    watched,
-)
+from ptqpipe.api.calls import command, folder_of, machine_of, names_in, options_from, watched
 from ptqpipe.api.result import Result
 from ptqpipe.check import diff as diff_stage, inspect as inspect_stage
 from ptqpipe.check.evaluate import command as evaluate_stage, eval_summary as evaluate_text
-from ptqpipe.check.evaluate.cache import DEFAULT_LIMIT
+from ptqpipe.check.options import EvalCommand, EvalOptions, ReportCommand, VerifyCommand
 from ptqpipe.check.report.command import make_report
 from ptqpipe.check.report.compare_command import compare
 from ptqpipe.check.verify import command as verify_stage, report as verify_text
-from ptqpipe.errors import PtqWarning, UsageError
+from ptqpipe.errors import PtqWarning
+from ptqpipe.run.options import MachineOptions
 from ptqpipe.run.quantities import disk_size, number
 
 
-@command({"workers": (int | None, None)})
+@command(VerifyCommand)
 def verify(
     ckpt: str | Path,
     *,
@@ -36,8 +27,8 @@ def verify(
     stats: str | Path | None = None,
     optimal: bool = False,
     all_blocks: bool = False,
+    workers: int | None = None,
     progress: bool | None = None,
-    **options: Any,
 ) -> Result:
     """Checks a checkpoint's bytes and claims; ``ok`` says whether there is no fault, ``faults`` lists them.
 
@@ -51,16 +42,16 @@ def verify(
     >>> ptqpipe.verify("OUT", source="MODEL")
     <verify OUT: verdict no fault, weights 21, kept tensors 8, notes ...>
     """
-    if stats is not None and source is None:
-        raise UsageError("stats needs source: with both the weights are quantized again; give source")
+    named = {"ckpt": ckpt, "source": source, "stats": stats, "optimal": optimal or all_blocks, "all_blocks": all_blocks}
+    chosen = options_from(VerifyCommand, named)
     outcome = verify_stage.verify(
-        folder_of(ckpt),
-        source=None if source is None else folder_of(source),
-        statistics=path_or_none(stats),
-        optimal=optimal or all_blocks,
-        all_blocks=all_blocks,
+        chosen.ckpt,
+        source=chosen.source,
+        statistics=chosen.stats,
+        optimal=chosen.optimal,
+        all_blocks=chosen.all_blocks,
+        workers=workers,
         progress=watched(progress),
-        **options,
     )
     faults = [fault.message for fault in outcome.faults]
     facts = {
@@ -108,10 +99,7 @@ def diff(a: str | Path, b: str | Path) -> Result:
     return Result("diff", outcome, path=path, record=record, facts=facts, text=lambda: diff_stage.render(outcome))
 
 
-_NOT_OPTIONS = ("data", "tasks", "cache_limit", "command")  # of `evaluate`: keywords of its own, and what is recorded
-
-
-@command(keywords_of(evaluate_stage.Options, *_NOT_OPTIONS), {"cache_size": (str | int, DEFAULT_LIMIT)})
+@command(EvalCommand)
 def evaluate(
     ckpt: str | Path,
     data: Data = None,
@@ -130,7 +118,7 @@ def evaluate(
     tasks    of lm-eval, or local ones
     out      file to write; None: ``<ckpt>.eval.json`` beside a checkpoint of ptqpipe, of others in the working folder
     progress whether there are bars; None: in a terminal and in a notebook
-    options  as ``ptqpipe eval`` has them: ``field``, ``seqlen``, ``stride``, ``max_tokens``, ``task_data``,
+    options  as ``ptqpipe eval`` has them: ``text_field``, ``seqlen``, ``stride``, ``max_tokens``, ``task_data``,
              ``include_path``, ``limit``, ``batch_size``, ``dtype``, ``device``, ``activations``, ``samples`` (of text
              that both models write), ``cache_dir`` and its limit ``cache_size``. Without ``cache_dir`` the original's
              logits are kept nowhere, and both models are in memory
@@ -143,10 +131,7 @@ def evaluate(
     compared = source is not None and (data is not None or not named)
     evaluate_text.check_target(target, overwrite=overwrite, compared=compared, tasks=bool(named))
     with data_names(data) as names:
-        folders = {name: path_or_none(options.get(name)) for name in ("task_data", "include_path", "cache_dir")}
-        limit = size_of(options.get("cache_size", DEFAULT_LIMIT), name="cache_size")
-        measured = {"data": tuple(names), "tasks": named, "cache_limit": limit, **folders}
-        chosen = into(evaluate_stage.Options, options, **measured)
+        chosen = options_from(EvalOptions, options, data=tuple(names), tasks=named)
         original = None if source is None else str(source)
         outcome = evaluate_stage.evaluate(str(ckpt), source=original, options=chosen, progress=watched(progress))
     evaluate_text.write(
@@ -165,12 +150,12 @@ def evaluate(
     )
 
 
-@command()
+@command(ReportCommand)
 def report(
     ckpt: str | Path,
     *others: str | Path,
     source: str | Path | None = None,
-    evaluation: str | Path | None = None,
+    eval: str | Path | None = None,
     out: str | Path | None = None,
     kind: str | None = None,
     all_rows: bool = False,
@@ -181,7 +166,7 @@ def report(
 
     others      checkpoints to compare with: quality against size, layer by layer
     source      the model that it was made from: the errors of all weights are recomputed
-    evaluation  the file that `evaluate` wrote
+    eval        the file that `evaluate` wrote
     out         file to write; None: ``<ckpt>.report.html``
     kind        html or md; None: by the ending of ``out``
     all_rows    whether scale searches are compared on all rows instead of a sample
@@ -190,16 +175,21 @@ def report(
     >>> ptqpipe.report("OUT", source="MODEL", out="report.html")
     <report report.html: summary OUT: 21 weights at 4.501 bits, 8 tensors kept, weight error 21.82 dB>
     """
-    first, target, machine = folder_of(ckpt), path_or_none(out), machine_of({"progress": progress})
+    named = {"source": source, "eval": eval, "out": out, "kind": kind, "all_rows": all_rows}
+    chosen = options_from(ReportCommand, named, ckpts=(ckpt, *others))
+    machine = machine_of(MachineOptions(), progress)
     if others:
-        if source is not None or evaluation is not None or all_rows:
-            raise UsageError("source, evaluation and all_rows are for a report on one checkpoint; leave them out")
-        path, said = compare([first, *map(folder_of, others)], out=target, kind=kind, machine=machine)
+        path, said = compare(chosen.ckpts, out=chosen.out, kind=kind, machine=machine)
         facts = {"compared": ", ".join(str(one) for one in (ckpt, *others))}
     else:
-        original, measured = None if source is None else folder_of(source), path_or_none(evaluation)
         path, said = make_report(
-            first, source=original, evaluation=measured, out=target, kind=kind, all_rows=all_rows, machine=machine
+            chosen.ckpts[0],
+            source=chosen.source,
+            evaluation=chosen.eval,
+            out=chosen.out,
+            kind=kind,
+            all_rows=all_rows,
+            machine=machine,
         )
         facts = {"summary": said.partition("\n")[0]}
     return Result("report", None, path=path, record={**facts, "said": said}, facts=facts, text=lambda: said)

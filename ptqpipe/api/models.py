@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,11 @@ from typing import Any
 import torch
 
 from ptqpipe.api.calibration_data import Data, recorded
-from ptqpipe.api.calls import (
-    DEVICE,
-    RESTART,
-    Keywords,
-    command,
-    folder_of,
-    keywords_of,
-    recipe_keywords,
-    run_keywords,
-)
-from ptqpipe.api.commands import PUSH, convert
+from ptqpipe.api.calls import command, folder_of
+from ptqpipe.api.commands import convert
 from ptqpipe.checkpoint import RECORD_FILE, Paths, cached_file, holding, output_errors, read_json_object
 from ptqpipe.errors import OutputExists, UsageError
-from ptqpipe.recipe.options import PipelineOptions
+from ptqpipe.pipeline.options import ConvertCommand
 from ptqpipe.runtime.creating import quiet
 from ptqpipe.runtime.hf import packed_always
 from ptqpipe.runtime.linear import PackedLinear
@@ -39,10 +30,9 @@ from ptqpipe.runtime.loading import TOKENIZER_FILES, load_model
 from ptqpipe.runtime.saving import save_but_weights
 
 DEFAULT_FORMAT = "nvfp4"
-_OWN: Keywords = {"ignore": (Iterable[str], ()), "recipe": (str | Path | None, None)}
 
 
-@command(keywords_of(PipelineOptions, "data"), recipe_keywords(), _OWN, PUSH, run_keywords(), RESTART, DEVICE)
+@command(ConvertCommand, progress=True)
 def quantize_model(
     model: str | Path | torch.nn.Module,
     format: str = DEFAULT_FORMAT,

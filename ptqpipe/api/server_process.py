@@ -6,44 +6,16 @@ import signal
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
-from ptqpipe.api.calls import Keywords, command, folder_of
-from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.api.calls import command, folder_of, options_from
+from ptqpipe.errors import PtqError, UsageError, argv
 from ptqpipe.run.processes import own_command, safe_environment
+from ptqpipe.serving.options import ServeCommand
 
-# The options of ``ptqpipe serve`` that concern this package's own engine, by their names with underscores.
-OPTIONS: Keywords = {
-    "tp": (int | None, None),
-    "allreduce": (str | None, None),
-    "overlap": (bool | None, None),
-    "batch_invariant": (bool | None, None),
-    "host": (str | None, None),
-    "allowed_host": (Iterable[str] | None, None),
-    "api_key": (str | None, None),
-    "served_model_name": (str | None, None),
-    "dtype": (str | None, None),
-    "device": (str | None, None),
-    "decoded": (bool | None, None),
-    "activations": (str | None, None),
-    "max_model_len": (int | None, None),
-    "max_num_seqs": (int | None, None),
-    "max_batch_tokens": (int | None, None),
-    "max_queue": (int | None, None),
-    "kv_cache_size": (str | int | None, None),
-    "no_prefix_caching": (bool | None, None),
-    "speculative": (str | None, None),
-    "speculative_tokens": (int | None, None),
-    "allowed_local_media_path": (str | Path | None, None),
-    "workers": (int | None, None),
-    "max_body": (str | int | None, None),
-    "chat_template": (str | Path | None, None),
-    "drain": (float | None, None),
-    "access_log": (bool | None, None),
-}
-_NEGATED = ("overlap",)  # False is an option of its own
+# False is an option of its own, since they are True if nothing is said.
+_NEGATED = ("overlap", "prefix_caching")
 _KILL_S = 10.0  # beyond the seconds that requests have to finish
 _LINES = 200  # of the service's log that are kept
 # The child ends when its standard input does: when this process closes it, or has gone, whatever ended it.
@@ -136,7 +108,7 @@ class ServiceProcess:
         return f'ptqpipe serves {escape(str(self.ckpt))} at <a href="{escape(self.url)}">{escape(self.url)}</a>'
 
 
-@command(OPTIONS)
+@command(ServeCommand)
 def serve(ckpt: str | Path, *, port: int = 0, **options: Any) -> ServiceProcess:
     """Serves a checkpoint with OpenAI's API in a process of its own; ``url`` is its address.
 
@@ -155,19 +127,7 @@ def serve(ckpt: str | Path, *, port: int = 0, **options: Any) -> ServiceProcess:
     environment = dict(os.environ)
     if options.get("api_key") is not None:  # a command line is for all to see
         environment["PTQPIPE_API_KEY"] = str(options.pop("api_key"))
-    drain_s = options.get("drain")
-    arguments = ["--port", str(port), *(word for name, value in options.items() for word in _words(name, value))]
-    drain = 30.0 if drain_s is None else float(drain_s)
-    return ServiceProcess(folder_of(ckpt), arguments, environment, drain_s=drain)
-
-
-def _words(name: str, value: Any) -> list[str]:
-    """A keyword as the command line has it."""
-    flag = f"--{name.replace('_', '-')}"
-    if value is None or (value is False and name not in _NEGATED):
-        return []
-    if isinstance(value, bool):
-        return [flag if value else f"--no-{name}"]
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return [word for one in value for word in (flag, str(one))]
-    return [flag, str(value)]
+    stated = {name: value for name, value in options.items() if value is not None}
+    chosen = options_from(ServeCommand, stated, ckpt=str(ckpt), port=port)  # a wrong value is said here
+    words = {name: value for name, value in stated.items() if value is not False or name in _NEGATED}
+    return ServiceProcess(folder_of(ckpt), argv(port=port, **words), environment, drain_s=chosen.drain)

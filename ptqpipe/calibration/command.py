@@ -26,6 +26,7 @@ from ptqpipe.calibration.data import HELD_SHARE, Samples, load_samples, tokens_d
 from ptqpipe.calibration.kv import watching
 from ptqpipe.calibration.likeness import Likeness, likeness_of, lines_of
 from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
+from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.calibration.outputs import collect_outputs, learned_from
 from ptqpipe.calibration.pairs import most_tokens, nbytes as pairs_bytes
 from ptqpipe.calibration.runner import Block, Runner, advance_together
@@ -42,28 +43,6 @@ from ptqpipe.runtime.skeleton import Skeleton
 
 MOMENTS = ("diagonal", "block", "full", "kl", "pairs")
 HEAD = "head"
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrateOptions:
-    """The options that decide the statistics, besides model and data.
-
-    seqlen   tokens of a sample; None: 2048, or the positions of the model where they are fewer
-    holdout  further windows whose moments are kept apart, for judging; None: one for every eight samples, where the
-             data have as many. They double the moments, in memory and on disk
-    moments  of MOMENTS; the diagonal is always there. "kl": the gradients at outputs, by a run backwards, from which
-             `plan` estimates the KL divergence. "pairs": inputs of some tokens and gradients at them, too, by the same
-             run, from which `transform --learn` learns rotations
-    dtype    what the model computes in: float32, float64, bfloat16, float16, or auto for the checkpoint's own
-    """
-
-    samples: int = 128
-    seqlen: int | None = None
-    seed: int = 0
-    field: str | None = None
-    moments: tuple[str, ...] = ("diagonal", "full")
-    dtype: str = "float32"
-    holdout: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +130,7 @@ def _samples_of(data: Sequence[str], path: Path, config: Mapping[str, Any], opti
         samples=options.samples,
         seqlen=default_length(config) if options.seqlen is None else options.seqlen,
         seed=options.seed,
-        field=options.field,
+        field=options.text_field,
         holdout=options.holdout,
         images=takes_images(config, path),
     )
@@ -279,7 +258,7 @@ def _content(
             "samples": samples.windows.shape[0],
             "seqlen": samples.windows.shape[1],
             "seed": options.seed,
-            "field": options.field,
+            "field": options.text_field,
             "held_out": samples.held_out.shape[0],
             "held_out_sha256": tokens_digest(samples.held_out),
             "windows": samples.candidates,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import CheckpointError
-from ptqpipe.runtime.creating import WITHOUT_RUN
+from ptqpipe.runtime.creating import without_run
 from ptqpipe.runtime.stacked_experts import first_stack, in_runs, is_known, is_turned
 
 #: (expert, "up" or "down", rows [tokens, K]): the inputs of the first and of the second product of an expert. What it
@@ -57,7 +57,7 @@ def check_known(module: torch.nn.Module, name: str) -> None:
     if not is_known(module):
         raise CheckpointError(
             f"'{name}' holds experts as {type(module).__name__}, whose layout transformers does not declare; "
-            f"its experts cannot be calibrated; {WITHOUT_RUN}"
+            f"its experts cannot be calibrated; {without_run()}"
         )
 
 

@@ -3,13 +3,13 @@
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
 
 from ptqpipe.calibration.data import HELD_SHARE, check_seed
 from ptqpipe.calibration.generate import Texts, check_windows, generate as windows_of, threads_for
+from ptqpipe.calibration.options import GenerateOptions
 from ptqpipe.calibration.rows import Notes, files_of, read_rows, row_tokens
 from ptqpipe.checkpoint import Finished, check_file, resolve_source, write_file
 from ptqpipe.errors import OutputExists, UsageError
@@ -20,26 +20,6 @@ from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load
 
 HOTTEST = 2.0
 TOKEN_BYTES = 8  # of a token and its comma in the file, at most, but for vocabularies of millions
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateOptions:
-    """Which text a model writes.
-
-    samples  what `calibrate` will be asked for: one window more for every eight is written, which it holds out
-    seqlen   None: 2048, or the positions of the model where they are fewer
-    temperature, length  windows take turns in them; several texts of so many tokens fill one (`Texts`)
-    prompts  files, or data sets by name, with rows that texts begin with: of each at most half of a text
-    dtype    what the model computes in, as `calibrate` has it
-    """
-
-    samples: int = 128
-    seqlen: int | None = None
-    seed: int = 0
-    temperature: tuple[float, ...] = (1.0,)
-    length: tuple[int, ...] = ()
-    prompts: tuple[str, ...] = ()
-    dtype: str = "float32"
 
 
 def generate(

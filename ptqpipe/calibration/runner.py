@@ -27,7 +27,7 @@ from ptqpipe.calibration.experts import check_known, is_stacked, observe
 from ptqpipe.calibration.kv import KeyValueObserver, make_cache
 from ptqpipe.errors import CheckpointError, UsageError, not_finite
 from ptqpipe.runtime.capture import Added, Arguments, ModelShell, moved, same
-from ptqpipe.runtime.creating import WITHOUT_RUN
+from ptqpipe.runtime.creating import without_run
 from ptqpipe.runtime.loading import check_length
 from ptqpipe.runtime.skeleton import Skeleton
 
@@ -78,7 +78,7 @@ class Block:
             out = out[0]
         if not isinstance(out, torch.Tensor) or out.shape != x.shape:
             raise CheckpointError(
-                f"'{self.name}' does not turn hidden states into hidden states and cannot be run alone; {WITHOUT_RUN}"
+                f"'{self.name}' does not turn hidden states into hidden states and cannot be run alone; {without_run()}"
             )
         added = self._runner.added.get(batch, {}).get(self.index)
         return out if added is None else out + added.to(out.device)

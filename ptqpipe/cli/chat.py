@@ -2,35 +2,56 @@
 
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import click
 
-from ptqpipe.cli.common import Given, command
+from ptqpipe.cli.common import Terminal, command
 from ptqpipe.cli.lines import say
-from ptqpipe.cli.serve import serve
+from ptqpipe.cli.parameters import params_of
 from ptqpipe.errors import UsageError, printable
+from ptqpipe.run.options import Options, argument, option
+from ptqpipe.serving.options import ServeOptions
+
+# Options of the service that loads CKPT.
+_OF_SERVICE = ("chat_template", "max_model_len", "dtype", "device", "workers")
 
 
-@command(example="ptqpipe chat CKPT")
-@click.argument("ckpt", required=False)
-@click.option("--url", metavar="URL", help="Talk with a running service of OpenAI's API instead of loading CKPT.")
-@click.option(
-    "--api-key",
-    metavar="KEY",
-    envvar="PTQPIPE_API_KEY",
-    help="Key that the service of --url asks for.  [default: $PTQPIPE_API_KEY]",
+@dataclass(frozen=True, kw_only=True)
+class ChatCommand(Options):
+    """The options of `chat`."""
+
+    ckpt: str | None = argument(None)
+    url: str | None = option(
+        None, "Talk with a running service of OpenAI's API instead of loading CKPT.", metavar="URL"
+    )
+    api_key: str | None = option(
+        None,
+        "Key that the service of {url} asks for.",
+        metavar="KEY",
+        envvar="PTQPIPE_API_KEY",
+        shown="$PTQPIPE_API_KEY",
+    )
+    system: str = option("", "System prompt, for all answers.", metavar="TEXT", shown="none")
+    temperature: float = option(0.7, "Randomness of the answers, 0 to 2.")
+    top_p: float | None = option(None, "Draw from the likeliest tokens of probability P.", metavar="P", shown="1")
+    max_tokens: int | None = option(None, "Most tokens in an answer.", metavar="N", shown="the context's rest")
+    seed: int | None = option(None, "Seed of the answers' randomness.", metavar="N", shown="a random one")
+
+
+@command(
+    ChatCommand,
+    example="ptqpipe chat CKPT",
+    json=False,
+    quiet=False,
+    more=[one for one in params_of(ServeOptions) if one.name in _OF_SERVICE],
 )
-@click.option("--system", default="", metavar="TEXT", help="System prompt, for all answers.  [default: none]")
-@click.option("--temperature", type=float, default=0.7, show_default=True, help="Randomness of the answers, 0 to 2.")
-@click.option("--top-p", type=float, metavar="P", help="Draw from the likeliest tokens of probability P.  [default: 1]")
-@click.option("--max-tokens", type=int, metavar="N", help="Most tokens in an answer.  [default: the context's rest]")
-@click.option("--seed", type=int, metavar="N", help="Seed of the answers' randomness.  [default: a random one]")
-def chat(given: Given) -> None:
+def chat(options: ChatCommand, terminal: Terminal) -> None:
     """Talk with a checkpoint in the terminal.
 
     CKPT is loaded as `ptqpipe serve` does. Standard input that is no terminal is one question.
     """
-    if (given.ckpt is None) == (given.url is None):
+    if (options.ckpt is None) == (options.url is None):
         raise UsageError("name a checkpoint to load, or the --url of a running service: one of them")
     from ptqpipe.cli.talk import Conversation, talk
 
@@ -38,15 +59,18 @@ def chat(given: Given) -> None:
         click.echo(printable(piece, keep="\n\t") if sys.stdout.isatty() else piece, nl=False)
 
     with ExitStack() as stack:
-        if given.url is None:
+        url = options.url
+        if options.ckpt is not None:
             from ptqpipe.checkpoint import resolve_source
-            from ptqpipe.serving.command import ServeOptions, serving
+            from ptqpipe.serving.command import serving
 
-            here = {"port": 0, "max_len": given.max_model_len, "threads": given.workers, "max_seqs": 1}
-            options = given.into(ServeOptions, ckpt=str(resolve_source(given.ckpt)), **here)
-            given.url = stack.enter_context(serving(options, log=say if sys.stderr.isatty() else lambda line: None))
+            context = click.get_current_context().params
+            of_service = {name: context[name] for name in _OF_SERVICE}
+            service = ServeOptions(ckpt=str(resolve_source(options.ckpt)), port=0, max_num_seqs=1, **of_service)
+            url = stack.enter_context(serving(service, log=say if sys.stderr.isatty() else lambda line: None))
+        assert url is not None  # one of both, as checked above
         sampling = {name: getattr(given, name) for name in ("temperature", "top_p", "max_tokens", "seed")}
-        conversation = Conversation(given.url, api_key=given.api_key, sampling=sampling, system=given.system)
+        conversation = Conversation(url, api_key=options.api_key, sampling=sampling, system=options.system)
         if sys.stdin.isatty():
             talk(conversation, say=write, note=say)
         elif question := sys.stdin.read().strip("\n"):
@@ -55,8 +79,3 @@ def chat(given: Given) -> None:
             write("\n")
         else:
             raise UsageError("there is no question on standard input; pipe one in, or run it in a terminal")
-
-
-chat.params += [
-    one for one in serve.params if one.name in ("chat_template", "max_model_len", "dtype", "device", "workers")
-]

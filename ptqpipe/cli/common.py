@@ -1,8 +1,7 @@
 """What the commands share: how one is declared, errors as one line, the machine, the ranks, how to resume.
 
-A command is a function of `Given`, the parameters of one call. `command` declares it; its options are in
-``parameters.py`` where several commands have them. Only this file reads the environment, or turns an error into an exit
-code.
+A command is a function of its options (``run/options.py``) and of a `Terminal`; `command` declares it. Only this file
+turns an error into an exit code.
 """
 
 import io
@@ -11,12 +10,12 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -25,88 +24,71 @@ from ptqpipe._version import __version__
 from ptqpipe.cli.foreign import hold_back
 from ptqpipe.cli.help import Command, Commands, examples
 from ptqpipe.cli.lines import fitted, say
+from ptqpipe.cli.parameters import params_of
 from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, failure, first_line, is_no_memory, is_panic, one_line
-from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, pipeline_fields, recipe_fields
+from ptqpipe.run.options import MachineOptions, Options
 
 if TYPE_CHECKING:
-    from ptqpipe.conversion import Run
     from ptqpipe.run.machine import Machine, Ranks
 
-T = TypeVar("T")
+C = TypeVar("C", bound=Options)
 
 INTERRUPTED = 130  # exit code: 128 and the number of SIGINT
 
 
-class Given(SimpleNamespace):
-    """The parameters of one call of a command, by name."""
+@dataclass(frozen=True)
+class Terminal:
+    """Where a command prints, and how much: ``as_json`` by --json, ``quiet`` by --quiet."""
 
-    def into(self, kind: type[T], **more: Any) -> T:
-        """A dataclass from the parameters that are called as its fields are, and ``more``."""
-        names = {one.name for one in fields(kind)}  # type: ignore[arg-type]  # T is a dataclass
-        return kind(**{name: value for name, value in vars(self).items() if name in names} | more)
-
-    @property
-    def recipe(self) -> RecipeOptions:
-        """Those that decide bytes (`recipe_options`)."""
-        names = recipe_fields()
-        given = {name: value for name, value in vars(self).items() if name in names}
-        return RecipeOptions(self.scheme, self.ignore, **given)
-
-    @property
-    def pipeline(self) -> PipelineOptions:
-        """Those of a run of several stages (`pipeline_options`)."""
-        given = {name: getattr(self, name, None) for name in pipeline_fields()}
-        return PipelineOptions(**{name: value for name, value in given.items() if value is not None})
-
-    @property
-    def mode(self) -> Literal["new", "resume", "overwrite"]:
-        """The output mode. UsageError for --resume and --overwrite at once."""
-        if self.resume and self.overwrite:
-            raise UsageError("--resume and --overwrite contradict each other; give one of them")
-        return "resume" if self.resume else "overwrite" if self.overwrite else "new"
+    as_json: bool = False
+    quiet: bool = False
 
     @property
     def silent(self) -> bool:
-        """Whether the call asks for its result alone: by --quiet or --json."""
-        return getattr(self, "quiet", False) or getattr(self, "as_json", False)
+        """Whether the call wants its result alone."""
+        return self.quiet or self.as_json
 
     @property
     def log(self) -> Callable[[str], None] | None:
-        """Prints a line on stderr, the header of a run; None where --quiet or --json asks for none."""
+        """Prints a line on stderr, the header of a run; None where the call wants none."""
         return None if self.silent else lambda line: self.show(line, err=True)
 
     def show(self, text: str, *, err: bool = False) -> None:
         """Prints text for people on stdout, or on stderr: in a terminal, long lines go on in the next at a word. With
         --json it is data, and printed as it is."""
         stream = sys.stderr if err else sys.stdout
-        click.echo(text if getattr(self, "as_json", False) else fitted(text, stream), err=err)
+        click.echo(text if self.as_json else fitted(text, stream), err=err)
 
-    def tell(self, result: Any, words: ModuleType) -> None:
-        """Prints the result of a stage as ``words`` has it, a module with ``to_json`` and ``render``."""
+    def warn(self, line: str | None) -> None:
+        """Prints a warning on stderr, if there is one."""
+        if line is not None:
+            self.show(f"warning: {line}", err=True)
+
+    def show_result(self, result: Any, words: ModuleType) -> None:
+        """Prints the result of a command as ``words`` has it, a module with ``to_json`` and ``render``."""
         self.show(json.dumps(words.to_json(result)) if self.as_json else words.render(result))
 
-    def say_unused_gpu(self) -> None:
+    def mention_unused_gpu(self, device: str) -> None:
         """Says on stderr that a GPU is not used, where there is one and nobody chose a device; not under --quiet or
         --json."""
         import torch
 
+        from ptqpipe.run.machine import environment_number
+
         chosen = click.get_current_context().get_parameter_source("device") is not ParameterSource.DEFAULT
-        if self.silent or chosen or getattr(self, "device", "") != "cpu" or _environment("LOCAL_RANK", 0, least=0):
+        if self.silent or chosen or device != "cpu" or environment_number("LOCAL_RANK", 0, least=0):
             return
         if torch.cuda.is_available():
             name = torch.cuda.get_device_name()
             say(f"A GPU was found ({name}) and is not used; to use it, add --device cuda.")
 
-    def machine(self, device: str = "cpu", *, waits: bool = True) -> "Machine":
-        """The machine options, checked; see `machine_of`."""
-        self.say_unused_gpu()
-        limit = getattr(self, "max_memory", 8 << 30)
-        return machine_of(self.workers, device, limit, progress=not self.silent, waits=waits)
+    def machine(self, options: MachineOptions, *, device: str = "cpu", waits: bool = True) -> "Machine":
+        """The machine that the options describe; ``waits`` as `machine_for`."""
+        from ptqpipe.run.machine import machine_for
 
-    @property
-    def run(self) -> "Run":
-        """What every stage that writes a checkpoint takes besides its own: mode, machine, ranks and log."""
-        return {"mode": self.mode, "machine": self.machine(), "ranks": ranks_of(), "log": self.log}
+        if hasattr(options, "device"):
+            self.mention_unused_gpu(device)
+        return machine_for(options, device=device, progress=not self.silent and sys.stderr.isatty(), waits=waits)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -120,28 +102,44 @@ def main() -> None:
 
 
 def command(
+    options: type[C],
     *,
     example: str,
     name: str | None = None,
-    leaves: str | Callable[[Given], str] = "nothing is written",
-) -> Callable[[Callable[[Given], None]], click.Command]:
-    """Declares a command, once. Its errors become one line on stderr and an exit code, and so does Ctrl-C.
+    json: bool = True,
+    quiet: bool = True,
+    more: Sequence[click.Parameter] = (),
+    leaves: str | Callable[[C], str] = "nothing is written",
+) -> Callable[[Callable[[C, Terminal], None]], click.Command]:
+    """Declares a command, once: a function of its options and of the terminal. Its errors become one line on stderr and
+    an exit code, and so does Ctrl-C.
 
-    example  a call, the last line of its help; or several, one a line
-    leaves   what is left after Ctrl-C, in words; for commands that resume, where nothing is left to continue from
+    options      a class of ``run/options.py``, from which the command has its parameters
+    example      a call, the last line of its help; or several, one a line
+    json, quiet  whether it has --json and --quiet
+    more         parameters that only the command line knows; the function finds them in click's context
+    leaves       what is left after Ctrl-C, in words; for commands that resume, where nothing is left to continue from
     """
+    params = [*params_of(options), *more]
+    params += [_JSON] * json + [_QUIET] * quiet
 
-    def decorate(function: Callable[[Given], None]) -> click.Command:
-        def call(**parameters: Any) -> None:
-            given = Given(**parameters)
-            with _errors_in_one_line(lambda: leaves if isinstance(leaves, str) else leaves(given)):
-                function(given)
+    def decorate(function: Callable[[C, Terminal], None]) -> click.Command:
+        names = {one.name for one in fields(options)}  # type: ignore[arg-type]  # C is a dataclass
+
+        def call(as_json: bool = False, quiet: bool = False, **values: Any) -> None:
+            chosen = options(**{name: value for name, value in values.items() if name in names})
+            with _errors_in_one_line(lambda: leaves if isinstance(leaves, str) else leaves(chosen)):
+                function(chosen, Terminal(as_json, quiet))
 
         call.__doc__ = function.__doc__
-        call.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
+        call.__click_params__ = params[::-1]  # type: ignore[attr-defined]
         return main.command(name or function.__name__, cls=Command, epilog=examples(example))(call)
 
     return decorate
+
+
+_JSON = click.Option(["--json", "as_json"], is_flag=True, help="Print JSON instead of text.")
+_QUIET = click.Option(["-q", "--quiet"], is_flag=True, help="Show no progress bar.")
 
 
 @contextmanager
@@ -237,55 +235,28 @@ def _resume_command() -> str:
     return shlex.join(["ptqpipe", *arguments, "--resume"])
 
 
-def machine_of(workers: int | None, device: str, max_memory: int, *, progress: bool, waits: bool = True) -> "Machine":
-    """The machine options, checked.
-
-    waits  whether the workers wait for disks: where they only compute, there is one for each physical core
-    """
-    import torch
-
-    from ptqpipe.run.machine import Machine, compute_threads, default_workers
-
-    if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
-        raise UsageError(f"--device {device!r} is unknown; use cpu, cuda or cuda:N")
-    if device.startswith("cuda"):
-        if not torch.cuda.is_available():
-            raise UsageError(f"--device {device} needs a GPU that torch can use; none is visible, use --device cpu")
-        from ptqpipe.run.machine import require_device_kernels
-
-        require_device_kernels()
-        device = device if ":" in device else f"cuda:{_environment('LOCAL_RANK', 0, least=0)}"
-    local = _environment("LOCAL_WORLD_SIZE", 1, least=1)
-    return Machine(
-        workers=workers
-        if workers is not None
-        else max(1, (default_workers() if waits else compute_threads()) // local),
-        device=torch.device(device),
-        memory_bytes=max_memory,
-        progress=progress and sys.stderr.isatty(),
-    )
-
-
 def devices_of(device: str) -> list[str]:
     """The names of the devices that ``--device`` means: "auto" is "cuda" where there is a GPU, "cuda" all GPUs that are
     visible, or the rank's own under torchrun."""
     import torch
 
+    from ptqpipe.run.machine import environment_number
+
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device != "cuda" or _environment("LOCAL_WORLD_SIZE", 1, least=1) > 1:
+    if device != "cuda" or environment_number("LOCAL_WORLD_SIZE", 1, least=1) > 1:
         return [device]
     return [f"cuda:{number}" for number in range(torch.cuda.device_count())] or [device]
 
 
 def ranks_of() -> "Ranks":
     """This process among those of a torchrun, joined by gloo; rank 0 of 1 without one."""
-    from ptqpipe.run.machine import Ranks
+    from ptqpipe.run.machine import Ranks, environment_number
 
-    world = _environment("WORLD_SIZE", 1, least=1)
+    world = environment_number("WORLD_SIZE", 1, least=1)
     if world == 1:
         return Ranks()
-    rank = _environment("RANK", None, least=0)
+    rank = environment_number("RANK", None, least=0)
     if rank >= world:
         raise UsageError(f"RANK is {rank} of WORLD_SIZE {world}, expected less; start with torchrun, or unset both")
     from ptqpipe.run.processes import join_group, join_remedy
@@ -297,17 +268,3 @@ def ranks_of() -> "Ranks":
             f"rank {rank} of {world} does not reach the others: {first_line(error)}; {join_remedy(error)}"
         ) from None
     return Ranks(rank, world)
-
-
-def _environment(name: str, default: int | None, *, least: int) -> int:
-    """A number that torchrun sets. UsageError where it is none."""
-    text = os.environ.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not re.fullmatch(r"\d{1,9}", text.strip()) or int(text) < least:
-        got = "not set" if text is None else repr(text)
-        raise UsageError(
-            f"{name} in the environment is {got}, expected a number of {least} or more; start with torchrun, or "
-            "unset it"
-        )
-    return int(text)

@@ -41,11 +41,11 @@ def _nothing() -> Iterable[str]:
 
 # By the names of parameters: the values, and what else the shell may offer ("dir", "file", or nothing).
 _VALUES: dict[str, tuple[Callable[[], Iterable[str]], str]] = {
-    **dict.fromkeys(("scheme", "format", "formats"), (_formats, "")),
+    **dict.fromkeys(("format", "formats"), (_formats, "")),
     "container": (_named("containers"), ""),
-    "search": (_named("searches"), ""),
-    "apply": (_named("transforms"), ""),
-    "recipe_path": (_recipes, "file"),
+    "scale_search": (_named("searches"), ""),
+    "transforms": (_named("transforms"), ""),
+    "recipe": (_recipes, "file"),
     "data": (_nothing, "file"),
     **dict.fromkeys(("model", "ckpt", "a", "b", "source", "baseline"), (_nothing, "dir")),
 }

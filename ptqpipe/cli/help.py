@@ -26,33 +26,31 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 # By the names of the parameters. Only commands with more options than fit a screen show them in groups.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "What to write": (
-        "scheme", "format", "recipe_path", "reader", "budget", "formats", "ignore", "mtp", "requantize", "container",
-        "shard_bytes", "out", "push",
+        "format", "recipe", "reader", "budget", "formats", "ignore", "mtp", "requantize", "container",
+        "shard_size", "out", "push",
     ),
     "Text": (
-        "data", "field", "samples", "seqlen", "stride", "max_tokens", "seed", "holdout", "measure", "tasks",
+        "data", "text_field", "samples", "seqlen", "stride", "max_tokens", "seed", "holdout", "measure", "tasks",
         "task_data", "include_path", "limit", "batch_size", "system", "temperature", "top_p", "length", "prompts",
     ),
     "Quality": (
-        "quality", "stats", "rounding", "source", "apply", "search", "global_scale", "algorithm",
-        "weighting", "damping", "refine", "bias_correction", "moments", "method",
-        "metric", "share", "train", "steps", "alpha", "powers_of_two", "edges", "block", "learn", "untie", "evaluation",
+        "quality", "stats", "codes", "source", "transforms", "scale_search", "global_scale", "algorithm",
+        "objective", "damping", "refine_passes", "bias_correction", "moments", "method",
+        "metric", "feedback", "train", "steps", "alpha", "power_of_two", "fold_at", "rotation_size", "learn", "untie",
         "eval", "report",
     ),
     "Activations and key-value cache": ("activations", "rotate", "input_amax", "input_scale", "headroom", "kv_cache"),
-    "Address": ("url", "host", "port", "allowed_hosts", "api_key", "name", "access_log"),
+    "Address": ("url", "host", "port", "allowed_host", "api_key", "served_model_name", "access_log"),
     "Limits": (
-        "max_model_len", "max_num_seqs", "max_batch_tokens", "max_queue", "max_body", "kv_cache_size", "drain_s",
+        "max_model_len", "max_num_seqs", "max_batch_tokens", "max_queue", "max_body", "kv_cache_size", "drain",
     ),
-    "What is added": ("values", "ranks", "partials", "tensor", "weight", "elements"),
-    "Messages and machines": ("codec", "hadamard", "node", "topology", "size"),
     "Engine": (
-        "chat_template", "media", "decoded", "no_prefix_caching", "batch_invariant", "tp", "allreduce", "overlap",
-        "speculative", "speculative_tokens",
+        "chat_template", "allowed_local_media_path", "decoded", "prefix_caching", "batch_invariant", "tp", "allreduce",
+        "overlap", "speculative", "speculative_tokens",
     ),
     "vLLM": ("engine", "vllm_python", "nnodes", "node_rank", "master_addr", "master_port"),
     "Machine": ("device", "dtype", "workers", "max_memory", "cache_dir", "cache_size"),
-    "Run": ("dry_run", "only", "plot", "resume", "overwrite", "keep_stages", "as_json", "quiet", "help",
+    "Run": ("dry_run", "only", "plot", "resume", "overwrite", "work_dir", "as_json", "quiet", "help",
         "help_all", "_click_default_help",  # click 8.2 calls --help so
     ),
 }  # fmt: skip
@@ -60,21 +58,20 @@ LONG = 12  # options
 # What --help shows of a command with more options than MOST; --help-all shows all of them.
 MOST = 20
 FIRST = frozenset((
-    "out", "scheme", "recipe_path", "reader", "budget", "ignore", "data", "samples", "seqlen", "max_tokens", "tasks",
-    "quality", "method", "source", "eval", "report", "kv_cache", "host", "port", "api_key", "name", "max_model_len",
-    "max_num_seqs", "kv_cache_size", "chat_template", "tp", "allreduce", "speculative", "engine", "device",
-    "max_memory", "dry_run", "resume", "overwrite", "help", "_click_default_help", "help_all",
+    "out", "format", "recipe", "reader", "budget", "ignore", "data", "samples", "seqlen", "max_tokens", "tasks",
+    "quality", "method", "source", "eval", "report", "kv_cache", "host", "port", "api_key", "served_model_name",
+    "max_model_len", "max_num_seqs", "kv_cache_size", "chat_template", "tp", "allreduce", "speculative", "engine",
+    "device", "max_memory", "dry_run", "resume", "overwrite", "help", "_click_default_help", "help_all",
 ))  # fmt: skip
 _NUMBERS = {"integer": "N", "integer range": "N", "float": "X"}  # by the names of click's types
 
 
 def in_groups(items: Mapping[str, T], groups: Mapping[str, Iterable[str]]) -> dict[str, list[T]]:
-    """The items below the headings of their groups, each group in the order of ``items``; "More" has what is left."""
-    heading = {name: title for title, names in groups.items() for name in names}
-    members_of: dict[str, list[T]] = {title: [] for title in (*groups, "More")}
-    for name, item in items.items():
-        members_of[heading.get(name, "More")].append(item)
-    return {title: members for title, members in members_of.items() if members}
+    """The items below the headings of their groups, in the order of the groups; "More" has what is left."""
+    members = {title: [items[name] for name in names if name in items] for title, names in groups.items()}
+    named = {name for names in groups.values() for name in names}
+    members["More"] = [item for name, item in items.items() if name not in named]
+    return {title: group for title, group in members.items() if group}
 
 
 class Commands(click.Group):

@@ -1,30 +1,35 @@
 """What to do after each command: its last lines, calls of real paths that can be pasted into a shell.
 
-One function for each command, called as it is. Nothing is printed with --json or --quiet.
+One function for each command, which yields the calls. Nothing is printed with --json or --quiet.
 """
 
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
-from ptqpipe.cli.common import Given
-from ptqpipe.errors import printable
+from ptqpipe.calibration.options import CalibrateCommand, GenerateCommand
+from ptqpipe.check.options import DiffCommand, EvalCommand, InspectCommand, VerifyCommand
+from ptqpipe.cli.common import Terminal
+from ptqpipe.conversion.options import DequantizeCommand, RelayoutCommand, TransformCommand
+from ptqpipe.errors import argv, printable
+from ptqpipe.pipeline.options import ConvertCommand, DemoCommand, PlanCommand
+from ptqpipe.pipeline.tune.tune_options import TuneCommand
 
 Call = Sequence[object]
 
 
-def say_next(given: Given, steps: Callable[..., Iterator[Call]], *facts: object) -> None:
-    """Prints the calls that ``steps`` gives for the call ``given``, one a line, the likeliest first."""
-    if given.silent:
+def say_next(terminal: Terminal, calls: Iterator[Call]) -> None:
+    """Prints the calls, one a line, the likeliest first."""
+    if terminal.silent:
         return
     head = "Next: "
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for call in _possible(steps(given, *facts)):
+    for call in _possible(calls):
         click.echo(head + _in_lines([_word(word) for word in call], columns))
         head = " " * len(head)
 
@@ -73,7 +78,7 @@ def _in_lines(words: list[str], columns: int | None) -> str:
 
 
 def convert(
-    given: Given, out: Path, elsewhere: bool = True, measured: bool = False, page: Path | None = None
+    options: ConvertCommand, out: Path, elsewhere: bool = True, measured: bool = False, page: Path | None = None
 ) -> Iterator[Call]:
     """Measure it, or see what was measured, and serve it; verify what continues no text.
 
@@ -81,23 +86,23 @@ def convert(
     measured   whether this call has measured it; page: the report that it made
     """
     if page is not None:
-        yield from report(given, page)
+        yield from report(page)
     elif measured or _continues_text(out):
-        yield "ptqpipe", "report" if measured else "eval", out, "--source", given.model
+        yield "ptqpipe", "report" if measured else "eval", out, "--source", options.model
     else:
-        yield "ptqpipe", "verify", out, "--source", given.model
+        yield "ptqpipe", "verify", out, "--source", options.model
     yield from _serve(out, elsewhere)
 
 
-def relayout(given: Given, out: Path, elsewhere: bool) -> Iterator[Call]:
+def relayout(options: RelayoutCommand, out: Path, elsewhere: bool) -> Iterator[Call]:
     """Make sure that nothing was lost, and serve it."""
-    yield "ptqpipe", "diff", given.ckpt, out
+    yield "ptqpipe", "diff", options.ckpt, out
     yield from _serve(out, elsewhere)
 
 
-def dequantize(given: Given, out: Path) -> Iterator[Call]:
+def dequantize(options: DequantizeCommand, out: Path) -> Iterator[Call]:
     """It is a plain model again."""
-    yield "ptqpipe", "diff", given.ckpt, out
+    yield "ptqpipe", "diff", options.ckpt, out
     if _continues_text(out):
         yield "vllm", "serve", out
 
@@ -116,54 +121,50 @@ def _continues_text(path: str | Path) -> bool:
     return continues_text(Path(path))
 
 
-def generate(given: Given, windows: Call) -> Iterator[Call]:
+def generate(options: GenerateCommand, windows: Call) -> Iterator[Call]:
     """Quantize with its text at once, or by way of statistics."""
-    yield "ptqpipe", "convert", given.model, "--data", given.out, *windows
-    stats = given.out.with_name(f"{given.out.stem}-stats")
-    yield "ptqpipe", "calibrate", given.model, "--data", given.out, *windows, "-o", stats
+    yield "ptqpipe", "convert", options.model, "--data", options.out, *windows
+    stats = options.out.with_name(f"{options.out.stem}-stats")
+    yield "ptqpipe", "calibrate", options.model, "--data", options.out, *windows, "-o", stats
 
 
-def _statistics(given: Given) -> Call:
-    return () if given.stats is None else ("--stats", given.stats)
-
-
-def calibrate(given: Given) -> Iterator[Call]:
+def calibrate(options: CalibrateCommand) -> Iterator[Call]:
     """Quantize with the statistics."""
-    yield "ptqpipe", "convert", given.model, "--stats", given.out
+    yield "ptqpipe", "convert", options.model, "--stats", options.out
 
 
-def tune(given: Given) -> Iterator[Call]:
+def tune(options: TuneCommand) -> Iterator[Call]:
     """Write the codes; they bring their format along."""
-    yield "ptqpipe", "convert", given.model, "--rounding", given.out, *_statistics(given)
+    yield "ptqpipe", "convert", options.model, "--codes", options.out, *argv(stats=options.stats)
 
 
-def plan(given: Given) -> Iterator[Call]:
+def plan(options: PlanCommand) -> Iterator[Call]:
     """Quantize by the recipe."""
-    yield "ptqpipe", "convert", given.model, "--recipe", given.out, *_statistics(given)
+    yield "ptqpipe", "convert", options.model, "--recipe", options.out, *argv(stats=options.stats)
 
 
-def transform(given: Given) -> Iterator[Call]:
+def transform(options: TransformCommand) -> Iterator[Call]:
     """Quantize what was transformed."""
-    yield "ptqpipe", "convert", given.out, "--format", given.format
+    yield "ptqpipe", "convert", options.out, "--format", options.format
 
 
-def verify(given: Given, sound: bool) -> Iterator[Call]:
+def verify(options: VerifyCommand, sound: bool) -> Iterator[Call]:
     """Check a sound checkpoint against its model, measure and serve it; of a fault the fault itself says what to do."""
     if not sound:
         return
-    if given.source is not None and _continues_text(given.ckpt):
-        yield "ptqpipe", "eval", given.ckpt, "--source", given.source
-    elif given.source is None and (original := _original(given.ckpt)):
-        yield "ptqpipe", "verify", given.ckpt, *original
-    yield from _serve(given.ckpt, elsewhere=False)
+    if options.source is not None and _continues_text(options.ckpt):
+        yield "ptqpipe", "eval", options.ckpt, "--source", options.source
+    elif options.source is None and (original := _original(options.ckpt)):
+        yield "ptqpipe", "verify", options.ckpt, *original
+    yield from _serve(options.ckpt, elsewhere=False)
 
 
-def inspect(given: Given, quantized: bool) -> Iterator[Call]:
+def inspect(options: InspectCommand, quantized: bool) -> Iterator[Call]:
     """Check a quantized checkpoint, quantize a plain model; nothing of statistics and codes, which have no config."""
     if quantized:
-        yield "ptqpipe", "verify", given.ckpt, *_original(given.ckpt)
-    elif not Path(given.ckpt).is_dir() or Path(given.ckpt, "config.json").is_file():
-        yield "ptqpipe", "convert", given.ckpt
+        yield "ptqpipe", "verify", options.ckpt, *_original(options.ckpt)
+    elif not Path(options.ckpt).is_dir() or Path(options.ckpt, "config.json").is_file():
+        yield "ptqpipe", "convert", options.ckpt
 
 
 def _original(ckpt: str | Path) -> Call:
@@ -174,9 +175,9 @@ def _original(ckpt: str | Path) -> Call:
     return () if source is None else ("--source", source)
 
 
-def diff(given: Given, equal: bool, backwards: bool = False) -> Iterator[Call]:
+def diff(options: DiffCommand, equal: bool, backwards: bool = False) -> Iterator[Call]:
     """How much a difference is; nothing for none. ``backwards``: A is what was made, B what it was made from."""
-    derived, source = (given.a, given.b) if backwards else (given.b, given.a)
+    derived, source = (options.a, options.b) if backwards else (options.b, options.a)
     if equal or not _continues_text(derived):
         return
     if not _is_quantized(source):
@@ -192,29 +193,29 @@ def _is_quantized(path: str | Path) -> bool:
     return is_quantized(Path(path))
 
 
-def doctor(given: Given) -> Iterator[Call]:
+def doctor() -> Iterator[Call]:
     """See it work."""
     yield "ptqpipe", "demo"
 
 
-def evaluate(given: Given, target: Path, quantized: bool) -> Iterator[Call]:
+def evaluate(options: EvalCommand, target: Path, quantized: bool) -> Iterator[Call]:
     """The verdict, which needs the model that it was made from, and a page of it all; nothing for a plain model, about
     which there is no report."""
     if not quantized:
         return
-    source = () if given.source is None else ("--source", given.source)
-    if not source and not given.tasks and (original := _original(given.ckpt)):
-        yield "ptqpipe", "eval", given.ckpt, *original, *(word for text in given.data for word in ("--data", text))
-    yield "ptqpipe", "report", given.ckpt, *source, "--eval", target
+    source = () if options.source is None else ("--source", options.source)
+    if not source and not options.tasks and (original := _original(options.ckpt)):
+        yield "ptqpipe", "eval", options.ckpt, *original, *(word for text in options.data for word in ("--data", text))
+    yield "ptqpipe", "report", options.ckpt, *source, "--eval", target
 
 
-def report(given: Given, path: Path) -> Iterator[Call]:
+def report(path: Path) -> Iterator[Call]:
     """Look at it."""
     opener = "open" if sys.platform == "darwin" else "xdg-open"
     yield opener if path.suffix == ".html" else "less", path
 
 
-def demo(given: Given, first: str) -> Iterator[Call]:
+def demo(options: DemoCommand, first: str) -> Iterator[Call]:
     """Look into a checkpoint, and chat with it."""
-    yield "ptqpipe", "inspect", given.out / first
-    yield "ptqpipe", "serve", given.out / first
+    yield "ptqpipe", "inspect", options.out / first
+    yield "ptqpipe", "serve", options.out / first

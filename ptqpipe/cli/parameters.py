@@ -1,21 +1,17 @@
-"""Parameters of commands: types of values, and options that several commands have.
+"""Parameters of commands from the classes of their options (``run/options.py``): `params_of`, and click's types for
+values that are more than text."""
 
-Options that decide bytes come from the table in ``ptqpipe/recipe/options.py`` (`recipe_options`), those of machine and
-output from `run_options`.
-"""
-
-from collections.abc import Callable
-from dataclasses import Field
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_origin
+from string import Formatter
+from typing import Any, Literal, get_args, get_origin
 
 import click
 
 from ptqpipe.errors import PtqError, one_line
-from ptqpipe.recipe.options import described, pipeline_fields, recipe_fields, recipe_path, spelled, type_of
+from ptqpipe.recipe.options import recipe_path, spelled
+from ptqpipe.run.options import Option, described, options_of, type_of
 from ptqpipe.run.quantities import bytes_of
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 EMPTY = "the name is empty, expected that of a file or folder; is a variable of the shell not set?"
 
@@ -35,9 +31,6 @@ class RecipePath(NonEmptyPath):
         """As `recipe_path`."""
         return recipe_path(super().convert(value, param, ctx))
 
-
-PATH = NonEmptyPath(path_type=Path)
-OUT: dict[str, Any] = {"type": PATH, "required": True}
 
 MAX_SIZE = 2**62  # bytes
 
@@ -124,14 +117,15 @@ class HintedChoice(click.Choice[str]):
 
 
 _BEFORE = (
-    "it is a transform of the float model: ptqpipe transform MODEL --apply {} --stats STATS -o OUT, then convert OUT"
+    "it is a transform of the float model: ptqpipe transform MODEL --transforms {} --stats STATS -o OUT, then convert "
+    "OUT"
 )
 _ELSEWHERE = {
     **{name: _BEFORE.format(name) for name in ("awq", "smoothquant", "aqas", "rotate", "smooth_swiglu")},
     **{name: _BEFORE.format("rotate") for name in ("quarot", "spinquant", "hadamard")},
     **dict.fromkeys(
         ("learned", "autoround", "auto-round"),
-        "ptqpipe tune MODEL --data TEXT -o codes finds codes by data, and convert --rounding codes writes them",
+        "ptqpipe tune MODEL --data TEXT -o codes finds codes by data, and convert --codes codes writes them",
     ),
 }
 
@@ -139,186 +133,106 @@ _ELSEWHERE = {
 class Dtype(click.ParamType[str]):
     """A float type by its short or long name, ``bf16`` or ``bfloat16``; "auto" if that is among the accepted ones.
 
-    long  whether the stage takes the long name
+    long  whether the command takes the long name
     """
 
     name = "dtype"
 
-    def __init__(self, *known: str, long: bool = True) -> None:
-        """``known``: the accepted short names, as help and messages show them."""
-        self._known, self._long = known, long
+    def __init__(self, *accepted: str, long: bool = True) -> None:
+        """``accepted``: the short names, as help and messages show them."""
+        self._accepted, self._long = accepted, long
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The name that the stage takes; click's error for an unknown one."""
+        """The name that the command takes; click's error for an unknown one."""
         word = str(value).strip().lower()
-        if spelled(word, long=False) not in self._known:
-            self.fail(f"{value!r} is unknown; use {', '.join(self._known)}", param, ctx)
+        if spelled(word, long=False) not in self._accepted:
+            self.fail(f"{value!r} is unknown; use {', '.join(self._accepted)}", param, ctx)
         return spelled(word, long=self._long)
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         """The accepted names."""
-        return "|".join(self._known)
+        return "|".join(self._accepted)
 
 
-def computing_dtype(*known: str, who: str = "the model computes") -> Callable[[F], F]:
-    """``--dtype`` of what computes: one of the ``known`` short names, the first by default."""
-    return click.option(
-        "--dtype",
-        type=Dtype(*known),
-        default=known[0],
-        show_default=True,
-        help=f"Float type that {who} in; auto is the checkpoint's own.",
-    )
-
-
-def names(value: str) -> tuple[str, ...]:
+def names_in(value: str) -> tuple[str, ...]:
     """The type of a value with several names: they stand between commas, without spaces and empty ones."""
     return tuple(name for name in value.replace(" ", "").split(",") if name)
 
 
-def options(*which: Callable[[F], F]) -> Callable[[F], F]:
-    """Several options as one decorator, in the order of the help."""
-
-    def decorate(function: F) -> F:
-        for one in reversed(which):
-            function = one(function)
-        return function
-
-    return decorate
+_KINDS: dict[str, Any] = {
+    "size": Size(), "names": names_in, "model": Model(), "file": Existing("file"), "folder": Existing("folder"),
+    "recipe": RecipePath(),
+}  # fmt: skip
+_PATH = NonEmptyPath(path_type=Path)
 
 
-def recipe_options(*which: str) -> Callable[[F], F]:
-    """--format, --ignore and the options of the table that are called so, or all; `Given.recipe` has what was given."""
-    by_name = recipe_fields()
-    return options(
-        click.option(
-            "--format",
-            "scheme",
-            metavar="NAME",
-            help="Number format: nvfp4, nvfp4_w4a4, mxfp4, mxfp8, fp8, fp8_block, ...; `ptqpipe formats` lists all.  "
-            "[default: nvfp4]",
-        ),
-        click.option(
-            "--ignore",
-            multiple=True,
-            metavar="PATTERN",
-            help="Leave these modules unquantized, whatever a recipe says: a name, a glob, re:<regex>. Repeatable.",
-        ),
-        *(_from_table(by_name[name]) for name in which or by_name),
-    )
+def params_of(owner: type) -> list[click.Parameter]:
+    """Click's parameters for the options of a class: its arguments, then its options, each as its field says.
 
-
-def pipeline_options(*which: str) -> Callable[[F], F]:
-    """The options of `PipelineOptions` that are called so, or all; `Given.pipeline` has what was given."""
-    by_name = pipeline_fields()
-    return options(*(_from_table(by_name[name]) for name in which or by_name))
-
-
-def _from_table(one: Field[Any]) -> Callable[[F], F]:
-    about, kind = described(one), type_of(one)
-    assert about is not None
-    flag = about.flag or f"--{one.name.replace('_', '-')}"
-    if kind is bool:
-        return click.option(flag, one.name, is_flag=True, help=about.help)
-    plain = "" if one.default in (None, ()) else f"{one.default:g}" if kind is float else str(one.default)
-    default = about.shown or plain
-    help_text = f"{about.help}  [default: {default}]" if default else about.help
-    if one.default == ():
-        return click.option(flag, one.name, multiple=True, metavar=about.metavar, help=help_text)
-    if get_origin(kind) is tuple:
-        return click.option(flag, one.name, type=names, metavar=about.metavar, help=help_text)
-    value: Any = HintedChoice(list(about.choices)) if about.choices else Size() if about.metavar == "SIZE" else kind
-    return click.option(flag, one.name, type=value, metavar=about.metavar or None, help=help_text)
-
-
-MODEL = Model()
-JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress bar.")
-DEVICE = click.option(
-    "--device",
-    metavar="DEVICE",
-    default="cpu",
-    show_default=True,
-    help="Device that computes: cpu, cuda or cuda:N.",
-)
-ACTIVATIONS = click.option(
-    "--activations",
-    type=click.Choice(["simulated", "none"]),
-    default="simulated",
-    show_default=True,
-    help="Quantize activations as the format of the checkpoint says, or leave them.",
-)
-FIELD = click.option(
-    "--field",
-    metavar="NAME",
-    help="Field with the text in each row of --data.  [default: messages, text, content, prompt, ...]",
-)
-RECIPE = click.option(
-    "--recipe",
-    "recipe_path",
-    type=RecipePath(),
-    metavar="NAME|FILE",
-    help="A recipe, instead of --format: one that `ptqpipe recipes` lists, or a YAML file.",
-)
-STATS = click.option("--stats", type=PATH, metavar="DIR", help="Folder of statistics that `ptqpipe calibrate` wrote.")
-
-
-def workers_option(default: str) -> Callable[[F], F]:
-    """``--workers``, which means the same in every command; ``default`` says how many there are."""
-    return click.option(
-        "--workers", type=int, metavar="N", help=f"CPU threads that work at the same time.  [default: {default}]"
-    )
-
-
-COMPUTES = workers_option("physical cores")  # of commands whose threads do not wait for disks
-
-
-def run_options(*, computes: bool = False, spills: str = "", restart: bool = True) -> Callable[[F], F]:
-    """The options of machine and output: --workers, --max-memory, --resume, --overwrite, --json and --quiet.
-
-    computes  whether the workers only compute, and do not wait for disks
-    spills    what goes to disk where ``--max-memory`` has no room for it; its default is larger then
-    restart   whether the command has --resume and --overwrite
+    Click hands over a field's own default where the call has no such option.
     """
-    limit = f"Limit of resident memory{f'; {spills} beyond it are kept on disk' if spills else ''}."
-    again = (
-        click.option("--resume", is_flag=True, help="Continue an interrupted run, or start if there is none."),
-        click.option("--overwrite", is_flag=True, help="Replace an existing output."),
-    )
-    return options(
-        COMPUTES if computes else workers_option("processors, at most 16"),
-        click.option("--max-memory", type=Size(), default="8GiB" if spills else "2GiB", show_default=True, help=limit),
-        *(again if restart else ()),
-        JSON,
-        QUIET,
+    arguments = ((one, one.metadata["argument"]) for one in fields(owner) if "argument" in one.metadata)
+    options = ((one, described(one)) for one in options_of(owner))
+    return [
+        *(_argument(one, row, type_of(one, owner)) for one, row in arguments),
+        *(_option(one, row, type_of(one, owner)) for one, row in options if row is not None),
+    ]
+
+
+def _argument(one: Field[Any], row: Option, kind: Any) -> click.Argument:
+    several = get_origin(kind) is tuple
+    more = {} if one.default is MISSING else {"default": one.default, "required": False}
+    value = _type(row, get_args(kind)[0] if several else kind)
+    return click.Argument([one.name], type=value, nargs=-1 if several else 1, **{
+        "metavar": row.metavar or None, "required": True, **more
+    })  # fmt: skip
+
+
+def _option(one: Field[Any], row: Option, kind: Any) -> click.Option:
+    flag = f"--{one.name.replace('_', '-')}"
+    text, several = spelled_help(row.help), get_origin(kind) is tuple and row.kind != "names"
+    needed = row.required or one.default is MISSING
+    default = shown_default(one, row, kind)
+    if kind is bool:
+        names = [f"{flag}/--no-{flag[2:]}" if one.default is True else flag, one.name]
+        text += "  [default: on]" if one.default is True else ""
+        return click.Option(names, is_flag=True, default=one.default, help=text)
+    return click.Option(
+        [*([row.short] if row.short else []), flag, one.name],
+        type=_type(row, get_args(kind)[0] if several else kind),
+        multiple=several,
+        required=needed,
+        default=None if needed or several else one.default,
+        metavar=row.metavar or None,
+        envvar=row.envvar or None,
+        help=text + (f"  [default: {default}]" if default and not needed else ""),
     )
 
 
-def window_options(samples: str, seed: str) -> Callable[[F], F]:
-    """Options for the number and length of text windows, and the seed that chooses them."""
-    return options(
-        click.option("--samples", type=int, default=128, show_default=True, metavar="N", help=samples),
-        click.option(
-            "--seqlen",
-            type=int,
-            metavar="N",
-            help="Tokens in each window.  [default: the model's positions, at most 2048]",
-        ),
-        click.option("--seed", type=int, default=0, show_default=True, help=seed),
-    )
+def shown_default(one: Field[Any], row: Option, kind: Any) -> str:
+    """The default of an option as help says it; empty for none."""
+    if row.shown or one.default in (None, MISSING, (), False):
+        return spelled_help(row.shown)
+    if row.kind == "dtype":
+        return spelled(str(one.default), long=False)
+    if row.kind == "names":
+        return ",".join(one.default)
+    return f"{one.default:g}" if kind is float else str(one.default)
 
 
-def data_options(samples: str, seed: str) -> Callable[[F], F]:
-    """The text that a model runs on: files, the field of their rows, and `window_options`."""
-    return options(
-        click.option(
-            "--data",
-            multiple=True,
-            metavar="FILE",
-            help="Text like what the model will serve: .txt, .jsonl, .json, .csv, .parquet, or a data set "
-            "NAME:CONFIG:SPLIT. "
-            "Repeatable; FILE=2 gives it the weight 2.  [required]",
-        ),
-        FIELD,
-        window_options(samples, seed),
-    )
+def _type(row: Option, kind: Any) -> Any:
+    if row.kind == "dtype":
+        return Dtype(*row.choices, long="auto" in row.choices)
+    if row.kind:
+        return _KINDS[row.kind]
+    if row.choices:
+        return HintedChoice(list(row.choices))
+    if row.bounds is not None and kind is int:
+        return click.IntRange(*map(int, row.bounds))
+    return _PATH if kind is Path else kind
+
+
+def spelled_help(text: str) -> str:
+    """A help text with its ``{options}`` as flags."""
+    pieces = Formatter().parse(text)
+    return "".join(before + ("" if name is None else f"--{name.replace('_', '-')}") for before, name, _, _ in pieces)

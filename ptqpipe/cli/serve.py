@@ -2,229 +2,64 @@
 
 import os
 import sys
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
-from ptqpipe.cli.common import Given, command
-from ptqpipe.cli.parameters import ACTIVATIONS, Size, computing_dtype, options, workers_option
-from ptqpipe.errors import UsageError
+from ptqpipe.cli.common import Terminal, command
+from ptqpipe.errors import UsageError, arg, argv
+from ptqpipe.serving.options import ServeCommand, ServeOptions, VllmService
 
 if TYPE_CHECKING:
     from ptqpipe.serving.rank_processes import RankInfo
 
-# Options of ptqpipe serve -> flags of vLLM. Handed over when they were given.
-FLAGS = {
-    "name": "--served-model-name",
-    "dtype": "--dtype",
-    "max_model_len": "--max-model-len",
-    "max_num_seqs": "--max-num-seqs",
-    "max_batch_tokens": "--max-num-batched-tokens",
-    "max_queue": "--max-num-queued-reqs",
-    "kv_cache_size": "--kv-cache-memory-bytes",
-    "chat_template": "--chat-template",
-    "media": "--allowed-local-media-path",
+# Options of ptqpipe serve -> options of vLLM. Handed over when they were stated.
+FORWARDED = {
+    "served_model_name": "served_model_name",
+    "dtype": "dtype",
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_num_seqs",
+    "max_batch_tokens": "max_num_batched_tokens",
+    "max_queue": "max_num_queued_reqs",
+    "kv_cache_size": "kv_cache_memory_bytes",
+    "chat_template": "chat_template",
+    "allowed_local_media_path": "allowed_local_media_path",
+    "prefix_caching": "enable_prefix_caching",
 }
-# Options that `VllmService` takes itself.
-OWN: tuple[str, ...] = (
-    "ckpt",
-    "tp",
-    "allreduce",
-    "host",
-    "port",
-    "api_key",
-    "engine",
-    "vllm_python",
-    "nnodes",
-    "node_rank",
-    "master_addr",
-    "master_port",
-    "vllm_flags",
-    "no_prefix_caching",
-)
 FIXED_MIN_BYTES = "1048576"  # --allreduce int8: a prefill of a few hundred tokens reaches it, a decoding step does not
+_OF_VLLM = ("vllm_python", "nnodes", "node_rank", "master_addr", "master_port")
+_INTERNAL = [click.Option(["--rank-of"], hidden=True), click.Option(["--parent"], type=int, hidden=True)]
 
 
-VLLM_OPTIONS = options(
-    click.option(
-        "--engine",
-        type=click.Choice(["own", "vllm"]),
-        default="own",
-        show_default=True,
-        help="Engine that computes: ptqpipe's own, or vLLM in another environment, started and monitored.",
-    ),
-    click.option(
-        "--vllm-python",
-        metavar="PYTHON",
-        help="Interpreter that has vLLM, for --engine vllm.  [default: the one that runs ptqpipe]",
-    ),
-    click.option(
-        "--nnodes",
-        type=int,
-        default=1,
-        show_default=True,
-        help="Number of machines for --engine vllm; each of them runs this command.",
-    ),
-    click.option(
-        "--node-rank",
-        type=int,
-        default=0,
-        show_default=True,
-        help="Number of this machine for --engine vllm; machine 0 answers requests.",
-    ),
-    click.option("--master-addr", metavar="HOST", help="Address of machine 0 for --engine vllm."),
-    click.option(
-        "--master-port",
-        type=int,
-        default=29501,
-        show_default=True,
-        help="Port of machine 0 where the ranks of --engine vllm meet.",
-    ),
-    click.argument("vllm_flags", nargs=-1, type=click.UNPROCESSED),
+@command(
+    ServeCommand,
+    example="ptqpipe serve CKPT --port 8000",
+    leaves="the service has ended",
+    json=False,
+    quiet=False,
+    more=_INTERNAL,
 )
-
-
-@command(example="ptqpipe serve CKPT --port 8000", leaves="the service has ended")
-@click.argument("ckpt")
-@click.option(
-    "--tp",
-    type=int,
-    metavar="N",
-    help="Number of ranks that share the model.  [default: 1; under torchrun: all of them]",
-)
-@click.option(
-    "--allreduce",
-    default="off",
-    show_default=True,
-    metavar="int8|off|auto",
-    help="How ranks send their sums in prefill: in int8, unquantized (off), or whichever measures faster (auto).",
-)
-@click.option(
-    "--overlap/--no-overlap",
-    default=True,
-    show_default=True,
-    help="Overlap the prefill all-reduces with computation.",
-)
-@click.option(
-    "--batch-invariant", is_flag=True, help="Make every answer bit-identical, whatever other requests are running."
-)
-@click.option("--host", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=int, default=8000, show_default=True, help="Port to listen on; 0 takes any free one.")
-@click.option(
-    "--allowed-host",
-    "allowed_hosts",
-    multiple=True,
-    metavar="NAME",
-    help="Name by which clients reach the service, besides addresses, localhost and this machine's own name; * matches "
-    "anything. Requests with another Host header are refused. Repeatable.",
-)
-@click.option(
-    "--api-key",
-    metavar="KEY",
-    envvar="PTQPIPE_API_KEY",
-    help="Key that clients must send as a Bearer token.  [default: $PTQPIPE_API_KEY]",
-)
-@click.option(
-    "--served-model-name", "name", metavar="NAME", help="Name of the model in the API.  [default: the folder's name]"
-)
-@computing_dtype("bf16", "fp32", "fp16", "auto")
-@click.option(
-    "--device",
-    metavar="DEVICE",
-    default="cpu",
-    show_default=True,
-    help="Device that computes: cpu, cuda (one GPU per rank) or cuda:N.",
-)
-@click.option("--decoded", is_flag=True, help="Decode the weights to --dtype instead of computing with packed ones.")
-@ACTIVATIONS
-@click.option("--max-model-len", type=int, metavar="N", help="Longest sequence in tokens.  [default: the model's]")
-@click.option(
-    "--max-num-seqs", type=int, default=32, show_default=True, help="Largest number of sequences in one step."
-)
-@click.option(
-    "--max-batch-tokens", type=int, default=1024, show_default=True, help="Largest number of tokens in one step."
-)
-@click.option(
-    "--max-queue",
-    type=int,
-    default=256,
-    show_default=True,
-    help="Largest number of waiting sequences; further ones get HTTP 429.",
-)
-@click.option(
-    "--kv-cache-size",
-    type=Size(),
-    help="Memory for keys and values on each rank.  [default: a quarter of the free memory]",
-)
-@click.option("--no-prefix-caching", is_flag=True, help="Do not reuse the keys and values of common prompt prefixes.")
-@click.option(
-    "--speculative",
-    type=click.Choice(["mtp"]),
-    help="Draft with the model's own multi-token prediction layer (mtp): several tokens per step, the same output.",
-)
-@click.option(
-    "--speculative-tokens",
-    type=int,
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Tokens that --speculative drafts for each sequence in a step.",
-)
-@workers_option("physical cores less one, divided by the ranks")
-@click.option("--max-body", type=Size(), default="4MiB", show_default=True, help="Largest body of a request.")
-@click.option(
-    "--chat-template",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Jinja file that turns chats into prompts.  [default: the model's]",
-)
-@click.option(
-    "--allowed-local-media-path",
-    "media",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder whose image files messages may name; without it images must be data URIs.",
-)
-@click.option(
-    "--drain",
-    "drain_s",
-    type=float,
-    default=30.0,
-    show_default=True,
-    help="Seconds that running requests have to finish after SIGTERM.",
-)
-@click.option("--access-log", is_flag=True, help="Write a line to stderr for each HTTP request.")
-@click.option("--rank-of", hidden=True)
-@click.option("--parent", type=int, hidden=True)
-@VLLM_OPTIONS
-def serve(given: Given) -> None:
+def serve(options: ServeCommand, terminal: Terminal) -> None:
     """Serve a checkpoint with OpenAI's API.
 
     CKPT is a folder, quantized or not. The chat page is at /. With --engine vllm, give vLLM's own flags after --.
     """
-    if _handed_to_vllm(given):
+    if _handed_to_vllm(options, terminal):
         return
     from ptqpipe.checkpoint import resolve_source
     from ptqpipe.run.processes import own_command
     from ptqpipe.serving import command as stage
 
-    serving = given.into(
-        stage.ServeOptions,
-        packed=not given.decoded,
-        invariant=given.batch_invariant,
-        max_len=given.max_model_len,
-        threads=given.workers,
-        max_seqs=given.max_num_seqs,
-        cache_bytes=given.kv_cache_size,
-        prefix_caching=not given.no_prefix_caching,
-    )
-    serving = replace(serving, ckpt=str(resolve_source(given.ckpt)))  # the rest of the call is right by now
+    context = click.get_current_context()
+    serving = replace(options.part(ServeOptions), ckpt=str(resolve_source(options.ckpt)))
     worker = [*own_command(), *sys.argv[1:]]
-    place = _place(given.tp, given.rank_of, given.parent)
-    if given.rank_of is None:
-        given.say_unused_gpu()
-    stage.serve(serving, place, worker=worker, log=lambda line: given.show(line, err=True))
+    rank_of = context.params["rank_of"]
+    place = _place(options.tp, rank_of, context.params["parent"])
+    if rank_of is None:
+        terminal.mention_unused_gpu(options.device)
+    stage.serve(serving, place, worker=worker, log=lambda line: terminal.show(line, err=True))
 
 
 def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "RankInfo":
@@ -232,7 +67,7 @@ def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "R
     from ptqpipe.serving.rank_processes import RankInfo, parse_place
 
     if tp is not None and tp < 1:
-        raise UsageError(f"--tp is {tp}, expected 1 or more")
+        raise UsageError(f"{arg('tp')} is {tp}, expected 1 or more")
     if rank_of is not None:
         return parse_place(rank_of, tp or 1, parent=parent)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -248,38 +83,42 @@ def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "R
     return RankInfo(int(variables["RANK"]), size, local, local_rank, torchrun=True)
 
 
-def _handed_to_vllm(given: Given) -> bool:
+def _handed_to_vllm(options: ServeCommand, terminal: Terminal) -> bool:
     """Whether vLLM was asked for, and has run. UsageError for options that the chosen engine does not have."""
     context = click.get_current_context()
-    stated = {name for name in vars(given) if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    if given.engine == "vllm":
-        _serve_vllm(given, stated)
+    names = [one.name for one in fields(ServeCommand)]
+    stated = {name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    if options.engine == "vllm":
+        _serve_vllm(options, stated, terminal)
         return True
-    if given.vllm_flags:
-        raise UsageError(f"unexpected argument {given.vllm_flags[0]!r}; only --engine vllm takes more than CKPT")
-    if foreign := sorted(stated & {"vllm_python", "nnodes", "node_rank", "master_addr", "master_port"}):
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
-        raise UsageError(f"{names}: for --engine vllm alone; torchrun starts our own engine on several machines")
+    if options.vllm_flags:
+        raise UsageError(f"unexpected argument {options.vllm_flags[0]!r}; only --engine vllm takes more than CKPT")
+    if foreign := sorted(stated & set(_OF_VLLM)):
+        raise UsageError(
+            f"{', '.join(map(arg, foreign))}: for --engine vllm alone; torchrun starts our own engine on several machines"
+        )
     return False
 
 
-def _serve_vllm(given: Given, stated: set[str]) -> None:
+def _serve_vllm(options: ServeCommand, stated: set[str], terminal: Terminal) -> None:
     """Starts vLLM with the options of the command line."""
-    from ptqpipe.serving.vllm import VllmService, serve_vllm
+    from ptqpipe.serving.vllm import serve_vllm
 
-    if unknown := sorted(stated - FLAGS.keys() - set(OWN) - {"drain_s"}):
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in unknown)
-        raise UsageError(f"--engine vllm has no {names}; vLLM's own flags go after --")
-    forwarded = [text for name in FLAGS if name in stated for text in (FLAGS[name], str(getattr(given, name)))]
-    forwarded += ["--no-enable-prefix-caching"] if given.no_prefix_caching else []
-    measured = given.allreduce == "auto"
-    service = given.into(
-        VllmService,
-        checkpoint=given.ckpt,
-        python=given.vllm_python,
-        tensor_parallel=given.tp or given.nnodes,
-        allreduce="int8" if measured else given.allreduce,
-        allreduce_min_bytes="auto" if measured else os.environ.get("PTQPIPE_ALLREDUCE_MIN_BYTES", FIXED_MIN_BYTES),
-        forwarded=(*forwarded, *given.vllm_flags),
+    own = {one.name for one in fields(VllmService)} | {"engine"}
+    if unknown := sorted(stated - FORWARDED.keys() - own):
+        raise UsageError(f"--engine vllm has no {', '.join(map(arg, unknown))}; vLLM's own flags go after --")
+    forwarded = argv(**{there: getattr(options, here) for here, there in FORWARDED.items() if here in stated})
+    measured = options.allreduce == "auto"
+    values = {name: getattr(options, name) for name in own & {one.name for one in fields(ServeCommand)} - {"engine"}}
+    service = VllmService(
+        **values
+        | {
+            "tp": options.tp or options.nnodes,
+            "allreduce": "int8" if measured else options.allreduce,
+            "allreduce_min_bytes": (
+                "auto" if measured else os.environ.get("PTQPIPE_ALLREDUCE_MIN_BYTES", FIXED_MIN_BYTES)
+            ),
+            "vllm_flags": (*forwarded, *options.vllm_flags),
+        }
     )
-    serve_vllm(service, inherited=os.environ, log=lambda line: given.show(line, err=True))
+    serve_vllm(service, inherited=os.environ, log=lambda line: terminal.show(line, err=True))

@@ -161,7 +161,7 @@ def open_statistics(
         needy = next((unit.rule for unit in chosen if unit.rule.calibrated), None)
         if needy is not None and not collected:
             raise UsageError(
-                f"algorithm {needy.algorithm} with weighting {needy.weighting} needs statistics; "
+                f"algorithm {needy.algorithm} with weighting {needy.objective} needs statistics; "
                 f"{statistics_remedy()}; {arg('data', 'TEXT')} without {arg('algorithm')} does it all at once"
             )
         if recipe.bias_correction and not collected:
@@ -250,7 +250,7 @@ def _check_unit(unit: Unit, statistics: Statistics, *, chosen: bool) -> None:
     if not calibrated and not static:
         return
     rule, fmt = unit.rule, unit.scheme.fmt
-    if rule.weighting == "block" and not has_block_scales(fmt):
+    if rule.objective == "block" and not has_block_scales(fmt):
         raise UsageError(
             f"{fmt.name} has no block scales along its rows to weight by blocks; use {arg('objective', 'diagonal')}"
         )

@@ -236,7 +236,7 @@ def outputs_of(
         for member in unit.members:
             target = Target(member.weight, unit.scheme, member.stack, transposed=_stored_transposed(member))
             targets.setdefault(member.weight, target)
-    layout = ShardLayout.plan(groups, shard_bytes=recipe.shard_bytes)
+    layout = ShardLayout.plan(groups, shard_bytes=recipe.shard_size)
     return Outputs(recipe, plan, name, container, layout, tuple(jobs), tuple(targets.values()))
 
 

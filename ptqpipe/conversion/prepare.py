@@ -33,7 +33,7 @@ from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.numerics.search import get_search
 from ptqpipe.quantization.learned_codes import ROUNDING_FILE, TRAINED_REASON, Rounding
-from ptqpipe.recipe.file import build_recipe, option_name
+from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import ALGORITHMS, AUTO, CodeOptions, RecipeOptions
 from ptqpipe.recipe.plan import Plan, check_ignored, make_plan
 from ptqpipe.recipe.recipe import Recipe, matches
@@ -54,16 +54,16 @@ def best_with(
     codes, say it: GPTQ where the full moments are there, else nearest codes at weighted scales."""
     if stats is None or recipe_path is not None or rounding is not None:
         return options
-    if options.algorithm is None and options.weighting is None:
+    if options.algorithm is None and options.objective is None:
         with Statistics.open(stats) as statistics:
             usable = [name for name, row in ALGORITHMS.items() if not row.moment or statistics.has_any(row.moment)]
-        options = options.but(algorithm=usable[-1])
+        options = replace(options, algorithm=usable[-1])
     if (
         options.algorithm == "rtn"
-        and options.weighting is None
-        and options.search in (None, AUTO, "exact", "brute_force")
+        and options.objective is None
+        and options.scale_search in (None, AUTO, "exact", "brute_force")
     ):
-        options = options.but(weighting="diagonal")
+        options = replace(options, objective="diagonal")
     return options
 
 
@@ -75,10 +75,14 @@ def with_searches(recipe: Recipe, *, data: bool) -> Recipe:
     """
     rules = []
     for rule in recipe.rules:
-        checked = replace(rule, search="exact") if data and rule.search == AUTO else rule
-        get_search("exact" if checked.search == AUTO else checked.search)
+        checked = replace(rule, scale_search="exact") if data and rule.scale_search == AUTO else rule
+        get_search("exact" if checked.scale_search == AUTO else checked.scale_search)
         scheme = checked.scheme
-        if checked.search == "enlarged" and scheme is not None and (checked.calibrated or data or scheme.fmt.one_scale):
+        if (
+            checked.scale_search == "enlarged"
+            and scheme is not None
+            and (checked.calibrated or data or scheme.fmt.one_scale)
+        ):
             why = (
                 f"{scheme.fmt.name} has one scale for all" if scheme.fmt.one_scale else "the data say what errors cost"
             )
@@ -96,7 +100,7 @@ def check_used(options: RecipeOptions, recipe: Recipe, *, statistics: bool) -> N
     static = any(scheme.needs_input_global_scale for scheme in recipe.schemes())
     kinds = "a format with static activation scales, such as nvfp4_w4a4"
     for option, given, used, needs in (
-        *((option_name(n), options.given.get(n), n in read, f"algorithm {own[n]}; give {arg('stats')}") for n in own),
+        *((n, options.overrides.get(n), n in read, f"algorithm {own[n]}; give {arg('stats')}") for n in own),
         ("input_scale", options.input_scale, static and statistics, f"{arg('stats')} and {kinds}"),
         ("headroom", options.headroom, static and statistics, f"{arg('stats')} and {kinds}"),
         ("input_amax", options.input_amax, static and not statistics, f"{kinds}, without {arg('stats')}"),
@@ -268,9 +272,9 @@ def recipe_of_codes(codes: Rounding, options: RecipeOptions) -> Recipe:
     except RecipeError as error:
         raise CheckpointError(f"{codes.path / ROUNDING_FILE}: {error}; tune again") from None
     names = [scheme.name for scheme in recipe.schemes()]
-    if options.scheme is not None and [get_scheme(options.scheme).name] != names:
+    if options.format is not None and [get_scheme(options.format).name] != names:
         raise UsageError(
-            f"{arg('format', options.scheme)} contradicts {codes.path}, which holds codes for {', '.join(names)}; "
+            f"{arg('format', options.format)} contradicts {codes.path}, which holds codes for {', '.join(names)}; "
             f"leave {arg('format')} out, or tune with the same {arg('format')}"
         )
     return recipe
@@ -294,11 +298,10 @@ def _check_codes(
         _check_input_scales(codes, recipe, statistics)
     if all(codes.has(member.key) for unit in plan.units for member in unit.members):
         for name in (option.name for option in fields(CodeOptions)):
-            given = options.given.get(name)
+            given = options.overrides.get(name)
             if given is not None:
                 raise UsageError(
-                    f"{arg(option_name(name), given)} would change nothing: {codes.path} has the codes of every "
-                    "weight; leave it out"
+                    f"{arg(name, given)} would change nothing: {codes.path} has the codes of every weight; leave it out"
                 )
 
 

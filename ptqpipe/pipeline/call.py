@@ -4,6 +4,7 @@ Knows options and names of files; must not know what stages do.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
@@ -12,12 +13,12 @@ from ptqpipe.errors import UsageError, arg, usage
 from ptqpipe.models.reader_facts import container_for, formats_of
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.pipeline.budget.plan_units import DEFAULT_FORMATS, KEEP
-from ptqpipe.recipe.file import build_recipe, option_name
+from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.recipe.recipe import Recipe
 
 SELF = "self"
-_BY_QUALITY = ("algorithm", "weighting", "damping", "refine")
+_BY_QUALITY = ("algorithm", "objective", "damping", "refine_passes")
 
 
 def check_alone(**given: object) -> None:
@@ -46,27 +47,27 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
     chosen = next((name for name, value in windows.items() if value != getattr(PipelineOptions(), name)), None)
     if chosen is not None and not work.data:
         raise UsageError(_about_data(arg(chosen, windows[chosen])))
-    if work.field is not None and not (work.data or work.eval):
-        raise UsageError(_about_data(arg("text_field", work.field)))
-    if work.field is not None and own_weight(work.data) is not None and len(work.data) > 1:
+    if work.text_field is not None and not (work.data or work.eval):
+        raise UsageError(_about_data(arg("text_field", work.text_field)))
+    if work.text_field is not None and own_weight(work.data) is not None and len(work.data) > 1:
         raise UsageError(
-            f"{arg('text_field', work.field)} is not in the rows that {arg('data', SELF)} generates; leave one of them "
-            "out"
+            f"{arg('text_field', work.text_field)} is not in the rows that {arg('data', SELF)} generates; leave one of "
+            "them out"
         )
     if work.formats is not None and work.budget is None:
         raise UsageError(
             f"{arg('formats')} names what {arg('budget')} chooses from; add {arg('budget')}, or give one "
             f"{arg('format')}"
         )
-    given = arg("recipe") if recipe_path is not None else arg("format") if recipe.scheme is not None else ""
-    if recipe.given.get("mtp") not in (None, "keep"):
+    given = arg("recipe") if recipe_path is not None else arg("format") if recipe.format is not None else ""
+    if recipe.overrides.get("mtp") not in (None, "keep"):
         given = arg("mtp", recipe.mtp)
     if work.budget is not None and given:
         raise UsageError(f"{arg('budget')} chooses the formats, and {given} does; give one of them")
-    decided = next((name for name in _BY_QUALITY if work.data and recipe.given.get(name) is not None), None)
+    decided = next((name for name in _BY_QUALITY if work.data and recipe.overrides.get(name) is not None), None)
     if decided is not None:
         raise UsageError(
-            f"{arg(option_name(decided))} is decided by {arg('quality')} where there is {arg('data')}; leave it out, "
+            f"{arg(decided)} is decided by {arg('quality')} where there is {arg('data')}; leave it out, "
             f"or use {usage('calibrate', 'MODEL', data='FILE', out='FOLDER')}, then "
             f"{usage('convert', 'MODEL', stats='FOLDER')}"
         )
@@ -112,18 +113,18 @@ def _is_own(name: str) -> bool:
     return weighted(name)[0] == SELF and not Path(SELF).exists()
 
 
-def formats_for(work: PipelineOptions) -> tuple[str, ...]:
-    """What a budget chooses from: those given, or the usual ones that the reader runs. UsageError for one that it does
-    not run."""
-    if work.reader is None:
-        return work.formats or DEFAULT_FORMATS
-    known = formats_of(work.reader)
-    if work.formats is None:
+def formats_for(reader: str | None, formats: tuple[str, ...] | None) -> tuple[str, ...]:
+    """What a budget chooses from: those of the call, or the usual ones that the reader runs. UsageError for one that it
+    does not run."""
+    if reader is None:
+        return formats or DEFAULT_FORMATS
+    known = formats_of(reader)
+    if formats is None:
         return tuple(name for name in DEFAULT_FORMATS if name in known or name == KEEP)
-    for name in work.formats:
+    for name in formats:
         if name.lower() != KEEP:
-            container_for(work.reader, [get_scheme(name)])
-    return work.formats
+            container_for(reader, [get_scheme(name)])
+    return formats
 
 
 def for_reader(reader: str, recipe: RecipeOptions, recipe_path: Path | None) -> RecipeOptions:
@@ -131,7 +132,7 @@ def for_reader(reader: str, recipe: RecipeOptions, recipe_path: Path | None) -> 
     it."""
     built = build_recipe(recipe, path=recipe_path)
     container = None if built.container is None else built.container_name
-    return recipe.but(container=container_for(reader, built.schemes(), container=container))
+    return replace(recipe, container=container_for(reader, built.schemes(), container=container))
 
 
 def container_of_all(reader: str, formats: Sequence[str]) -> str:

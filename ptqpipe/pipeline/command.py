@@ -170,7 +170,7 @@ def _open(run: Pipeline, paths: Paths, held: ExitStack) -> RankLock:
         abandon(paths)
     elif former is None or not former.replaces:
         _refuse_others(run, paths, begun=former is not None)
-    if run.work.keep_stages is not None:
+    if run.work.work_dir is not None:
         _keep(run, held)
     if former is None:
         _check_disk(run)
@@ -257,5 +257,5 @@ def _close_if_empty(run: Pipeline) -> None:
     if not journal.exists():
         return
     left = {path.name for path in run.begun.iterdir() if not path.name.startswith("lock-")}
-    if left == {journal.name} and run.work.keep_stages is None and not Paths.of(run.out).partial.exists():
+    if left == {journal.name} and run.work.work_dir is None and not Paths.of(run.out).partial.exists():
         journal.unlink()

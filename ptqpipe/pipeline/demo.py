@@ -114,7 +114,7 @@ def _check_place(out: Path) -> None:
 
 
 def _convert(scheme: str, out: Path, machine: Machine) -> Done:
-    prepared = prepare(MODEL, options=RecipeOptions(scheme=scheme), out=out)
+    prepared = prepare(MODEL, options=RecipeOptions(format=scheme), out=out)
     with prepared:
         done = convert(prepared, mode="overwrite", machine=machine)
     if done is None:

@@ -14,8 +14,9 @@ from ptqpipe.check.evaluate.tokenized_text import check_text
 from ptqpipe.checkpoint import Mode, check_disjoint, name_of, resolve_source
 from ptqpipe.conversion import cache_specs, container_of
 from ptqpipe.conversion.convert_summary import missing_config, warnings_of
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.prepare import prepare as prepare_conversion
-from ptqpipe.conversion.transform.plan import TransformOptions, foldable_rotations, matrix_bytes
+from ptqpipe.conversion.transform.plan import foldable_rotations, matrix_bytes
 from ptqpipe.errors import PtqError, UsageError, arg
 from ptqpipe.models.folding import find_structure
 from ptqpipe.models.language_model import takes_images
@@ -51,17 +52,17 @@ def prepare(
     texts = call.texts_of(work.data)
     if work.reader is not None and work.budget is None:
         recipe = call.for_reader(work.reader, recipe, recipe_path)
-    formats = call.formats_for(work) if work.budget is not None else ()
+    formats = call.formats_for(work.reader, work.formats) if work.budget is not None else ()
     path = resolve_source(str(model))
     _check_windows(path, work, texts)
     tokenizer = cache(lambda: load_tokenizer(path))
-    notes = [line for text in work.eval for line in check_text(text, tokenizer, field=work.field)]
+    notes = [line for text in work.eval for line in check_text(text, tokenizer, field=work.text_field)]
     if work.budget is not None:
         check_budget(path, Budget.parse(work.budget), formats, requantize=work.requantize)
         if work.reader is not None:
             if build_recipe(recipe).rotations:
                 check_rotation(work.reader, None)
-            recipe = recipe.but(container=call.container_of_all(work.reader, formats))
+            recipe = replace(recipe, container=call.container_of_all(work.reader, formats))
         _check_cache(path, build_recipe(recipe, path=recipe_path), work)
         way = TABLE[WEIGHTS][work.quality or "best"] if work.data else None
         _check_untie(work, way, arg("budget", work.budget))
@@ -98,7 +99,7 @@ def _check_windows(path: Path, work: PipelineOptions, texts: Sequence[str]) -> N
         check_seed(work.seed)
         if texts:
             _, samples = call.own_share(work.data, work.samples)
-            check_samples(texts, path, samples=samples, seqlen=seqlen, field=work.field)
+            check_samples(texts, path, samples=samples, seqlen=seqlen, field=work.text_field)
 
 
 def _check_cache(path: Path, recipe: Recipe, work: PipelineOptions) -> None:
@@ -139,7 +140,7 @@ def _rotatable(way: Way | None, source: Source, recipe: Recipe, *, untie: bool) 
         return _without_rotations(way, "they are learned from text alone, and the model takes images")
     if source.container is not None:
         return _without_rotations(way, "the model is quantized already")
-    options = TransformOptions(apply=way.rotations, learn=way.steps, format=scheme.name, untie=untie)
+    options = TransformOptions(transforms=way.rotations, learn=way.steps, format=scheme.name, untie=untie)
     try:
         structure = find_structure(source.tensors, reader.config)
     except PtqError as error:
@@ -156,8 +157,8 @@ def _with_own_text(way: Way, work: PipelineOptions, path: Path) -> tuple[Way, Pi
     """The call with the model's own text beside its data, half of the windows; or the way, and why it is left out."""
     if takes_images(read_config(path), path):
         why = "the model takes images, and writes text alone"
-    elif work.field is not None:
-        why = f"{arg('text_field', work.field)} is in no row of it"
+    elif work.text_field is not None:
+        why = f"{arg('text_field', work.text_field)} is in no row of it"
     else:
         weights = sum(weighted(name)[1] or 1.0 for name in work.data)
         return way, replace(work, data=(*work.data, f"{call.SELF}={weights!r}"))

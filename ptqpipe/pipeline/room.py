@@ -20,11 +20,13 @@ from ptqpipe.calibration.pairs import LEAST, most_pairs
 from ptqpipe.calibration.reverse import enough, least_step, streams
 from ptqpipe.calibration.rows import files_of
 from ptqpipe.calibration.statistics import of_all_experts
-from ptqpipe.check.evaluate.cache import DEFAULT_LIMIT, MOST
+from ptqpipe.check.evaluate.cache import MOST
 from ptqpipe.check.evaluate.scores import scoring_bytes
+from ptqpipe.check.options import CACHE_BYTES
 from ptqpipe.checkpoint.tensor_names import layer_of
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.learn import ELEMENTS, STATES, TEMPORARIES
-from ptqpipe.conversion.transform.plan import TransformOptions, matrix_bytes
+from ptqpipe.conversion.transform.plan import matrix_bytes
 from ptqpipe.errors import arg
 from ptqpipe.models.folding import find_structure
 from ptqpipe.models.slices import Member
@@ -93,7 +95,7 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
     texts, vocabulary = [Path(text).expanduser() for text in files_of(work.eval)], _config_number(config, "vocab_size")
     known = bool(vocabulary) and all(text.is_file() for text in texts)  # a data set's size is not
     letters = sum(text.stat().st_size for text in texts) if known else 0  # at least one to a token
-    logits = min(DEFAULT_LIMIT, letters * (MOST * vocabulary + 4)) if known else DEFAULT_LIMIT * bool(texts)
+    logits = min(CACHE_BYTES, letters * (MOST * vocabulary + 4)) if known else CACHE_BYTES * bool(texts)
     if way is None:
         return Disk(logits=logits)
     gptq, turned = way.method == "gptq", bool(way.rotations)

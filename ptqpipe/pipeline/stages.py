@@ -15,19 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe._version import __version__
-from ptqpipe.calibration.command import CalibrateOptions, calibrate
-from ptqpipe.calibration.own_text import GenerateOptions, generate
+from ptqpipe.calibration.command import calibrate
+from ptqpipe.calibration.options import CalibrateOptions, GenerateOptions
+from ptqpipe.calibration.own_text import generate
 from ptqpipe.calibration.rows import weighted
 from ptqpipe.calibration.statistics import STATS_FILE
 from ptqpipe.check.evaluate import command as evaluation
 from ptqpipe.check.evaluate.eval_summary import write as write_evaluation
+from ptqpipe.check.options import EvalOptions
 from ptqpipe.check.report.command import make_report
 from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, has_begun, read_json_object, run_id_of
 from ptqpipe.conversion import command as conversion, named_source
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.prepare import best_with, prepare
 from ptqpipe.conversion.transform.factors import find_factors
-from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import AlreadyComplete, CheckpointError, PtqWarning, arg
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline import call
@@ -119,7 +121,7 @@ class Pipeline:
     @property
     def folder(self) -> Path:
         """Where the stages' outputs lie."""
-        return self.begun if self.work.keep_stages is None else Path(self.work.keep_stages).expanduser()
+        return self.begun if self.work.work_dir is None else Path(self.work.work_dir).expanduser()
 
     @property
     def computing(self) -> Machine:
@@ -129,7 +131,9 @@ class Pipeline:
     def _identity(self, source: Source) -> dict[str, str]:
         """What decides the bytes, by its name in a message; no folder's name is in it."""
         work, recipe = self.work, build_recipe(self.recipe, path=self.recipe_path)
-        field = [] if work.field is None else [f"{_key('field')} {work.field}"]  # which part of the texts is read
+        field = (
+            [] if work.text_field is None else [f"{_key('field')} {work.text_field}"]
+        )  # which part of the texts is read
         own = [f"{call.SELF}={self._own_weight!r}"] if self.texts and self._own_weight is not None else []
         given = {
             "data": [*([_content(name) for name in self.texts] or work.data), *own, *field],
@@ -185,7 +189,7 @@ class Pipeline:
     @property
     def _field(self) -> str | None:
         """Of the rows of ``data``; those that the model has written have one of their own."""
-        return None if self.texts == [str(self._own_text)] else self.work.field
+        return None if self.texts == [str(self._own_text)] else self.work.text_field
 
     @property
     def _own_text(self) -> Path:
@@ -227,7 +231,7 @@ class Pipeline:
         if not target.exists() or Paths.of(target).partial.exists():
             kinds = ("diagonal", "pairs")
             options = CalibrateOptions(
-                **self.windows() | {"samples": self.pair_samples}, field=self._field, moments=kinds, holdout=0
+                **self.windows() | {"samples": self.pair_samples}, text_field=self._field, moments=kinds, holdout=0
             )
             with suppress(AlreadyComplete):
                 done = calibrate(self.path, self.texts, pairs, options=options, mode="resume", machine=self.computing)
@@ -238,7 +242,7 @@ class Pipeline:
             with suppress(AlreadyComplete):
                 find_factors(self.path, target, stats=pairs, options=turning, mode="resume", machine=self.computing)
         self.ledger.add(target / FOLDING_FILE)
-        if pairs.exists() and self.work.keep_stages is None:
+        if pairs.exists() and self.work.work_dir is None:
             shutil.rmtree(pairs)
         foldings = read_json_object(target / FOLDING_FILE)["foldings"]
         self.notes += [f"warning: {line}" for line in self._gainless(foldings)]
@@ -258,7 +262,7 @@ class Pipeline:
         blocks = self.way.transform and not self._scaled
         by_kl = self.work.budget is not None and self.way.method == "gptq"  # as the codes will be chosen
         kinds = ("diagonal", *(["block"] if blocks else []), *(["kl"] if by_kl else []))
-        options = CalibrateOptions(**self.windows(), field=self._field, moments=kinds)
+        options = CalibrateOptions(**self.windows(), text_field=self._field, moments=kinds)
         with suppress(AlreadyComplete):
             done = calibrate(
                 self.floats, self.texts, self.stats, options=options, mode="resume", machine=self.computing
@@ -270,7 +274,7 @@ class Pipeline:
         assert self.way is not None
         assert self.stats is not None
         target = self.folder / "factors"
-        options = TransformOptions(apply=self.way.transform, format=self._format, dtype="fp32")
+        options = TransformOptions(transforms=self.way.transform, format=self._format, dtype="fp32")
         with suppress(AlreadyComplete):
             find_factors(self.floats, target, stats=self.stats, options=options, mode="resume", machine=self.machine)
         self.ledger.add(target / FOLDING_FILE)
@@ -285,7 +289,7 @@ class Pipeline:
         self.ledger.add(target)
 
     def _find_plan(self, target: Path) -> None:
-        formats = call.formats_for(self.work)
+        formats = call.formats_for(self.work.reader, self.work.formats)
         budget = Budget.parse(str(self.work.budget))
         follows = self.way is not None and bool(self.way.method)
         plan = plan_mixed(
@@ -314,7 +318,7 @@ class Pipeline:
                 recipe=self.recipe,
                 recipe_path=self.recipe_file,
                 stats=self.stats if _static(self) else None,
-                options=TuneOptions(**self.windows(), data_field=self._field, method=self.way.method),
+                options=TuneOptions(**self.windows(), text_field=self._field, method=self.way.method),
                 mode="resume",
                 machine=self.computing,
             )
@@ -331,7 +335,7 @@ class Pipeline:
         mode: Mode = "overwrite" if self.ledger.replaces(paths.out) and not has_begun(paths) else "resume"
         where["requantize"] = self.work.requantize
         with prepare(self.floats, options=options, out=self.out, **where) as prepared:
-            job = prepared.with_record_entries(self._entry(), consumes=self.work.keep_stages is None)
+            job = prepared.with_record_entries(self._entry(), consumes=self.work.work_dir is None)
             conversion.convert(job, mode=mode, machine=self.machine)
 
     def _entry(self) -> dict[str, Any]:
@@ -364,9 +368,9 @@ class Pipeline:
             )
 
     def _eval(self) -> None:
-        options = evaluation.Options(
+        options = EvalOptions(
             data=tuple(self.work.eval),
-            field=self.work.field,
+            text_field=self.work.text_field,
             device=str(self.machine.device),
             cache_dir=self.begun / "logits",
             command=self.command,

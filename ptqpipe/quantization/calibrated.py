@@ -116,8 +116,8 @@ def quantize(task: Task, feedback: Feedback | None = None) -> UnitResult:
         for start, q in rows:
             task.sink(index, start, q)
         errors.append(error)
-        records.append({"algorithm": options.algorithm, "weighting": options.weighting, **record})
-    proven = get_search(task.search).proven and feedback is None and options.weighting != "block"
+        records.append({"algorithm": options.algorithm, "weighting": options.objective, **record})
+    proven = get_search(task.search).proven and feedback is None and options.objective != "block"
     proven = proven and not any(record["reverted"] for record in records)
     promises = tuple(
         _promise(task, inputs[0] if one is not None else moments, feedback, reverted=record["reverted"])
@@ -169,7 +169,7 @@ def _promise(task: Task, moments: Moments, feedback: Feedback | None, *, reverte
     if reverted:
         return Promise(scales=proven, codes=True, importance=importance if task.fmt.one_scale else None)
     moved = feedback is not None and feedback.moves_scales
-    searched = proven and task.options.weighting != "block" and not moved
+    searched = proven and task.options.objective != "block" and not moved
     return Promise(scales=searched, codes=feedback is None, importance=importance)
 
 
@@ -214,7 +214,7 @@ def _scaled_errors(
 
 def _importance(moments: Moments, task: Task) -> torch.Tensor | None:
     """Column weights of the scale search; None without weighting, or where the moment is zero."""
-    if task.options.weighting == "none" or not bool((moments.second_moment > 0).any()):
+    if task.options.objective == "none" or not bool((moments.second_moment > 0).any()):
         return None
     return moments.second_moment
 
@@ -261,7 +261,7 @@ def _weight(
 def _nearest(moments: Moments, task: Task, scales: _Scales) -> Callable[[torch.Tensor], QTensor]:
     """What gives the nearest codes of rows at scales that the moments of their input weight."""
     fmt, h = task.fmt, _importance(moments, task)
-    if task.options.weighting != "block":
+    if task.options.objective != "block":
         return lambda w: scales.nearest(w, fmt, task.search, h)
     blocks = block_objective.moments_for(fmt, full=moments.full_moment, blocks=moments.block_moment)
 

@@ -71,7 +71,7 @@ def _feedback(task: Task, prepare: Callable[[int], Metric]) -> calibrated.Feedba
         outputs: Sequence[torch.Tensor] | None,
     ) -> QTensor:
         two = outputs is not None and two_sided.possible(fmt)
-        sweeps = min(options.refine, GROUP_SWEEPS) if two else options.refine
+        sweeps = min(options.refine_passes, GROUP_SWEEPS) if two else options.refine_passes
         blocks = block_metrics(metric.moment, fmt) if sweeps else None
 
         def one_sided(rows: torch.Tensor) -> QTensor:
@@ -84,7 +84,7 @@ def _feedback(task: Task, prepare: Callable[[int], Metric]) -> calibrated.Feedba
         return two_sided.codes(w, outputs, one_sided) if outputs is not None and two else one_sided(w)
 
     shifted = two_sided.possible(fmt) and any(moments.outputs is not None for moments in task.inputs or ())
-    moves = entry or shifted or bool(options.refine and has_block_scales(fmt))
+    moves = entry or shifted or bool(options.refine_passes and has_block_scales(fmt))
     return calibrated.Feedback(prepare, choose, moves_scales=moves)
 
 

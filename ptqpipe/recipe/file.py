@@ -199,7 +199,7 @@ def _rule(item: Any, index: int) -> Rule:
     name = _text(raw["format"], f"{where}.format")
     scheme = None if name.lower() == "keep" else get_scheme(name)
     algorithm = ALGORITHMS.get(str(raw.get("algorithm")))
-    given: dict[str, Any] = {} if algorithm is None else {"weighting": algorithm.weighting}
+    given: dict[str, Any] = {} if algorithm is None else {"objective": algorithm.objective}
     given |= {key: _value(raw[key], f"{where}.{key}", kind) for key, kind in plain.items() if key in raw}
     return Rule(_text(raw["match"], f"{where}.match"), scheme, **given)
 
@@ -271,30 +271,22 @@ _READERS: dict[Any, Callable[[Any, str], Any]] = {
 }
 
 
-_OPTION_NAMES = {"search": "scale_search", "weighting": "objective", "refine": "refine_passes"}
-
-
-def option_name(field: str) -> str:
-    """The name of the option of a call for a field of `Rule`."""
-    return _OPTION_NAMES.get(field, field)
-
-
 def build_recipe(options: RecipeOptions, *, path: Path | None = None, codes: Recipe | None = None) -> Recipe:
     """The recipe of a file with the options applied, or of the options alone (``nvfp4`` when no format is given).
 
     codes  the recipe of learned codes that are to be written, used where no file is given; the caller has checked that
            ``options`` name no other format
     """
-    if path is not None and options.scheme is not None:
+    if path is not None and options.format is not None:
         raise RecipeError(
-            f"{arg('format', options.scheme)} and {arg('recipe', path)} contradict each other; give one of them"
+            f"{arg('format', options.format)} and {arg('recipe', path)} contradict each other; give one of them"
         )
     if path is not None:
         recipe = load_recipe(path)
     elif codes is not None:
         recipe = codes
     else:
-        recipe = Recipe((Rule("*", get_scheme("nvfp4" if options.scheme is None else options.scheme)),))
+        recipe = Recipe((Rule("*", get_scheme("nvfp4" if options.format is None else options.format)),))
     return replace(
         recipe,
         rules=tuple(_with_options(rule, options) for rule in recipe.rules),
@@ -306,15 +298,15 @@ def build_recipe(options: RecipeOptions, *, path: Path | None = None, codes: Rec
 def _with_options(rule: Rule, options: RecipeOptions) -> Rule:
     """The rule with the options applied; an algorithm brings its usual weighting unless rule or call give one."""
     given = _given(options, Rule)
-    if options.algorithm in ALGORITHMS and rule.weighting == "none":
-        given.setdefault("weighting", ALGORITHMS[options.algorithm].weighting)
+    if options.algorithm in ALGORITHMS and rule.objective == "none":
+        given.setdefault("objective", ALGORITHMS[options.algorithm].objective)
     return replace(rule, **given)
 
 
 def _given(options: RecipeOptions, kind: type[Rule] | type[Recipe]) -> dict[str, Any]:
     """The options that were given, of those that name a field of ``kind``."""
     names = {field.name for field in fields(kind)}
-    return {name: value for name, value in options.given.items() if name in names}
+    return {name: value for name, value in options.overrides.items() if name in names}
 
 
 # Writes recipes from programs: expressions that match a set of modules exactly, and the YAML text.

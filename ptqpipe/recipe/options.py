@@ -1,17 +1,15 @@
-"""The options that decide the bytes of a conversion: one table.
+"""The options of a conversion: those that decide bytes, which recipes have as keys, and those of its stages.
 
-A line of `CodeOptions` or `CheckpointOptions` says everything about an option: its name, type and default, what it
-means, which values it may have. The command line has its help from that line (`cli/parameters.recipe_options`), Python
-its keyword (`ptqpipe.convert`), a recipe file its key (`recipe/file.py`), and the checks below their bounds. Nothing
-here imports torch: ``ptqpipe --help`` reads this file.
+A line of `CodeOptions` or `CheckpointOptions` says everything about an option (`run/options.py`); `RecipeOptions` are
+the same options as a call states them.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from ptqpipe.errors import RecipeError, UsageError, did_you_mean
+from ptqpipe.errors import RecipeError
+from ptqpipe.run.options import Options, check_value, described, option
 
 
 class Algorithm(NamedTuple):
@@ -19,13 +17,13 @@ class Algorithm(NamedTuple):
 
     module     its file, which has a function ``quantize(task)``; see ``ptqpipe/quantization/__init__.py``
     moment     the moment of the inputs that it needs from statistics; empty: none
-    weighting  what the block scales minimize unless the call or the recipe says so
+    objective  what the block scales minimize unless the call or the recipe says so
     options    fields of `CodeOptions` that it alone reads
     """
 
     module: str
     moment: str = ""
-    weighting: str = "none"
+    objective: str = "none"
     options: tuple[str, ...] = ()
 
 
@@ -35,8 +33,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "gptq": Algorithm(
         "ptqpipe.quantization.gptq",
         moment="full_moment",
-        weighting="diagonal",
-        options=("damping", "order", "scales", "refine"),
+        objective="diagonal",
+        options=("damping", "order", "scales", "refine_passes"),
     ),
 }
 
@@ -55,57 +53,11 @@ INPUT_AMAX = {"nvfp4": 2928.0, "fp8_static": 336.0}
 LEARNED = Algorithm("ptqpipe.quantization.learned")
 
 
-class Option(NamedTuple):
-    """The properties of an option besides its name, type and default.
-
-    help     of the command line, which a reader understands alone; empty: the option is of recipe files only
-    metavar  what help calls its value
-    flag     the name on the command line, where it is not the field's own with dashes
-    choices  the values that it may have; empty: any of its type
-    bounds   the least and the largest value
-    usual    a hint on values, after the bounds in the message of a value outside them
-    shown    the default as help says it; empty: the field's own
-    """
-
-    help: str = ""
-    metavar: str = ""
-    flag: str = ""
-    choices: Collection[str] = ()
-    bounds: tuple[float, float] | None = None
-    usual: str = ""
-    shown: str = ""
-
-
-def option(default: Any, help: str = "", **more: Any) -> Any:
-    """A field of a dataclass that is an `Option` with this default."""
-    return field(default=default, metadata={"option": Option(help, **more)})
-
-
-def described(one: Field[Any]) -> Option | None:
-    """The row of the table for a field; None for a field that is no option."""
-    option: Option | None = one.metadata.get("option")
-    return option
-
-
-def check_options(given: Any) -> None:
-    """RecipeError for a field of the dataclass ``given`` that is none of its choices or out of its bounds."""
-    for one in fields(given):
-        option, value = described(one), getattr(given, one.name)
-        if option is None:
-            continue
-        if option.choices and value is not None and value not in option.choices:
-            raise RecipeError(f"{one.name} {value!r} is unknown; use {', '.join(option.choices)}")
-        if option.bounds is not None and value is not None and not option.bounds[0] <= value <= option.bounds[1]:
-            least, most = option.bounds
-            hint = f" ({option.usual})" if option.usual else ""
-            raise RecipeError(f"{one.name} {value} is out of range; use {least:g} to {most:g}{hint}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeOptions:
     """Options for the codes of weights. A rule of a recipe is these and a pattern of modules."""
 
-    search: str = option(
+    scale_search: str = option(
         AUTO,
         "Search of the block scales: enlarged, exact, absmax, ...; `ptqpipe formats` lists all.",
         metavar="NAME",
@@ -118,30 +70,30 @@ class CodeOptions:
     )
     algorithm: str = option(
         "rtn",
-        "How codes are chosen with --stats: rtn rounds to nearest, gptq feeds back the error of earlier columns.",
+        "How codes are chosen with {stats}: rtn rounds to nearest, gptq feeds back the error of earlier columns.",
         choices=ALGORITHMS,
         shown="gptq; rtn where calibrate left out the full moments",
     )
-    weighting: str = option(
+    objective: str = option(
         "none",
-        "What the block scales minimize with --stats: the error of the weights (none), the output error by the second "
+        "What the block scales minimize with {stats}: the error of the weights (none), the output error by the second "
         "moment of each input (diagonal), or by the moments inside blocks of 16 inputs (block).",
         choices=("none", "diagonal", "block"),
         shown="diagonal",
     )
     damping: float = option(
         DAMPING,
-        "For --algorithm gptq: what is added to the second moment of each input, as a fraction of their mean.",
+        "For {algorithm} gptq: what is added to the second moment of each input, as a fraction of their mean.",
         metavar="D",
         bounds=(0, 10),
         usual=f"the usual is {DAMPING}",
     )
     order: str = option("static", choices=("static", "none"))
     scales: str = option("auto", choices=("auto", "first", "entry"))
-    refine: int = option(
+    refine_passes: int = option(
         3,
-        "For --algorithm gptq: passes of coordinate descent over scales and codes after GPTQ's error feedback; at most "
-        "one with statistics of calibrate --moments kl.",
+        "For {algorithm} gptq: passes of coordinate descent over scales and codes after GPTQ's error feedback; at most "
+        "one with statistics of calibrate {moments} kl.",
         metavar="N",
         bounds=(0, 1000),
         usual="passes",
@@ -149,17 +101,17 @@ class CodeOptions:
 
     def search_for(self, fmt: str) -> str:
         """The search of the block scales for a format by its name: the one that is given, or what `SEARCHES` says."""
-        if self.search != AUTO:
-            return self.search
+        if self.scale_search != AUTO:
+            return self.scale_search
         return "exact" if self.moments else SEARCHES.get(fmt, "exact")
 
     @property
     def moments(self) -> tuple[str, ...]:
         """The moments of each input that choosing the codes reads; none without statistics."""
         needed = ALGORITHMS[self.algorithm].moment
-        if not needed and self.weighting == "none":
+        if not needed and self.objective == "none":
             return ()
-        block = ("block_moment",) if self.weighting == "block" and needed != "full_moment" else ()
+        block = ("block_moment",) if self.objective == "block" and needed != "full_moment" else ()
         return tuple(dict.fromkeys(("second_moment", *([needed] if needed else []), *block)))
 
 
@@ -175,30 +127,30 @@ class CheckpointOptions:
     )
     input_amax: float | None = option(
         None,
-        "Largest activation that must not clip, for formats with static activation scales and no --stats.",
+        "Largest activation that must not clip, for formats with static activation scales and no {stats}.",
         metavar="A",
         shown=f"{INPUT_AMAX['nvfp4']:g} for NVFP4, {INPUT_AMAX['fp8_static']:g} for FP8",
     )
     input_scale: str = option(
         "absmax",
         "Which activation seen by calibration sets a static activation scale: the largest, the 99.99 % quantile, or "
-        "the one of the least squared error. Needs --stats.",
+        "the one of the least squared error. Needs {stats}.",
         choices=("absmax", "percentile", "mse"),
     )
     headroom: float = option(
         1.0,
-        "Multiply the calibrated activation maximum by F before deriving a static activation scale. Needs --stats.",
+        "Multiply the calibrated activation maximum by F before deriving a static activation scale. Needs {stats}.",
         metavar="F",
         bounds=(0.1, 1000),
         usual="1: none",
     )
     kv_cache: str = option(
         "none",
-        "Store scales for an FP8 key-value cache, one for each layer or one for each head. Needs --stats or --data.",
+        "Store scales for an FP8 key-value cache, one for each layer or one for each head. Needs {stats} or {data}.",
         choices=("none", "fp8", "fp8_per_head"),
     )
     bias_correction: bool = option(
-        False, "Change biases so that the mean output of each layer stays what it was. Needs --stats or --data."
+        False, "Change biases so that the mean output of each layer stays what it was. Needs {stats} or {data}."
     )
     rotate: str | None = option(
         None,
@@ -213,36 +165,34 @@ class CheckpointOptions:
         "and projections in FP8 or NVFP4.",
         choices=("keep", "fp8", "nvfp4"),
     )
-    shard_bytes: int | None = option(
+    shard_size: int | None = option(
         None,
         "Size of the largest weight file.",
-        metavar="SIZE",
-        flag="--shard-size",
+        kind="size",
         shown="about 1/32 of all, 256MiB to 4GiB",
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineOptions:
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions(Options):
     """Options of a pipeline run of `convert`: calibrate on text, keep to a budget, fit a reader, measure."""
 
     data: tuple[str, ...] = option(
         (),
         "Text to calibrate on, like what the model will serve: .txt, .jsonl, .json, .csv, .parquet, a folder, a data "
-        "set "
-        "NAME:CONFIG:SPLIT, or self for text that the model generates. Repeatable; FILE=2 gives a file the weight 2, "
-        "and self gets as many windows as all files together.",
+        "set NAME:CONFIG:SPLIT, or self for text that the model generates. Repeatable; FILE=2 gives a file the weight "
+        "2, and self gets as many windows as all files together.",
         metavar="FILE|DIR|NAME|self",
     )
-    field: str | None = option(
+    text_field: str | None = option(
         None,
-        "Field with the text in each row of --data and --eval.",
+        "Field with the text in each row of {data} and {eval}.",
         metavar="NAME",
         shown="messages, text, content, prompt, ...",
     )
     quality: str | None = option(
         None,
-        "How much is computed with --data: scales only (fast), GPTQ on each layer independently (good), or the method "
+        "How much is computed with {data}: scales only (fast), GPTQ on each layer independently (good), or the method "
         "that measured best for the format (best).",
         choices=("fast", "good", "best"),
         shown="best",
@@ -254,14 +204,14 @@ class PipelineOptions:
     )
     formats: tuple[str, ...] | None = option(
         None,
-        "Formats to choose from under --budget, with commas.",
+        "Formats to choose from under {budget}, with commas.",
         metavar="A,B,...",
+        kind="names",
         shown="nvfp4,mxfp4a16,mxfp8a16,fp8_dynamic,keep, as far as the reader runs them",
     )
     reader: str | None = option(
         None,
         "Program that will load the result: chooses the container, and refuses formats that it does not run.",
-        flag="--for",
         choices=("vllm", "sglang", "trtllm", "transformers"),
     )
     requantize: bool = option(
@@ -271,7 +221,7 @@ class PipelineOptions:
     )
     untie: bool = option(
         False,
-        "Store an output head that is tied to the embedding as a separate tensor, so that --quality best can rotate "
+        "Store an output head that is tied to the embedding as a separate tensor, so that {quality} best can rotate "
         "the residual stream, too: usually less loss with quantized activations, for that tensor's size more on disk.",
     )
     eval: tuple[str, ...] = option(
@@ -281,63 +231,75 @@ class PipelineOptions:
         metavar="TEXT",
     )
     report: bool = option(False, "Write OUT.report.html at the end.")
-    samples: int = option(128, "Windows of --data that the model runs on.", metavar="N")
+    samples: int = option(128, "Windows of {data} that the model runs on.", metavar="N")
     seqlen: int | None = option(
-        None, "Tokens in each window of --data.", metavar="N", shown="the model's positions, at most 2048"
+        None, "Tokens in each window of {data}.", metavar="N", shown="the model's positions, at most 2048"
     )
-    seed: int = option(0, "Seed that chooses the windows of --data.", metavar="N")
-    keep_stages: str | None = option(
+    seed: int = option(0, "Seed that chooses the windows of {data}.", metavar="N")
+    work_dir: str | None = option(
         None, "Folder that keeps intermediate results: statistics, codes, generated text.", metavar="DIR"
     )
 
     @property
-    def asked(self) -> bool:
+    def has_stages(self) -> bool:
         """Whether the call needs the multi-stage pipeline."""
-        return self != PipelineOptions(reader=self.reader, requantize=self.requantize)
+        own = (one for one in fields(PipelineOptions) if one.name not in ("reader", "requantize"))
+        return any(getattr(self, one.name) != one.default for one in own)
 
 
-def pipeline_fields() -> dict[str, Field[Any]]:
-    """The options of `PipelineOptions`, by name."""
-    return {one.name: one for one in fields(PipelineOptions)}
+def check_options(options: Any) -> None:
+    """RecipeError for a field of a rule or a recipe that is none of its choices or out of its bounds."""
+    for one in fields(options):
+        check_value(one.name, getattr(options, one.name), described(one), RecipeError)
 
 
-def recipe_fields() -> dict[str, Field[Any]]:
-    """The options that a call may give, by name: those of the table with a help text."""
-    options = (one for kind in (CodeOptions, CheckpointOptions) for one in fields(kind))
-    return {one.name: one for one in options if (about := described(one)) is not None and about.help}
+def unstated(table: type, name: str, default: Any = None) -> Any:
+    """The field of a call for an option of the table: None where the call does not state it."""
+    one = {one.name: one for one in fields(table)}[name]
+    row = described(one)
+    assert row is not None
+    shown = "" if one.default in (None, False, ()) else f"{one.default:g}" if one.type is float else str(one.default)
+    return field(default=default, metadata={"option": row._replace(shown=row.shown or shown)})
 
 
-def type_of(one: Field[Any]) -> type:
-    """The type of an option's values: int for ``int | None``."""
-    kinds: tuple[type, ...] = get_args(one.type) or (one.type,)
-    return kinds[0]
+@dataclass(frozen=True)
+class RecipeOptions(Options):
+    """The options of a call that decide bytes: each that it states overrides the recipe; the others are None."""
 
+    format: str | None = option(
+        None,
+        "Number format: nvfp4, nvfp4_w4a4, mxfp4, mxfp8, fp8, fp8_block, ...; `ptqpipe formats` lists all.",
+        metavar="NAME",
+        shown="nvfp4",
+    )
+    ignore: tuple[str, ...] = option(
+        (),
+        "Leave these modules unquantized, whatever a recipe says: a name, a glob, re:<regex>. Repeatable.",
+        metavar="PATTERN",
+    )
+    _: KW_ONLY
+    scale_search: str | None = unstated(CodeOptions, "scale_search")
+    global_scale: str | None = unstated(CodeOptions, "global_scale")
+    algorithm: str | None = unstated(CodeOptions, "algorithm")
+    objective: str | None = unstated(CodeOptions, "objective")
+    damping: float | None = unstated(CodeOptions, "damping")
+    refine_passes: int | None = unstated(CodeOptions, "refine_passes")
+    container: str | None = unstated(CheckpointOptions, "container")
+    input_amax: float | None = unstated(CheckpointOptions, "input_amax")
+    input_scale: str | None = unstated(CheckpointOptions, "input_scale")
+    headroom: float | None = unstated(CheckpointOptions, "headroom")
+    kv_cache: str | None = unstated(CheckpointOptions, "kv_cache")
+    bias_correction: bool | None = unstated(CheckpointOptions, "bias_correction")
+    rotate: str | None = unstated(CheckpointOptions, "rotate")
+    mtp: str | None = unstated(CheckpointOptions, "mtp")
+    shard_size: int | None = unstated(CheckpointOptions, "shard_size")
 
-class RecipeOptions:
-    """The options of a call that decide bytes; each one that is given overrides the recipe.
-
-    scheme  number format by name for all weights, in place of a recipe file
-    ignore  patterns of modules that stay unquantized, whatever the recipe says
-    given   options of the table, by name; as an attribute, one that was not given is None
-    """
-
-    __slots__ = ("given", "ignore", "scheme")
-
-    def __init__(self, scheme: str | None = None, ignore: Collection[str] = (), **given: Any) -> None:
-        """UsageError for a name that is no option, with the nearest one."""
-        check_names(given, recipe_fields())
-        self.scheme, self.ignore = scheme, tuple(ignore)
-        # None and False are what an option is that nobody gave
-        self.given: Mapping[str, Any] = {k: v for k, v in given.items() if v is not None and v is not False}
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in recipe_fields():
-            raise AttributeError(f"RecipeOptions has no option {name!r}")
-        return self.given.get(name)
-
-    def but(self, **given: Any) -> "RecipeOptions":
-        """These options with others of the table on top."""
-        return RecipeOptions(self.scheme, self.ignore, **{**self.given, **given})
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The options of the table that the call states, by name."""
+        names = (one.name for table in (CodeOptions, CheckpointOptions) for one in fields(table))
+        values = ((name, getattr(self, name, None)) for name in names)
+        return {name: value for name, value in values if value is not None and value is not False}
 
 
 def recipe_path(given: str | Path | None) -> Path | None:
@@ -347,13 +309,6 @@ def recipe_path(given: str | Path | None) -> Path | None:
         return None
     path = Path(given)
     return path.absolute() if str(given).startswith("./") else path
-
-
-def check_names(given: Collection[str], known: Collection[str], *, what: str = "convert") -> None:
-    """UsageError for the first name of ``given`` that is not ``known``, with the nearest that is."""
-    for name in given:
-        if name not in known:
-            raise UsageError(f"{what} has no option {name!r}; {did_you_mean(name, sorted(known))}")
 
 
 _LONG = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

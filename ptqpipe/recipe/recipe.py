@@ -28,6 +28,14 @@ BY_RECIPE = "kept by the recipe"
 # their records are still those of their runs.
 _NO_LOW_RANK = {"low_rank": 0, "low_rank_dtype": "bf16"}
 
+# What JSON calls options, in records of checkpoints and codes, where it is not the field's name.
+_IN_JSON = {
+    "scale_search": "search",
+    "objective": "weighting",
+    "refine_passes": "refine",
+    "shard_size": "shard_bytes",
+}
+
 Named = frozenset[tuple[str, str]]
 """Pairs of a rule's pattern and the pattern of a default keep rule that it wins over; see `Recipe.named`."""
 
@@ -56,7 +64,7 @@ class Rule(CodeOptions):
     @staticmethod
     def from_json(described: Mapping[str, Any]) -> "Rule":
         """The inverse of `to_json`. TypeError or LookupError for a field that no rule has, or that every rule needs."""
-        name = described["scheme"]
+        name, described = described["scheme"], _by_field(described)
         return Rule(**{**described, "scheme": None if name == "keep" else get_scheme(name)})
 
 
@@ -211,7 +219,7 @@ class Recipe(CheckpointOptions):
         described = {"mtp": "keep", **described}  # which earlier versions did not say
         try:
             described["rules"] = [_without_low_rank(rule) for rule in described["rules"]]
-            said = {"rotate": None, **described}
+            said = {"rotate": None, **_by_field(described)}
             values = {field.name: said[field.name] for field in fields(Recipe)}
             values["rules"] = tuple(Rule.from_json(rule) for rule in values["rules"])
             values["keep"] = tuple(Keep(str(keep[0]), str(keep[1]), *map(int, keep[2:])) for keep in values["keep"])
@@ -312,4 +320,10 @@ def _shown(text: str) -> str:
 
 def _values(given: Any, kind: type[CodeOptions] | type[CheckpointOptions]) -> dict[str, Any]:
     """The values of the options of ``kind``, by name."""
-    return {field.name: getattr(given, field.name) for field in fields(kind)}
+    return {_IN_JSON.get(field.name, field.name): getattr(given, field.name) for field in fields(kind)}
+
+
+def _by_field(described: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON with the names of fields."""
+    names = {stored: name for name, stored in _IN_JSON.items()}
+    return {names.get(key, key): value for key, value in described.items() if key not in _IN_JSON}

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import io
 import os
+import re
 import resource
 import sys
 import threading
@@ -22,7 +23,8 @@ from typing import Any, TextIO, TypeVar
 import torch
 from tqdm import tqdm
 
-from ptqpipe.errors import UsageError, printable
+from ptqpipe.errors import UsageError, arg, printable
+from ptqpipe.run.options import MachineOptions
 from ptqpipe.run.quantities import disk_size, memory_size, option_size, three_digits
 
 # What a process holds before any weight, and what one worker holds beside a cached unit (chunks, samples, temporaries).
@@ -107,11 +109,12 @@ class Machine:
 
     def __post_init__(self) -> None:
         if self.workers < 1:
-            raise UsageError(f"--workers {self.workers} is too few; use 1 or more")
+            raise UsageError(f"{arg('workers', self.workers)} is too few; use 1 or more")
         least = BASE_BYTES + WORKER_BYTES
         if self.memory_bytes < least:
             raise UsageError(
-                f"--max-memory {option_size(self.memory_bytes)} is too small; one worker needs {option_size(least)}"
+                f"{arg('max_memory', option_size(self.memory_bytes))} is too small; one worker needs "
+                f"{option_size(least)}"
             )
 
     def divide_memory(self, largest_unit_bytes: int, jobs: int, *, reserved_bytes: int = 0) -> "WorkerBudget":
@@ -462,3 +465,42 @@ def progress_bar(
     total = before + sum(job.source_bytes for job in jobs)
     with counting_bar(total, "B", shown=shown, title=title, done=before) as advance:
         yield lambda job: advance(job.source_bytes, job.id)
+
+
+def machine_for(options: MachineOptions, *, device: str = "cpu", progress: bool = False, waits: bool = True) -> Machine:
+    """The machine of a command's options. Under torchrun the ranks of a machine share its workers, and "cuda" is the
+    rank's own GPU.
+
+    waits  whether the workers wait for disks: where they only compute, there is one for each physical core
+
+    UsageError for a device that is not here, too few workers, or too little memory.
+    """
+    if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
+        raise UsageError(f"{arg('device')} {device!r} is unknown; use cpu, cuda or cuda:N")
+    if device.startswith("cuda"):
+        count = torch.cuda.device_count()
+        device = device if ":" in device else f"cuda:{environment_number('LOCAL_RANK', 0, least=0)}"
+        if int(device.partition(":")[2]) >= count:
+            seen = f"it sees {count}, use {arg('device', 'cpu')} or a number below that" if count else ""
+            remedy = seen or f"none is visible, use {arg('device', 'cpu')}"
+            raise UsageError(f"{arg('device', device)} needs a GPU that torch can use; {remedy}")
+        require_device_kernels()
+    workers = options.workers
+    if workers is None:
+        local = environment_number("LOCAL_WORLD_SIZE", 1, least=1)
+        workers = max(1, (default_workers() if waits else compute_threads()) // local)
+    return Machine(workers, torch.device(device), options.max_memory, progress)
+
+
+def environment_number(name: str, default: int | None, *, least: int) -> int:
+    """A number that torchrun sets. UsageError where it is none."""
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not re.fullmatch(r"\d{1,9}", text.strip()) or int(text) < least:
+        got = "not set" if text is None else repr(text)
+        raise UsageError(
+            f"{name} in the environment is {got}, expected a number of {least} or more; start with torchrun, or "
+            "unset it"
+        )
+    return int(text)

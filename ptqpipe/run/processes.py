@@ -101,7 +101,7 @@ def join_remedy(error: Exception) -> str:
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         return "start all ranks with torchrun"
     if "in use" in text or "eaddrinuse" in text:
-        return "choose another --master-port for torchrun"
+        return "choose another master port for torchrun"
     return "see above what other ranks say; all must run, and reach each other's ports"
 
 

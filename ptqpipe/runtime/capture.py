@@ -12,7 +12,7 @@ import torch
 
 from ptqpipe.errors import CheckpointError, first_line, is_no_memory, one_line
 from ptqpipe.models.language_model import with_cache
-from ptqpipe.runtime.creating import WITHOUT_RUN
+from ptqpipe.runtime.creating import without_run
 
 Arguments = list[tuple[tuple[Any, ...], dict[str, Any]]]
 """What each block is given beside hidden states: by place, and by name."""
@@ -62,7 +62,7 @@ class ModelShell:
         except _ShapeError:
             raise CheckpointError(
                 f"{name} changes hidden states between its decoder layers, or passes more than them from one to the "
-                f"next; it cannot be run layer by layer (calibrate, tune); {WITHOUT_RUN}"
+                f"next; it cannot be run layer by layer (calibrate, tune); {without_run()}"
             ) from None
 
     def _capture_once(
@@ -96,7 +96,7 @@ class ModelShell:
         except (TypeError, ValueError) as error:
             if not arguments:
                 raise CheckpointError(
-                    f"{type(self._model).__name__} cannot be run on tokens alone ({first_line(error)}); {WITHOUT_RUN}"
+                    f"{type(self._model).__name__} cannot be run on tokens alone ({first_line(error)}); {without_run()}"
                 ) from error
             raise _ShapeError from None  # it takes apart what the block before returned
         finally:
@@ -105,12 +105,12 @@ class ModelShell:
         if len(arguments) != len(self._blocks):
             raise CheckpointError(
                 f"{type(self._model).__name__} ran {len(arguments)} of {len(self._blocks)} decoder layers; it "
-                f"cannot be run layer by layer (calibrate, tune); {WITHOUT_RUN}"
+                f"cannot be run layer by layer (calibrate, tune); {without_run()}"
             )
         if first[0].dim() != 3:
             raise CheckpointError(
                 f"{type(self._model).__name__} passes several hidden states a token between its decoder layers; it "
-                f"cannot be run layer by layer (calibrate, tune); {WITHOUT_RUN}"
+                f"cannot be run layer by layer (calibrate, tune); {without_run()}"
             )
         return first[0], arguments, added
 
@@ -183,7 +183,7 @@ class ModelShell:
                 raise
             raise CheckpointError(
                 f"{type(self._model).__name__} cannot be run layer by layer (calibrate, tune): "
-                f"{one_line(str(error), limit=200)}; {WITHOUT_RUN}"
+                f"{one_line(str(error), limit=200)}; {without_run()}"
             ) from error
 
 

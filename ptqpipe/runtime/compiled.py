@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.numerics.kernels import cpu_layer, cpu_library, cpu_linear
 from ptqpipe.runtime.linear import PackedLinear, Siblings
 
@@ -157,16 +157,16 @@ def make_batch_invariant(model: torch.nn.Module) -> None:
     """
     if not cpu_library.multiplies_bf16() or cpu_linear.limit(panels=True) < _ANY_ROWS:
         raise UsageError(
-            "--batch-invariant needs a CPU with AVX512-BF16 and VBMI, and without AMX, whose products are torch's; "
-            "serve without it"
+            f"{arg('batch_invariant')} needs a CPU with AVX512-BF16 and VBMI, and without AMX, whose products are "
+            "torch's; serve without it"
         )
     use_kernels(model, every=True)
     for name, module in model.named_modules():
         reason = _keep_order(module)
         if reason is not None:
             raise UsageError(
-                f"--batch-invariant: {name} ({type(module).__name__}) {reason}, so its sums may depend on the rest "
-                "of a batch; serve without it"
+                f"{arg('batch_invariant')}: {name} ({type(module).__name__}) {reason}, so its sums may depend on the "
+                "rest of a batch; serve without it"
             )
 
 

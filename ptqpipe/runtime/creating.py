@@ -21,6 +21,7 @@ from ptqpipe.errors import (
     CheckpointError,
     PtqError,
     UsageError,
+    arg,
     did_you_mean,
     first_line,
     is_no_memory,
@@ -36,7 +37,11 @@ _CHOOSES = re.compile(
     r"|device_map|(base_model_)?(tp|pp|ep|fsdp)_plan|tp_size|transformers_weights|configuration_files|auto_map|custom_generate|custom_pipelines"
     r"|_?output_(attentions|hidden_states)|_?(use_)?return_dict|torchscript|quantization_config|compression_config"
 )
-WITHOUT_RUN = "convert it without --data and --stats, which does not run the model"
+
+
+def without_run() -> str:
+    """The remedy for a model that cannot be run."""
+    return f"convert it without {arg('data')} and {arg('stats')}, which does not run the model"
 
 
 def create_config(path: Path, model_type: str | None = None) -> Any:
@@ -144,11 +149,11 @@ def _check_type(file: Path, raw: Mapping[str, Any]) -> None:
         return
     types = list(CONFIG_MAPPING)
     if raw.get("auto_map"):
-        remedy = f"its code comes with it (auto_map), and such code is never run; {WITHOUT_RUN}"
+        remedy = f"its code comes with it (auto_map), and such code is never run; {without_run()}"
     elif nearest(kind, types):
-        remedy = f"{did_you_mean(kind, types)} If it is right, update transformers, or {WITHOUT_RUN}"
+        remedy = f"{did_you_mean(kind, types)} If it is right, update transformers, or {without_run()}"
     else:
-        remedy = f"update transformers, or {WITHOUT_RUN}"
+        remedy = f"update transformers, or {without_run()}"
     raise CheckpointError(
         f"{file} is of a {kind!r} model, which transformers {version('transformers')} lacks: {remedy}"
     )
@@ -158,10 +163,10 @@ def _refused(what: str, error: Exception, cause: str) -> PtqError:
     """The error for what transformers raised, with its name where its text does not say what it is."""
     reason = first_line(error)
     if isinstance(error, ImportError):
-        return UsageError(f"{what}: {reason}; install that package, or {WITHOUT_RUN}")
+        return UsageError(f"{what}: {reason}; install that package, or {without_run()}")
     if not isinstance(error, (ValueError, OSError)):
         reason = f"{type(error).__name__} {reason}"
-    return CheckpointError(f"{what}: {reason}; {cause}: copy the file of the model's publisher, or {WITHOUT_RUN}")
+    return CheckpointError(f"{what}: {reason}; {cause}: copy the file of the model's publisher, or {without_run()}")
 
 
 def lacks(path: Path, names: Sequence[str]) -> CheckpointError:

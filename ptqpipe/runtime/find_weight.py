@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import CheckpointError
+from ptqpipe.errors import CheckpointError, arg
 from ptqpipe.models.slices import Member
 
 
@@ -18,7 +18,7 @@ def find_place(model: Any, member: Member, w: torch.Tensor) -> torch.Tensor:
             if view.shape == w.shape and torch.equal(view, w):
                 return view
     raise CheckpointError(
-        f"the model has no parameter that equals {member.weight}; measure is not possible, use --stats"
+        f"the model has no parameter that equals {member.weight}; measure is not possible, use {arg('stats')}"
     )
 
 

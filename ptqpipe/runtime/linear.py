@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from ptqpipe.errors import CheckpointError
+from ptqpipe.errors import CheckpointError, arg
 from ptqpipe.numerics.kernels import cpu_linear
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.runtime.input_quantizers import InputQuantizer
@@ -108,7 +108,7 @@ class PackedLinear(torch.nn.Module):
             if self.quantizer is not None and self.quantizer.rotation:
                 raise CheckpointError(
                     "the model multiplies with a weight itself whose inputs are to be rotated; convert it without "
-                    "--rotate of this role"
+                    f"{arg('rotate')} of this role"
                 )
             self.unpacked = w
         return w

@@ -22,6 +22,7 @@ from ptqpipe.errors import (
     CheckpointError,
     PtqWarning,
     UsageError,
+    arg,
     first_line,
     is_no_memory,
     is_panic,
@@ -211,7 +212,7 @@ def check_length(config: Any, seqlen: int) -> None:
     positions = positions_of(config)
     if positions is not None and seqlen > positions:
         raise UsageError(
-            f"--seqlen {seqlen} is more than the model's {positions} positions; choose {positions} or less"
+            f"{arg('seqlen', seqlen)} is more than the model's {positions} positions; choose {positions} or less"
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import CheckpointError, UsageError, arg
 from ptqpipe.models.families import Mtp, family_of, layer_count
 from ptqpipe.models.language_model import with_cache
 from ptqpipe.models.source import Source
@@ -101,12 +101,13 @@ def require_mtp(source: Source) -> None:
     names, layers = family_of(config).mtp, layer_count(config)
     if names is None or layers is None:
         raise UsageError(
-            f"--speculative mtp: {path} is a {config.get('model_type')!r} model, for which no multi-token prediction "
-            "layer is known; serve without it"
+            f"{arg('speculative', 'mtp')}: {path} is a {config.get('model_type')!r} model, for which no multi-token "
+            "prediction layer is known; serve without it"
         )
     raise UsageError(
-        f"--speculative mtp: {path} has no multi-token prediction layer (no {names.join.format(at=layers)!r}); serve "
-        "without it, or add the files with it from where the model was published"
+        f"{arg('speculative', 'mtp')}: {path} has no multi-token prediction layer (no "
+        f"{names.join.format(at=layers)!r}); serve without it, or add the files with it from where the model "
+        "was published"
     )
 
 
@@ -124,7 +125,7 @@ def add_mtp(model: Any, layer: tuple[Mtp, int]) -> list[Any]:
     except (AttributeError, TypeError, IndexError, KeyError) as error:
         raise CheckpointError(
             f"the multi-token prediction layer of {type(model).__name__} cannot be made of its decoder layers: "
-            f"{type(error).__name__} {error}; leave its use out (--speculative, --mtp)"
+            f"{type(error).__name__} {error}; leave its use out ({arg('speculative')}, {arg('mtp')})"
         ) from None
     parts: Mapping[str, str] = {
         names.join: "eh_proj", names.tokens: "enorm", names.states: "hnorm", names.last: "norm",

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, usage
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a contiguous tensor over the ranks. It may write to its argument; every rank gets the same bits."""
@@ -51,7 +51,7 @@ class TensorParallel:
         if not dist.is_available() or not dist.is_initialized():
             raise UsageError(
                 f"tp={self.size} needs torch.distributed; call torch.distributed.init_process_group first, or use "
-                "ptqpipe serve --tp, which starts the ranks"
+                f"{usage('serve', 'CKPT', tp=self.size)}, which starts the ranks"
             )
         size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         if (size, rank) != (self.size, self.rank):

@@ -26,7 +26,7 @@ from ptqpipe.models.language_model import (
     without_head,
 )
 from ptqpipe.models.source import Source
-from ptqpipe.runtime.creating import WITHOUT_RUN, empty_model, lacks, other_shape, quiet
+from ptqpipe.runtime.creating import empty_model, lacks, other_shape, quiet, without_run
 from ptqpipe.runtime.loading import config_of
 from ptqpipe.runtime.mtp import add_mtp, find_mtp
 from ptqpipe.runtime.state import LazyTensor, lazy_state
@@ -114,7 +114,8 @@ class Skeleton:
         for name in names:
             if self._tensor(name).is_meta:
                 raise CheckpointError(
-                    f"transformers did not make '{name}' of {self.origins[name]}; update transformers, or {WITHOUT_RUN}"
+                    f"transformers did not make '{name}' of {self.origins[name]}; update transformers, or "
+                    f"{without_run()}"
                 )
 
     def free(self, names: Sequence[str]) -> None:
@@ -247,7 +248,7 @@ def _check_apart(model: Any, blocks: Iterable[tuple[str, Any]], origins: Mapping
         if name.startswith(layers) and name not in origins and other in origins:
             raise CheckpointError(
                 f"{type(model).__name__} has one weight in several decoder layers ('{name}' is '{other}') and cannot "
-                f"be run layer by layer; {WITHOUT_RUN}"
+                f"be run layer by layer; {without_run()}"
             )
 
 
@@ -263,7 +264,7 @@ def _find_blocks(model: Any, source: Source) -> tuple[tuple[str, torch.nn.Module
     if not lists:
         raise CheckpointError(
             f"{source.reader.path}: {type(model).__name__} has no list of {count} decoder layers; it cannot be run "
-            f"layer by layer; {WITHOUT_RUN}"
+            f"layer by layer; {without_run()}"
         )
     name, blocks = min(lists, key=lambda entry: entry[0].count("."))
     return tuple((f"{name}.{i}", module) for i, module in enumerate(blocks))

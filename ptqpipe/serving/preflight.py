@@ -3,42 +3,18 @@
 Everything here takes a second or two, reads no weight and starts no process.
 """
 
-import math
-import re
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptqpipe.checkpoint.regular_file import MAX_RECIPE_BYTES, read_regular_text
-from ptqpipe.errors import PtqError, UsageError, missing_package, one_line
+from ptqpipe.errors import PtqError, UsageError, arg, missing_package, one_line
 from ptqpipe.models.chat_template import TemplateError, compile_template, render
 
 if TYPE_CHECKING:
     from ptqpipe.serving.rank_processes import RankInfo
 
-_PORTS = 1 << 16
 PACKAGES = ("transformers", "fastapi", "uvicorn", "prometheus_client", "greenlet", "psutil")
-
-
-def check_address(port: int, drain_s: float, api_key: str | None) -> None:
-    """UsageError for a port, a time or a key that is none."""
-    if not 0 <= port < _PORTS:
-        raise UsageError(f"--port is {port}, expected 0 to {_PORTS - 1}")
-    if not (math.isfinite(drain_s) and drain_s >= 0):
-        raise UsageError(f"--drain is {drain_s:g}, expected a number of seconds, 0 or more")
-    if api_key is not None and not api_key.strip():
-        raise UsageError("--api-key is empty, which any client has; give a key, or leave the option out")
-
-
-def host_names(host: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """The names by which clients may reach the service: --host, this machine's, and --allowed-host. UsageError."""
-    for name in allowed:
-        if not re.fullmatch(r"[\w.*-]+", name):
-            raise UsageError(f"--allowed-host is {name!r}, expected a name without scheme and port, as api.example.com")
-    own = socket.gethostname()
-    short = own.partition(".")[0]
-    return host, own, short, f"{short}.local", *allowed
 
 
 def require_packages(packages: tuple[str, ...] = PACKAGES) -> None:
@@ -75,13 +51,13 @@ def read_template(file: Path | None) -> str | None:
         text = read_regular_text(file, limit=MAX_RECIPE_BYTES)
         compile_template(text)  # with transformers' own tags and filters
     except OSError as error:
-        raise UsageError(f"--chat-template {file} cannot be read: {error.strerror}; give a Jinja file") from None
+        raise UsageError(f"{arg('chat_template', file)} cannot be read: {error.strerror}; give a Jinja file") from None
     except UnicodeDecodeError:
-        raise UsageError(f"--chat-template {file} is not UTF-8 text; give a Jinja file") from None
+        raise UsageError(f"{arg('chat_template', file)} is not UTF-8 text; give a Jinja file") from None
     except TemplateError as error:
         what = "is of no use" if error.compiles else "is no Jinja template"
         raise UsageError(
-            f"--chat-template {file} {what}: {one_line(str(error), limit=300)}; give another file"
+            f"{arg('chat_template', file)} {what}: {one_line(str(error), limit=300)}; give another file"
         ) from None
     return text
 
@@ -94,10 +70,10 @@ def try_template(tokenizer: Any, template: str | dict[str, str]) -> None:
         if error.ends and error.compiles:
             return
         what = "is of no use" if error.compiles else "is no Jinja template"
-        raise UsageError(f"the chat template {what}: {error}; give another one with --chat-template") from None
+        raise UsageError(f"the chat template {what}: {error}; give another one with {arg('chat_template')}") from None
 
 
-def processor_of(ckpt: str, *, invariant: bool) -> Any:
+def processor_of(ckpt: str, *, batch_invariant: bool) -> Any:
     """The model's processor for images; without one, a text that says why, for who asks with an image."""
     from ptqpipe.models.language_model import takes_images
     from ptqpipe.runtime.loading import read_config
@@ -106,23 +82,25 @@ def processor_of(ckpt: str, *, invariant: bool) -> Any:
     config = read_config(Path(ckpt))
     if not takes_images(config, Path(ckpt)):
         return "this model takes no images"
-    if invariant:
-        return "images are not taken with --batch-invariant"
+    if batch_invariant:
+        return f"images are not taken with {arg('batch_invariant')}"
     try:
         return Processor(Path(ckpt), config)
     except PtqError as error:
         return f"images are not taken: {error}"
 
 
-def context_of(ckpt: str, max_len: int | None) -> int:
+def context_of(ckpt: str, max_model_len: int | None) -> int:
     """The longest sequence: what is asked, within what the model can. UsageError for more."""
     from ptqpipe.runtime.loading import read_config
     from ptqpipe.serving.engine.model_runner import context_length
 
     longest = context_length(read_config(Path(ckpt)).get_text_config())
-    if max_len is not None and max_len > longest:
-        raise UsageError(f"--max-model-len is {max_len}, this model can {longest}; give no more, or leave it out")
-    return max_len or longest
+    if max_model_len is not None and max_model_len > longest:
+        raise UsageError(
+            f"{arg('max_model_len')} is {max_model_len}, this model can {longest}; give no more, or leave it out"
+        )
+    return max_model_len or longest
 
 
 def check_checkpoint(ckpt: str, *, tp: int, packed: bool) -> None:
@@ -142,6 +120,6 @@ def check_speculative(ckpt: str, *, tp: int) -> None:
     from ptqpipe.runtime.mtp import require_mtp
 
     if tp > 1:
-        raise UsageError(f"--speculative mtp runs on one rank, not on {tp}; leave it or --tp out")
+        raise UsageError(f"{arg('speculative', 'mtp')} runs on one rank, not on {tp}; leave it or {arg('tp')} out")
     with Source.open(Path(ckpt)) as source:
         require_mtp(source)

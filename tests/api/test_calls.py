@@ -20,7 +20,7 @@ import ptqpipe
 from ptqpipe.api.calls import in_python, into
 from ptqpipe.api.result import Result
 from ptqpipe.api.server_process import OPTIONS
-from ptqpipe.calibration.command import CalibrateOptions
+from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.cli.serve import serve as serve_command
 from ptqpipe.errors import OutputExists, PtqError, UsageError
 from ptqpipe.pipeline.demo import MODEL

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from ptqpipe.calibration import command as calibrate_run, command as stage, runner
 from ptqpipe.calibration.activations import OnDisk
-from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.calibration.command import calibrate
 from ptqpipe.calibration.data import load_samples
+from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.calibration.statistics import BLOCK, Statistics
 from ptqpipe.checkpoint.layer_folder import Finished
 from ptqpipe.checkpoint.reader import CheckpointReader
@@ -486,7 +487,7 @@ def test_what_does_not_fit_the_model_is_one_clear_line(tmp_path: Path) -> None:
     out = tmp_path / "stats"
     with pytest.raises(UsageError, match=f"token id {VOCABULARY}, the model's embedding has {VOCABULARY} rows"):
         calibrate(model, [str(bad)], out, options=options(windows))
-    with pytest.raises(UsageError, match="--seqlen 100 is more than the model's 64 positions"):
+    with pytest.raises(UsageError, match="seqlen=100 is more than the model's 64 positions"):
         calibrate(model, [str(good)], out, options=options(windows, samples=1, seqlen=100))
     with pytest.raises(UsageError, match="'diag' is unknown; use diagonal, block, full, kl, pairs"):
         calibrate(model, [str(good)], out, options=options(windows, moments=("diag",)))

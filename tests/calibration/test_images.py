@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.calibration.command import calibrate
 from ptqpipe.calibration.data import load_samples
+from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.check.verify.command import verify
 from ptqpipe.errors import CheckpointError, UsageError

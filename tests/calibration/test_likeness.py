@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.calibration.command import calibrate
 from ptqpipe.calibration.data import DataFile, Samples, load_samples
 from ptqpipe.calibration.likeness import UNLIKE, Likeness, lines_of
+from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.pipeline.command import pipeline
 from ptqpipe.pipeline.demo import MODEL
 from ptqpipe.pipeline.tune.command import tune

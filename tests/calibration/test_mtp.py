@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
-from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.calibration.command import calibrate
+from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.check.verify.command import verify
 from ptqpipe.errors import CheckpointError
@@ -85,7 +86,7 @@ def test_tune_chooses_the_codes_of_the_layer_behind_the_tuned_model(
 ) -> None:
     model = make("glm4_moe")
     options = TuneOptions(samples=4, seqlen=16, method=method, settings=settings_of(2, seed=0))
-    given = RecipeOptions("nvfp4", mtp="nvfp4", search="absmax", global_scale="absmax")
+    given = RecipeOptions("nvfp4", mtp="nvfp4", scale_search="absmax", global_scale="absmax")
     tune(model, [str(data)], tmp_path / "codes", recipe=given, options=options)
     out = ptqpipe.convert(model, out=tmp_path / "out", rounding=tmp_path / "codes", workers=1).out
     plain = ptqpipe.convert(model, out=tmp_path / "plain", format="nvfp4", mtp="nvfp4", workers=1).out

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 import ptqpipe
 from ptqpipe.calibration import command as stage, reverse as reverse_pass
 from ptqpipe.calibration.activations import InMemory
-from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.calibration.command import calibrate
 from ptqpipe.calibration.data import load_samples
+from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.calibration.reverse import reverse
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.statistics import Statistics

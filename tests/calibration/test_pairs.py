@@ -10,8 +10,9 @@ import transformers
 from safetensors import safe_open
 
 from ptqpipe.calibration import command as stage, pairs
-from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.calibration.command import calibrate
 from ptqpipe.calibration.data import load_samples
+from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.calibration.pairs import PAIRS, places_of
 from ptqpipe.calibration.reverse import draw_labels
 from ptqpipe.calibration.statistics import Statistics

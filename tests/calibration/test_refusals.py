@@ -17,7 +17,7 @@ NO_MEMORY = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
 )
-WITHOUT = "convert it without --data and --stats, which does not run the model"
+WITHOUT = "convert it without data and stats, which does not run the model"
 
 
 @pytest.fixture(scope="module")

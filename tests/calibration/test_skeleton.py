@@ -72,4 +72,4 @@ def test_layers_that_share_weights_are_refused_with_what_works(tmp_path: Path) -
     said = str(caught.value)
     assert "one weight in several decoder layers" in said
     assert "layers.3.shared_transf" in said
-    assert said.endswith("convert it without --data and --stats, which does not run the model")
+    assert said.endswith("convert it without data and stats, which does not run the model")

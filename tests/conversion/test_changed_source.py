@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 import ptqpipe
-from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.calibration.command import calibrate
+from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.checkpoint.fingerprint import pages
 from ptqpipe.checkpoint.header import parse_file
 from ptqpipe.checkpoint.layer_folder import LayerFolder
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.conversion.dequantize import dequantize
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.relayout.command import relayout
 from ptqpipe.conversion.transform.command import transform
-from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import CheckpointError, OutputError
 from ptqpipe.pipeline.tune.command import tune
 from ptqpipe.pipeline.tune.tune_options import TuneOptions
@@ -47,7 +48,9 @@ COMMANDS: dict[str, Callable[[Path, Path, Mode], Any]] = {
     "convert": _convert,
     "calibrate": _calibrate,
     "tune": _tune,
-    "transform": lambda s, o, m: transform(s, o, options=TransformOptions("rotate", block=16), mode=m, machine=ONE),
+    "transform": lambda s, o, m: transform(
+        s, o, options=TransformOptions("rotate", rotation_size=16), mode=m, machine=ONE
+    ),
     "relayout": lambda s, o, m: relayout(s, o, container="ptqpipe", mode=m, machine=ONE),
     "dequantize": lambda s, o, m: dequantize(s, o, mode=m, machine=ONE),
 }

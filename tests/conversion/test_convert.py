@@ -121,7 +121,7 @@ def test_the_searched_global_scale_is_never_worse_than_amax(model: Path, tmp_pat
 
 def test_the_dry_run_announces_the_exact_bytes(model: Path, tmp_path: Path) -> None:
     for scheme in ("nvfp4", "fp8", "mxfp4"):
-        prepared = prepare(model, options=RecipeOptions(scheme=scheme), out=tmp_path / scheme)
+        prepared = prepare(model, options=RecipeOptions(format=scheme), out=tmp_path / scheme)
         with prepared:
             announced = prepared.outputs.layout
         ptqpipe.convert(model, format=scheme, out=tmp_path / scheme)
@@ -523,7 +523,7 @@ def test_json_output_is_json_alone(model: Path, tmp_path: Path) -> None:
 
 def test_a_unit_with_one_scale_is_counted_with_all_of_its_weights(tmp_path: Path) -> None:
     model = tiny.save(tmp_path / "model", tiny.llama(layers=1, inner=4096))
-    options = RecipeOptions(scheme="fp8_tensor")
+    options = RecipeOptions(format="fp8_tensor")
     with prepare(model, options=options, out=tmp_path / "out") as prepared:
         least, job = prepared.least_memory()
         assert job is not None

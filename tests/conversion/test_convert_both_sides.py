@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 import ptqpipe
-from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.calibration.command import calibrate
+from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.calibration.store import outputs_of
 from ptqpipe.check.evaluate.tokenized_text import SAMPLE
@@ -109,7 +110,7 @@ def test_verify_finds_codes_on_both_sides_again(made: Path) -> None:
 def test_every_format_whose_rows_have_scales_of_their_own_is_done_so(
     scheme: str, refine: int, made: Path, tmp_path: Path
 ) -> None:
-    options = RecipeOptions(scheme, algorithm="gptq", refine=refine)
+    options = RecipeOptions(scheme, algorithm="gptq", refine_passes=refine)
     with prepare(DEMO, options=options, out=tmp_path / "out", stats=made / "both-stats") as prepared:
         convert(prepared, machine=ONE)
     assert verify(tmp_path / "out", source=DEMO, statistics=made / "both-stats").faults == ()

@@ -55,7 +55,7 @@ def with_codes(root: Path) -> list[str]:
     text = root / "text.txt"
     text.write_text("\n".join(f"{word} {len(word)}" for word in dir(__builtins__) * 6))
     options = TuneOptions(samples=8, seqlen=32)
-    recipe = RecipeOptions(scheme="nvfp4")
+    recipe = RecipeOptions(format="nvfp4")
     tune.tune(DEMO, [str(text)], root / "codes", recipe=recipe, options=options, machine=Machine(workers=1))
     return [str(DEMO), "--rounding", str(root / "codes"), "--format", "nvfp4"]
 

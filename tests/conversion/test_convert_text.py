@@ -42,7 +42,7 @@ def plain(model: Path) -> Iterator[Conversion]:
 
 
 def test_static_input_scales_are_said_to_come_from_the_statistics_where_they_do(model: Path, stats: Path) -> None:
-    options = RecipeOptions(scheme="nvfp4_w4a4", input_scale="percentile", headroom=1.5)
+    options = RecipeOptions(format="nvfp4_w4a4", input_scale="percentile", headroom=1.5)
     with prepare(model, options=options, out=Path("nowhere"), stats=stats) as prepared:
         told = header_text(prepared, Machine())
         assert "no calibration" not in told
@@ -57,7 +57,7 @@ def test_static_input_scales_are_said_to_come_from_the_statistics_where_they_do(
     ],
 )
 def test_without_text_static_input_scales_are_said_to_be_one_constant(model: Path, scheme: str, said: str) -> None:
-    with prepare(model, options=RecipeOptions(scheme=scheme), out=Path("nowhere")) as prepared:
+    with prepare(model, options=RecipeOptions(format=scheme), out=Path("nowhere")) as prepared:
         told = header_text(prepared, Machine())
         assert f"input_global_scale: no calibration, so one constant for every layer: {said}" in told
 

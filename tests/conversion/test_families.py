@@ -15,9 +15,11 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import ptqpipe
-from ptqpipe.calibration.command import CalibrateOptions, calibrate
-from ptqpipe.check.evaluate.command import Options, evaluate
+from ptqpipe.calibration.command import calibrate
+from ptqpipe.calibration.options import CalibrateOptions
+from ptqpipe.check.evaluate.command import evaluate
 from ptqpipe.check.inspect import inspect
+from ptqpipe.check.options import EvalOptions
 from ptqpipe.check.verify.command import verify
 from ptqpipe.check.verify.report import VerifyReport
 from ptqpipe.checkpoint import file_sha256
@@ -165,7 +167,7 @@ def test_kv_b_proj_is_quantized_from_8_bits_on(make: Make, tmp_path: Path) -> No
     model = make("deepseek_v3", mtp=True)
     module = "model.layers.0.self_attn.kv_b_proj"
     for scheme, kept in (("nvfp4", True), ("mxfp4", True), ("mxfp8", False), ("fp8", False)):
-        with prepare(model, options=RecipeOptions(scheme=scheme), out=tmp_path / "out") as prepared:
+        with prepare(model, options=RecipeOptions(format=scheme), out=tmp_path / "out") as prepared:
             reasons = {entry.name: entry.reason for entry in prepared.outputs.plan.kept}
             assert (f"{module}.weight" in reasons) is kept
             if kept:
@@ -249,7 +251,7 @@ def test_the_text_model_of_an_image_text_model_is_evaluated_and_accepted_by_serv
     make: Make, tmp_path: Path, kind: str
 ) -> None:
     data = families.write_windows(tmp_path / "data.jsonl")
-    result = evaluate(str(make(kind)), options=Options(data=(str(data),), seqlen=16))
+    result = evaluate(str(make(kind)), options=EvalOptions(data=(str(data),), seqlen=16))
     assert 1 < result["perplexity"][0]["checkpoint"] < 1000
     check_checkpoint(str(make(kind)), tp=1, packed=True)  # raises what serve would refuse
 
@@ -271,7 +273,7 @@ def test_a_model_without_a_number_of_positions_has_no_limit(make: Make, tmp_path
     done = calibrate(model, [str(data)], tmp_path / "stats", options=options)
     assert done is not None
     assert done.content["data"]["seqlen"] == 2048
-    result = evaluate(str(model), options=Options(data=(str(data),), max_tokens=3000, seqlen=3000))
+    result = evaluate(str(model), options=EvalOptions(data=(str(data),), max_tokens=3000, seqlen=3000))
     assert result["perplexity"][0]["window"] == 3000
 
 

@@ -383,12 +383,12 @@ def test_a_mutated_source_is_one_line_and_nothing_or_a_sound_output(kind: str, t
     source = SOURCES[kind](tmp_path / "model")
     schemes = ["nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp8", "fp8_dynamic", "fp8_tensor"]
     folder, out = Folder(source), tmp_path / "out"
-    assert outcome(source, out, RecipeOptions(scheme="nvfp4"), all_the_way=True) == "converted"
+    assert outcome(source, out, RecipeOptions(format="nvfp4"), all_the_way=True) == "converted"
     shutil.rmtree(out)
     seen: Counter[str] = Counter()
     for number in range(MUTATIONS):
         mutation = rng.choice(MUTATORS)
-        options = RecipeOptions(scheme=rng.choice(schemes), ignore=rng.choice([(), (), ("*mlp*",)]))
+        options = RecipeOptions(format=rng.choice(schemes), ignore=rng.choice([(), (), ("*mlp*",)]))
         state = rng.getstate()
         with folder.mutated(mutation, rng):
             try:

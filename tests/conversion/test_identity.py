@@ -12,9 +12,9 @@ from click.testing import CliRunner
 import ptqpipe
 from ptqpipe.checkpoint import hub as source, name_of
 from ptqpipe.cli import main
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.conversion.transform.command import transform
-from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import UsageError
 from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.budget.command import Budget, plan_mixed

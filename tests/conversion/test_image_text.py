@@ -13,12 +13,14 @@ import transformers
 from safetensors.torch import load_file
 
 import ptqpipe
-from ptqpipe.calibration.command import CalibrateOptions, calibrate
-from ptqpipe.calibration.own_text import GenerateOptions, generate
-from ptqpipe.check.evaluate.command import Options, evaluate
+from ptqpipe.calibration.command import calibrate
+from ptqpipe.calibration.options import CalibrateOptions, GenerateOptions
+from ptqpipe.calibration.own_text import generate
+from ptqpipe.check.evaluate.command import evaluate
+from ptqpipe.check.options import EvalOptions
 from ptqpipe.check.verify.command import verify
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.command import transform
-from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.loading import check_load
@@ -92,7 +94,9 @@ def test_calibrated_converted_evaluated_and_served(
     out = ptqpipe.convert(model, out=tmp_path / "out", stats=stats, workers=1)
     assert len(out.record["weights"]) == weights  # the checkpoint's own names
     assert verify(out.out, source=model, statistics=stats, workers=1).ok
-    result = evaluate(str(out.out), source=str(model), options=Options(data=(str(data),), seqlen=16), log=said.append)
+    result = evaluate(
+        str(out.out), source=str(model), options=EvalOptions(data=(str(data),), seqlen=16), log=said.append
+    )
     assert 0 < result["kl"][0]["mean"] < 0.3
     written = generate(model, tmp_path / "own.jsonl", options=GenerateOptions(samples=2, seqlen=16), log=said.append)
     assert written.content["samples"] == 2
@@ -132,7 +136,7 @@ def test_a_rule_gives_the_tower_fp8_and_images_are_seen_with_it(tmp_path: Path) 
 def test_a_model_that_needs_an_image_is_refused_with_what_works(kind: str, tmp_path: Path) -> None:
     config = transformers.CONFIG_MAPPING[kind]().to_diff_dict()
     tiny.save(tmp_path, {"a.weight": torch.zeros(16, 16)}, config={**config, "model_type": kind})
-    with pytest.raises(CheckpointError, match=r"generates no text without an image.*without --data and --stats.*vLLM"):
+    with pytest.raises(CheckpointError, match=r"generates no text without an image.*without data and stats.*vLLM"):
         check_load(tmp_path)
 
 
@@ -142,7 +146,7 @@ def test_factors_move_in_the_language_model_alone(make: Callable[[str], Path], k
     given = CalibrateOptions(samples=8, seqlen=16, moments=("diagonal",), holdout=0)
     calibrate(model, [str(data)], tmp_path / "stats", options=given)
     scaling = "rotate_values" if "gemma" in kind else "smoothquant,rotate_values"  # whose norms a scale would offset
-    options = TransformOptions(apply=scaling, block=16, dtype="fp32")
+    options = TransformOptions(transforms=scaling, rotation_size=16, dtype="fp32")
     transform(model, tmp_path / "out", stats=tmp_path / "stats", options=options)
     before, after = (load_file(next(path.glob("*.safetensors"))) for path in (model, tmp_path / "out"))
     changed = [name for name in before if not torch.equal(before[name].float(), after[name].float())]

@@ -51,7 +51,7 @@ def amax_of(module: str) -> float:
 
 @pytest.fixture
 def recipe() -> Recipe:
-    return build_recipe(RecipeOptions(scheme="nvfp4_w4a4"))
+    return build_recipe(RecipeOptions(format="nvfp4_w4a4"))
 
 
 def units(recipe: Recipe) -> list[Unit]:

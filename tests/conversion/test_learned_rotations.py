@@ -14,12 +14,13 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.calibration.command import calibrate
+from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.cli import main
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform import learn as learning
 from ptqpipe.conversion.transform.command import transform
 from ptqpipe.conversion.transform.factors import find_factors
-from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import CheckpointError, NumericsError, OutputError, OutputExists, UsageError
 from ptqpipe.models.folded import encoded
 from ptqpipe.models.source import Source
@@ -55,7 +56,7 @@ def make_pairs(model: Path, out: Path) -> Path:
 def test_learned_rotations_keep_the_logits(tmp_path: Path, kind: str, apply: str) -> None:
     model, ids = make_model(tmp_path / "model", kind), token_ids()
     stats = make_pairs(model, tmp_path / "stats")
-    options = TransformOptions(apply, block=32, learn=12, untie=kind == "llama_tied", format="nvfp4_w4a4")
+    options = TransformOptions(apply, rotation_size=32, learn=12, untie=kind == "llama_tied", format="nvfp4_w4a4")
     done = run(model, tmp_path / "out", options, stats)
     learned = done.record["learned"]
     assert learned["steps"] == 12
@@ -78,7 +79,9 @@ def test_a_folder_of_matrices_is_the_model_with_them_folded_in(tmp_path: Path, k
     their dtype, are its numbers rounded once."""
     model = make_model(tmp_path / "model", kind, dtype=torch.bfloat16)
     stats = make_pairs(model, tmp_path / "stats")
-    options = TransformOptions(apply, block=32, learn=12, dtype="fp32", format="fp8", untie=kind == "llama_tied")
+    options = TransformOptions(
+        apply, rotation_size=32, learn=12, dtype="fp32", format="fp8", untie=kind == "llama_tied"
+    )
     run(model, tmp_path / "out", options, stats)
     found = find_factors(model, tmp_path / "matrices", stats=stats, options=options)
     assert {one["transform"] for one in found.content["foldings"]} == set(transform_names(apply))
@@ -128,7 +131,7 @@ def test_a_head_that_is_the_embedding_keeps_its_stream_unless_it_becomes_a_tenso
 @pytest.mark.slow
 def test_rotations_are_learned_from_pairs_alone(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
-    options = TransformOptions("rotate", block=32, learn=2, format="fp8")
+    options = TransformOptions("rotate", rotation_size=32, learn=2, format="fp8")
     stats = make_statistics(model, tmp_path / "moments", token_ids())
     with pytest.raises(UsageError, match=r"no pairs of .*moments=.diagonal,pairs"):
         transform(model, tmp_path / "out", stats=stats, options=options)
@@ -200,7 +203,7 @@ import os, signal, sys
 from pathlib import Path
 from ptqpipe.conversion.transform import learn as learning
 from ptqpipe.conversion.transform.factors import find_factors
-from ptqpipe.conversion.transform.plan import TransformOptions
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.command import transform
 real, calls = learning.learn, []
 def learn(*args, **options):
@@ -263,7 +266,7 @@ def test_learned_rotations_are_as_large_as_the_model_lets_them(
 ) -> None:
     """A hidden size of 64, and heads of 32 channels."""
     model, stats = llama
-    options = TransformOptions("rotate", learn=steps, block=block, format="fp8")
+    options = TransformOptions("rotate", learn=steps, rotation_size=block, format="fp8")
     record = run(model, tmp_path / "out", options, stats if steps else None).record
     assert {entry["block"] for entry in record["foldings"]} == blocks
     assert record["options"]["block"] == max(blocks)

@@ -17,10 +17,10 @@ from ptqpipe.cli import main
 from ptqpipe.conversion import convert_summary as tables
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.dequantize import dequantize
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.conversion.relayout.command import relayout
 from ptqpipe.conversion.transform.command import transform
-from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import AlreadyComplete, CheckpointError, FormatError, NumericsError, OutputError, UsageError
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine
@@ -51,10 +51,10 @@ def test_no_command_copies_what_a_link_leads_to_outside_of_the_model(tmp_path: P
         (folder / "notes.txt").symlink_to("../secret")
     calls: list[Callable[[], Any]] = [
         lambda: ptqpipe.convert(plain, out=out, format="mxfp8", workers=1),
-        lambda: prepare(plain, options=RecipeOptions(scheme="mxfp8"), out=out),  # as --dry-run
+        lambda: prepare(plain, options=RecipeOptions(format="mxfp8"), out=out),  # as --dry-run
         lambda: relayout(packed, out, container="ptqpipe"),
         lambda: dequantize(packed, out),
-        lambda: transform(plain, out, options=TransformOptions(apply="rotate_values")),
+        lambda: transform(plain, out, options=TransformOptions(transforms="rotate_values")),
     ]
     for call in calls:
         with pytest.raises(CheckpointError, match=r"notes\.txt' is a link that leaves .*, to '\.\./secret'"):

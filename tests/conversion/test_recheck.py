@@ -155,10 +155,10 @@ def test_the_record_and_the_last_lines_say_how_many_blocks(model: Path, tmp_path
 @pytest.mark.parametrize(
     ("options", "scales", "codes"),
     [
-        (CodeOptions(algorithm="rtn", weighting="diagonal"), True, True),
-        (CodeOptions(algorithm="rtn", weighting="none"), True, True),
-        (CodeOptions(algorithm="gptq", weighting="diagonal", scales="first", refine=0), True, False),
-        (CodeOptions(algorithm="gptq", weighting="diagonal"), None, False),
+        (CodeOptions(algorithm="rtn", objective="diagonal"), True, True),
+        (CodeOptions(algorithm="rtn", objective="none"), True, True),
+        (CodeOptions(algorithm="gptq", objective="diagonal", scales="first", refine_passes=0), True, False),
+        (CodeOptions(algorithm="gptq", objective="diagonal"), None, False),
     ],
 )
 def test_weighted_searches_and_error_feedback_keep_what_they_promise(

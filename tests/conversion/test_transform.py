@@ -18,9 +18,9 @@ from ptqpipe.checkpoint import OF_WEIGHTS, TensorSpec
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.cli import main
 from ptqpipe.conversion import Done
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.command import _beyond, transform
 from ptqpipe.conversion.transform.factors import find_factors
-from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, PtqError, UsageError
 from ptqpipe.models.source import Source
 from tests import tiny
@@ -64,7 +64,7 @@ def test_power_of_two_smoothing_of_the_demo_model_changes_no_bit_of_its_logits(
 ) -> None:
     ids = token_ids(vocabulary=1024)
     stats = make_statistics(DEMO, tmp_path / "stats", ids)
-    done = run(DEMO, tmp_path / "out", TransformOptions("smoothquant", alpha=1.0, powers_of_two=True), stats)
+    done = run(DEMO, tmp_path / "out", TransformOptions("smoothquant", alpha=1.0, power_of_two=True), stats)
     assert done.record["exact"]
     assert done.record["rounding"] == 0.0
     assert sum(entry["changed"] for entry in done.record["foldings"]) > 100
@@ -91,7 +91,7 @@ def test_smoothing_on_every_edge_keeps_the_logits(tmp_path: Path, kind: str) -> 
     model, ids = make_model(tmp_path / "model", kind), token_ids()
     stats = make_statistics(model, tmp_path / "stats", ids)
     edges = ("norm", "value") if kind == "gpt2" else ("norm", "value", "up")
-    done = run(model, tmp_path / "out", TransformOptions("smoothquant", edges=edges), stats)
+    done = run(model, tmp_path / "out", TransformOptions("smoothquant", fold_at=edges), stats)
     assert {entry["kind"] for entry in done.record["foldings"]} == set(edges)
     assert max(entry["largest"] / entry["least"] for entry in done.record["foldings"]) > 4
     check_same_logits(model, tmp_path / "out", ids)
@@ -102,14 +102,14 @@ def test_smoothing_on_every_edge_keeps_the_logits(tmp_path: Path, kind: str) -> 
 )
 def test_both_rotations_keep_the_logits(tmp_path: Path, kind: str) -> None:
     model, ids = make_model(tmp_path / "model", kind), token_ids()
-    run(model, tmp_path / "out", TransformOptions("rotate", block=16, untie=kind == "llama_tied"), None)
+    run(model, tmp_path / "out", TransformOptions("rotate", rotation_size=16, untie=kind == "llama_tied"), None)
     check_same_logits(model, tmp_path / "out", ids)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
 def test_values_rotate_where_the_residual_stream_must_not(tmp_path: Path, kind: str) -> None:
     model, ids = make_model(tmp_path / "model", kind), token_ids()
-    run(model, tmp_path / "out", TransformOptions("rotate_values", block=16), None)
+    run(model, tmp_path / "out", TransformOptions("rotate_values", rotation_size=16), None)
     check_same_logits(model, tmp_path / "out", ids)
 
 
@@ -119,7 +119,7 @@ def test_factors_that_are_folded_in_while_reading_give_the_bytes_of_the_checkpoi
     model = make_model(tmp_path / "model", kind, dtype=torch.bfloat16)
     edges = ("norm", "value") if kind == "gpt2" else ("norm", "value", "up")
     stats = make_statistics(model, tmp_path / "stats", token_ids())
-    options = TransformOptions("smoothquant", edges=edges, dtype="fp32")
+    options = TransformOptions("smoothquant", fold_at=edges, dtype="fp32")
     done = run(model, tmp_path / "out", options, stats)
     found = find_factors(model, tmp_path / "factors", stats=stats, options=options)
     assert sum(path.stat().st_size for path in (tmp_path / "factors").iterdir()) < done.written_bytes / 4
@@ -145,7 +145,7 @@ def test_a_folder_of_factors_is_good_for_its_model_alone(tmp_path: Path) -> None
     model = make_model(tmp_path / "model", "llama")
     stats = make_statistics(model, tmp_path / "stats", token_ids())
     with pytest.raises(UsageError, match="rotate has no factors that are folded in while a model is read"):
-        find_factors(model, tmp_path / "factors", stats=stats, options=TransformOptions("rotate", block=16))
+        find_factors(model, tmp_path / "factors", stats=stats, options=TransformOptions("rotate", rotation_size=16))
     options = TransformOptions("smoothquant", dtype="fp32")
     find_factors(model, tmp_path / "factors", stats=stats, options=options)
     make_model(model, "llama", seed=1)
@@ -171,7 +171,7 @@ def test_a_search_leaves_alone_what_its_format_does_not_divide(tmp_path: Path) -
 def test_searches_and_sequences_keep_the_logits(tmp_path: Path, apply: str) -> None:
     model, ids = make_model(tmp_path / "model", "mixtral"), token_ids()
     stats = make_statistics(model, tmp_path / "stats", ids)
-    done = run(model, tmp_path / "out", TransformOptions(apply, block=16, format="nvfp4_w4a4"), stats)
+    done = run(model, tmp_path / "out", TransformOptions(apply, rotation_size=16, format="nvfp4_w4a4"), stats)
     assert set(done.record["transforms"]) == {entry["transform"] for entry in done.record["foldings"]}
     assert any(entry.get("changed") for entry in done.record["foldings"])
     check_same_logits(model, tmp_path / "out", ids)
@@ -193,7 +193,7 @@ def test_a_second_transform_sees_the_inputs_of_the_first(tmp_path: Path) -> None
 def test_powers_of_two_are_exact_unless_the_norm_adds_one(tmp_path: Path, kind: str) -> None:
     model, ids = make_model(tmp_path / "model", kind, dtype=torch.bfloat16), token_ids()
     stats = make_statistics(model, tmp_path / "stats", ids)
-    every = TransformOptions("smoothquant", alpha=1.0, powers_of_two=True, edges=("norm", "value", "up"))
+    every = TransformOptions("smoothquant", alpha=1.0, power_of_two=True, fold_at=("norm", "value", "up"))
     done = run(model, tmp_path / "out", every, stats)
     assert done.record["exact"] == (kind == "llama")
     assert {t.dtype for n, t in load_file(tmp_path / "out" / "model.safetensors").items() if "layernorm" in n} == {
@@ -226,7 +226,7 @@ def test_stacked_experts_become_what_separate_ones_become(tmp_path: Path) -> Non
     (tmp_path / "stats2").mkdir()
     (tmp_path / "stats2" / "stats.json").write_text(json.dumps(content))
     (tmp_path / "stats2" / "block.safetensors").write_bytes((stats / "block.safetensors").read_bytes())
-    options = TransformOptions("smoothquant,rotate", block=16, edges=("norm", "up"))
+    options = TransformOptions("smoothquant,rotate", rotation_size=16, fold_at=("norm", "up"))
     run(model, tmp_path / "one", options, stats)
     run(other, tmp_path / "two", options, tmp_path / "stats2")
     want, found = (
@@ -236,7 +236,7 @@ def test_stacked_experts_become_what_separate_ones_become(tmp_path: Path) -> Non
     assert want.keys() == found.keys()
     for name, tensor in want.items():
         assert torch.equal(found[name], tensor), name
-    options = TransformOptions("smoothquant", edges=("norm", "up"), dtype="fp32")
+    options = TransformOptions("smoothquant", fold_at=("norm", "up"), dtype="fp32")
     run(other, tmp_path / "three", options, tmp_path / "stats2")
     find_factors(other, tmp_path / "factors", stats=tmp_path / "stats2", options=options)
     check_same_bytes(tmp_path / "factors", tmp_path / "three")
@@ -247,14 +247,14 @@ def test_a_tied_head_that_is_stored_besides_is_not_untied(tmp_path: Path) -> Non
     model = make_model(tmp_path / "model", "llama")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    options = TransformOptions("rotate", block=16, untie=True)
+    options = TransformOptions("rotate", rotation_size=16, untie=True)
     with pytest.raises(UsageError, match=r"to the embedding, but 'lm_head\.weight' is stored, too: delete it"):
         transform(model, tmp_path / "out", options=options)
 
 
 def test_an_untied_head_is_written_once_and_the_config_says_so(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama_tied")
-    done = run(model, tmp_path / "out", TransformOptions("rotate", block=16, untie=True), None)
+    done = run(model, tmp_path / "out", TransformOptions("rotate", rotation_size=16, untie=True), None)
     assert done.record["untied"] == ["lm_head.weight"]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
     check_same_logits(model, tmp_path / "out", token_ids())
@@ -263,7 +263,7 @@ def test_an_untied_head_is_written_once_and_the_config_says_so(tmp_path: Path) -
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_the_cost_of_rounding_is_that_of_the_written_dtype(tmp_path: Path, dtype: str) -> None:
     model = make_model(tmp_path / "model", "llama")
-    done = run(model, tmp_path / "out", TransformOptions("rotate", block=16, dtype=dtype), None)
+    done = run(model, tmp_path / "out", TransformOptions("rotate", rotation_size=16, dtype=dtype), None)
     largest = {"bf16": 2.0**-9, "fp16": 2.0**-12, "fp32": 2.0**-25}[dtype]  # half a unit in the last place
     assert 0 < done.record["rounding"] <= largest**2
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == {
@@ -301,21 +301,31 @@ def test_powers_of_two_that_leave_the_range_of_the_dtype_are_refused(tmp_path: P
 # --- Refusals
 
 REFUSED: list[tuple[str, str, TransformOptions, str]] = [
-    ("mean subtraction", "gpt2", TransformOptions("rotate_residual", block=16), "subtracts the mean"),
-    ("norms after sublayers", "gemma2", TransformOptions("rotate_residual", block=16, untie=True), "stands between"),
-    ("tied", "llama_tied", TransformOptions("rotate", block=16), "--untie"),
-    ("tied for readers", "gemma", TransformOptions("rotate", block=16, untie=True), "whatever config.json says"),
-    ("hidden size", "llama", TransformOptions("rotate_residual", block=128), "no multiple of the block of 128"),
-    ("head size", "llama", TransformOptions("rotate_values", block=64), "have 32 channels"),
+    ("mean subtraction", "gpt2", TransformOptions("rotate_residual", rotation_size=16), "subtracts the mean"),
+    (
+        "norms after sublayers",
+        "gemma2",
+        TransformOptions("rotate_residual", rotation_size=16, untie=True),
+        "stands between",
+    ),
+    ("tied", "llama_tied", TransformOptions("rotate", rotation_size=16), "--untie"),
+    (
+        "tied for readers",
+        "gemma",
+        TransformOptions("rotate", rotation_size=16, untie=True),
+        "whatever config.json says",
+    ),
+    ("hidden size", "llama", TransformOptions("rotate_residual", rotation_size=128), "no multiple of the block of 128"),
+    ("head size", "llama", TransformOptions("rotate_values", rotation_size=64), "have 32 channels"),
     ("online", "llama", TransformOptions("rotate_online"), "while the model runs"),
     ("unknown", "llama", TransformOptions("smoothquand"), "'smoothquand'"),
-    ("twice", "llama", TransformOptions("rotate,r1", block=16), "twice"),
-    ("scaling after rotation", "llama", TransformOptions("rotate,smoothquant", block=16), "scale first"),
+    ("twice", "llama", TransformOptions("rotate,r1", rotation_size=16), "twice"),
+    ("scaling after rotation", "llama", TransformOptions("rotate,smoothquant", rotation_size=16), "scale first"),
     ("no statistics", "llama", TransformOptions("smoothquant"), r"ptqpipe\.calibrate\("),
-    ("block", "llama", TransformOptions("rotate", block=24), "rotation_size=24 is"),
+    ("block", "llama", TransformOptions("rotate", rotation_size=24), "rotation_size=24 is"),
     ("alpha", "llama", TransformOptions("smoothquant", alpha=1.5), "alpha=1.5 is"),
     ("dtype", "llama", TransformOptions("rotate", dtype="fp8"), 'dtype="fp8"'),
-    ("edges", "llama", TransformOptions("smoothquant", edges=("norm", "down")), 'fold_at="down"'),
+    ("edges", "llama", TransformOptions("smoothquant", fold_at=("norm", "down")), 'fold_at="down"'),
     ("learned without statistics", "llama", TransformOptions("rotate", learn=5, format="fp8"), "diagonal,pairs"),
     ("learned for weights", "llama", TransformOptions("rotate", learn=5, format="nvfp4"), "nvfp4 has none"),
     ("steps", "llama", TransformOptions("rotate", learn=-1, format="fp8"), "learn=-1 is"),
@@ -391,7 +401,7 @@ def test_any_number_of_workers_and_runs_that_were_interrupted_write_the_same_byt
 ) -> None:
     model, ids = make_model(tmp_path / "model", "llama"), token_ids()
     stats = make_statistics(model, tmp_path / "stats", ids)
-    options = TransformOptions("aqas,rotate", block=16, format="mxfp4", shard_bytes=60_000)
+    options = TransformOptions("aqas,rotate", rotation_size=16, format="mxfp4", shard_size=60_000)
     want = tiny.bytes_of(run(model, tmp_path / "one", options, stats).out)
     machine = ptqpipe.run.machine.Machine(workers=3)
     transform(model, tmp_path / "three", stats=stats, options=options, machine=machine)
@@ -434,7 +444,7 @@ def cli(*args: object, launcher: tuple[str, ...] = ()) -> subprocess.CompletedPr
 @pytest.mark.usefixtures("forks")
 def test_two_processes_write_the_same_bytes_as_one(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
-    options = TransformOptions("rotate", block=16, shard_bytes=60_000)
+    options = TransformOptions("rotate", rotation_size=16, shard_size=60_000)
     want = tiny.bytes_of(run(model, tmp_path / "one", options, None).out)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     args = (model, "--apply", "rotate", "--block", 16, "--shard-size", 60_000, "-o", tmp_path / "many")
@@ -477,7 +487,7 @@ def test_the_bench_model_keeps_its_logits(tmp_path: Path, shared_dir: Path, appl
 def test_powers_of_two_change_no_bit_of_the_bench_model(tmp_path: Path, shared_dir: Path) -> None:
     model, ids = shared_dir / "assets" / "models" / "bench-4m" / "hf", token_ids(vocabulary=2048)
     stats = make_statistics(model, tmp_path / "stats", ids)
-    done = run(model, tmp_path / "out", TransformOptions("awq,smooth_swiglu", powers_of_two=True), stats)
+    done = run(model, tmp_path / "out", TransformOptions("awq,smooth_swiglu", power_of_two=True), stats)
     assert done.record["exact"]
     assert sum(entry["changed"] for entry in done.record["foldings"]) > 100
     assert torch.equal(logits(tmp_path / "out", ids), logits(model, ids))
@@ -488,7 +498,7 @@ def test_powers_of_two_change_no_bit_of_the_bench_model(tmp_path: Path, shared_d
 def test_a_real_gpt2_keeps_its_logits(tmp_path: Path, shared_dir: Path) -> None:
     model, ids = shared_dir / "assets" / "models" / "slm4096" / "hf", token_ids(vocabulary=54)
     stats = make_statistics(model, tmp_path / "stats", ids)
-    run(model, tmp_path / "out", TransformOptions("smoothquant", edges=("norm", "value")), stats)
+    run(model, tmp_path / "out", TransformOptions("smoothquant", fold_at=("norm", "value")), stats)
     check_same_logits(model, tmp_path / "out", ids)
 
 

@@ -165,7 +165,7 @@ def test_rows_and_the_start_of_a_service_have_the_same_limit(tmp_path: Path) -> 
     words.chat_template = LOOPS["loops in loops"]
     with pytest.raises(UsageError, match=r"^data, line 3: the model's chat template .* does not end within 0.5 s"):
         list(row_tokens(lambda: words, Messages(CHAT), "data, line 3"))
-    with pytest.raises(UsageError, match=r"does not end within 0.5 s; give another one with --chat-template"):
+    with pytest.raises(UsageError, match=r"does not end within 0.5 s; give another one with chat_template"):
         try_template(words, words.chat_template)
     (tmp_path / "template.jinja").write_text(LOOPS["a number of constants, computed when it is compiled"])
     with pytest.raises(UsageError, match="does not end within"):
@@ -174,7 +174,7 @@ def test_rows_and_the_start_of_a_service_have_the_same_limit(tmp_path: Path) -> 
 
 def test_a_template_that_refuses_the_chat_of_the_start_is_no_fault() -> None:
     try_template(tokenizer(), "{{ raise_exception('a system message must come first') }}")
-    with pytest.raises(UsageError, match=r"no Jinja template: .*--chat-template"):
+    with pytest.raises(UsageError, match=r"no Jinja template: .*chat_template"):
         try_template(tokenizer(), "{% for")
 
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from ptqpipe.cli import main
 from ptqpipe.errors import PtqError
 from ptqpipe.models.families import check_config, doubts
-from ptqpipe.serving.command import ServeOptions, serving
+from ptqpipe.serving.command import serving
+from ptqpipe.serving.options import ServeOptions
 from tests import families, processors, tiny
 from tests.conversion.test_sources import K, N, compressed, gptq_source, integer_source, numbers, words
 from tests.serving.engine import images
@@ -192,7 +193,7 @@ def test_a_family_without_a_row_is_said_in_a_line_and_one_with_a_row_is_not(tmp_
 
 @pytest.mark.parametrize("model", ["an expert too few", "no zero points, compressed-tensors"])
 def test_serve_refuses_it_before_it_loads(model: str, made: Callable[[str], Path]) -> None:
-    options = ServeOptions(str(made(model)), port=0, dtype="float32", threads=1)
+    options = ServeOptions(str(made(model)), port=0, dtype="float32", workers=1)
     with pytest.raises(PtqError) as caught, serving(options, log=lambda line: None):
         pass
     assert SAID[model][0] in str(caught.value)
@@ -274,7 +275,7 @@ def _refused(model: Path, place: str, folder: Path, monkeypatch: pytest.MonkeyPa
 
 def test_an_image_for_a_model_of_text_is_a_400_of_one_line(tmp_path: Path) -> None:
     model = processors.add_tokenizer(tiny.save(tmp_path / "text", tiny.llama()))
-    options = ServeOptions(str(model), port=0, dtype="float32", cache_bytes=1 << 24, threads=1)
+    options = ServeOptions(str(model), port=0, dtype="float32", kv_cache_size=1 << 24, workers=1)
     shown = {"type": "image_url", "image_url": {"url": processors.data_uri(processors.png(processors.picture(1)))}}
     body = {"messages": [{"role": "user", "content": [shown]}], "max_tokens": 2}
     with serving(options, log=lambda line: None) as url:

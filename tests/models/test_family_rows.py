@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.calibration.command import calibrate
+from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.check.verify.command import verify
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import CheckpointError, UsageError
@@ -105,7 +106,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def options(kind: str) -> RecipeOptions:
     """Of NVFP4, without a search."""
     container = {"gpt2": "ptqpipe", "gpt_oss": "ptqpipe"}.get(kind)
-    return RecipeOptions(scheme="nvfp4", search="absmax", global_scale="absmax", container=container)
+    return RecipeOptions(format="nvfp4", scale_search="absmax", global_scale="absmax", container=container)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.types[0])
@@ -312,9 +313,9 @@ def test_every_fact_about_readers_of_a_family_is_tried() -> None:
 
 def test_a_fact_about_readers_alone_keeps_nothing(tmp_path: Path) -> None:
     source = families.make_model(tmp_path / "model", "deepseek_v3")
-    with prepare(source, options=RecipeOptions(scheme="fp8_dynamic"), out=tmp_path / "out") as prepared:
+    with prepare(source, options=RecipeOptions(format="fp8_dynamic"), out=tmp_path / "out") as prepared:
         assert not [kept for kept in prepared.outputs.plan.kept if "kv_b_proj" in kept.name]
-    packed = RecipeOptions(scheme="int8", ignore=("*q_a_proj", "*kv_a_proj*"))
+    packed = RecipeOptions(format="int8", ignore=("*q_a_proj", "*kv_a_proj*"))
     with pytest.raises(UsageError, match=r"kv_b_proj .*asks for the plain weight"):
         prepare(source, options=packed, out=tmp_path / "out", reader="sglang")
 
@@ -343,7 +344,7 @@ def test_a_pure_mamba_is_quantized_with_a_warning_and_a_mixed_one_keeps_what_vll
 ) -> None:
     with prepare(model("mamba"), options=options("mamba"), out=tmp_path / "out") as prepared:
         assert any("Mamba-1 unquantized" in line for line in prepared.warnings)
-    rule = RecipeOptions(scheme="nvfp4", ignore=("*attn*", "*feed_forward*"))
+    rule = RecipeOptions(format="nvfp4", ignore=("*attn*", "*feed_forward*"))
     with pytest.raises(UsageError, match="nothing would be quantized"):
         prepare(model("jamba"), options=rule, out=tmp_path / "out")
 

@@ -55,7 +55,7 @@ def test_so_are_calls_of_the_stages_alone(
 
 
 def test_the_stages_that_are_kept_are_of_one_run_at_a_time(model: Path, tmp_path: Path) -> None:
-    work = PipelineOptions(budget="6.5bits", keep_stages=str(tmp_path / "kept"))
+    work = PipelineOptions(budget="6.5bits", work_dir=str(tmp_path / "kept"))
     with another_process_in(tmp_path / "kept") as pid:
         (tmp_path / "kept" / "pipeline.json").write_text("{}")
         with pytest.raises(OutputError, match=f"by process {pid} on"):

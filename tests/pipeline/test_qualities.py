@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 import ptqpipe
 from ptqpipe.checkpoint.layouts import get_container
 from ptqpipe.cli import main
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.factors import find_factors
-from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import WrongOutput
 from ptqpipe.models.folded import encoded
 from ptqpipe.models.reader_facts import READERS

@@ -179,11 +179,11 @@ def test_a_run_that_replaces_an_output_goes_on_where_it_was_stopped(
 def test_the_stages_that_another_call_kept_are_not_taken_for_ones_own(model: Path, text: Path, tmp_path: Path) -> None:
     """A recipe that was planned for another budget, a text that another model wrote."""
     kept = str(tmp_path / "kept")
-    made(model, tmp_path / "a", PipelineOptions(budget="6.5bits", keep_stages=kept))
+    made(model, tmp_path / "a", PipelineOptions(budget="6.5bits", work_dir=kept))
     recipe = (tmp_path / "kept" / "recipe.yaml").read_bytes()
     with pytest.raises(UsageError, match="has the stages of a run with another value of budget; name another folder"):
-        made(model, tmp_path / "b", PipelineOptions(budget="9bits", keep_stages=kept))
-    made(model, tmp_path / "c", PipelineOptions(budget="6.5bits", keep_stages=kept))
+        made(model, tmp_path / "b", PipelineOptions(budget="9bits", work_dir=kept))
+    made(model, tmp_path / "c", PipelineOptions(budget="6.5bits", work_dir=kept))
     assert (tmp_path / "kept" / "recipe.yaml").read_bytes() == recipe
     with pytest.raises(UsageError, match="has files that no run left there; name an empty folder"):
         made(model, tmp_path / "d", work_of(text, keep_stages=str(text.parent)))

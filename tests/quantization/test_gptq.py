@@ -212,11 +212,11 @@ def test_the_gate_goes_back_to_round_to_nearest() -> None:
     w = weights(32, 64)
     full = torch.diag(torch.linspace(0.1, 1.0, 64))
     misled = Moments(full.diagonal().flip(0) ** 4, full_moment=full)
-    _, told = quantized(w, misled, CodeOptions(algorithm="rtn", weighting="diagonal"))
+    _, told = quantized(w, misled, CodeOptions(algorithm="rtn", objective="diagonal"))
     assert told["reverted"] is True
     assert told["versus_rtn"] == 1.0
     _, told = quantized(
-        w, Moments(full.diagonal(), full_moment=full), CodeOptions(algorithm="rtn", weighting="diagonal")
+        w, Moments(full.diagonal(), full_moment=full), CodeOptions(algorithm="rtn", objective="diagonal")
     )
     assert told["reverted"] is False
     assert float(str(told["versus_rtn"])) <= 1.0
@@ -225,7 +225,7 @@ def test_the_gate_goes_back_to_round_to_nearest() -> None:
 def test_reported_errors_are_those_of_the_decode() -> None:
     w, moment = weights(32, 64), second_moment(correlated(400, 64))
     q, told = quantized(
-        w, Moments(moment.diagonal(), full_moment=moment), CodeOptions(algorithm="gptq", weighting="diagonal")
+        w, Moments(moment.diagonal(), full_moment=moment), CodeOptions(algorithm="gptq", objective="diagonal")
     )
     assert told["output_error"] == pytest.approx(output_error(q, w, moment), rel=1e-4)
     weighted = float(((w.double() - q.dequantize().double()).square() * moment.diagonal().double()).sum())
@@ -234,7 +234,7 @@ def test_reported_errors_are_those_of_the_decode() -> None:
 
 def test_moments_of_another_width_are_refused() -> None:
     with pytest.raises(FormatError, match="of 32 columns, the weight has 64"):
-        quantized(weights(), Moments(torch.ones(32)), CodeOptions(weighting="diagonal"))
+        quantized(weights(), Moments(torch.ones(32)), CodeOptions(objective="diagonal"))
 
 
 @pytest.mark.parametrize("stripe", [512, 40, 1])

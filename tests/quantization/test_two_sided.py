@@ -29,7 +29,7 @@ def quantized(w: torch.Tensor, fmt: str, moments: Moments) -> QTensor:
         get_format(fmt),
         ["w"],
         lambda member, row, q: runs.__setitem__((member, row), q),
-        CodeOptions(algorithm="gptq", weighting="diagonal"),
+        CodeOptions(algorithm="gptq", objective="diagonal"),
         [moments],
     )
     gptq.quantize(task)
@@ -87,7 +87,7 @@ def test_runs_of_rows_that_go_side_by_side_get_the_codes_of_each_by_itself() -> 
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "fp8_channel"])
 def test_weights_that_share_an_input_get_the_codes_of_each_by_itself(fmt: str) -> None:
-    h, options = moment_of(64, seed=1), CodeOptions(algorithm="gptq", weighting="diagonal")
+    h, options = moment_of(64, seed=1), CodeOptions(algorithm="gptq", objective="diagonal")
     moments = Moments(h.diagonal().clone(), full_moment=h)
     metric = gptq.metric_of(moments, get_format(fmt), options, device=h.device, name="w")
     sizes = (48, OUT_ROWS + 24, 16)

@@ -147,7 +147,7 @@ def test_every_row_names_its_file_and_options_of_the_table(name: str) -> None:
     row = ALGORITHMS[name]
     assert callable(quantizer(row))
     assert set(row.options) <= {one.name for one in fields(CodeOptions)}
-    assert CodeOptions(algorithm=name, weighting=row.weighting).weighting == row.weighting
+    assert CodeOptions(algorithm=name, objective=row.objective).weighting == row.objective
 
 
 def test_choices_of_the_table_are_those_of_what_takes_them() -> None:
@@ -168,7 +168,7 @@ def test_a_wrong_keyword_names_the_nearest(wrong: str, words: str) -> None:
 
 
 def test_options_that_were_not_given_are_none_and_unknown_ones_are_no_attributes() -> None:
-    given = RecipeOptions(scheme="nvfp4", damping=0.0, bias_correction=False)
+    given = RecipeOptions(format="nvfp4", damping=0.0, bias_correction=False)
     assert (given.scheme, given.damping, given.bias_correction, given.ignore) == ("nvfp4", 0.0, None, ())
     assert (given.but(damping=0.5).scheme, given.but(damping=0.5).given) == ("nvfp4", {"damping": 0.5})
     with pytest.raises(AttributeError, match="dampng"):

@@ -88,12 +88,12 @@ def test_two_schemes_in_one_fused_group_are_refused() -> None:
 
 def test_fp8_blocks_need_both_dimensions() -> None:
     tensors = tiny.llama(layers=1)
-    plan = plan_of(tensors, recipe=build_recipe(RecipeOptions(scheme="fp8_block")))
+    plan = plan_of(tensors, recipe=build_recipe(RecipeOptions(format="fp8_block")))
     kept = {k.name: k.reason for k in plan.kept}
     assert "64 rows do not divide into blocks of 128" in kept["model.layers.0.self_attn.k_proj.weight"]
     assert "fused with" in kept["model.layers.0.self_attn.q_proj.weight"]
     tensors["model.layers.0.x.weight"] = torch.zeros(128, 192).bfloat16()
-    plan = plan_of(tensors, recipe=build_recipe(RecipeOptions(scheme="fp8_block")))
+    plan = plan_of(tensors, recipe=build_recipe(RecipeOptions(format="fp8_block")))
     assert (
         "128x192 does not divide into fp8_block blocks of 128x128"
         in {k.name: k.reason for k in plan.kept}["model.layers.0.x.weight"]
@@ -107,7 +107,7 @@ def test_fp8_blocks_need_both_dimensions() -> None:
 def test_the_last_block_of_rows_may_be_short_where_every_reader_sees_it(rows: int, *, even: bool, kept: str) -> None:
     plan = plan_of(
         {"x.weight": torch.zeros(rows, 256).bfloat16(), "y.weight": torch.zeros(128, 256).bfloat16()},
-        recipe=build_recipe(RecipeOptions(scheme="fp8_block")), capabilities=Capabilities(even_blocks=even),
+        recipe=build_recipe(RecipeOptions(format="fp8_block")), capabilities=Capabilities(even_blocks=even),
     )  # fmt: skip
     reasons = {entry.name: entry.reason for entry in plan.kept}
     assert reasons.get("x.weight", "").startswith(kept)
@@ -115,7 +115,7 @@ def test_the_last_block_of_rows_may_be_short_where_every_reader_sees_it(rows: in
 
 
 def test_of_fused_weights_only_the_last_may_end_with_a_short_block() -> None:
-    recipe = build_recipe(RecipeOptions(scheme="fp8_block"))
+    recipe = build_recipe(RecipeOptions(format="fp8_block"))
     for rows, fate in (((256, 576), "quantized"), ((576, 256), "kept")):
         tensors = {
             f"a.{leaf}.weight": torch.zeros(count, 256).bfloat16()

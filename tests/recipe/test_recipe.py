@@ -189,7 +189,7 @@ def test_a_rule_that_names_a_kept_module_exactly_overrides_the_keep_list() -> No
 
 
 def test_ignore_wins_over_rules() -> None:
-    recipe = build_recipe(RecipeOptions(scheme="nvfp4", ignore=("re:.*o_proj$",)))
+    recipe = build_recipe(RecipeOptions(format="nvfp4", ignore=("re:.*o_proj$",)))
     assert recipe.rule_for("model.layers.0.self_attn.o_proj") == (None, "ignored on request")
 
 
@@ -293,13 +293,13 @@ def test_a_missing_recipe_file_is_one_line(tmp_path: Path) -> None:
 
 def test_format_and_recipe_together_contradict(plain: Path) -> None:
     with pytest.raises(RecipeError, match="contradict each other"):
-        build_recipe(RecipeOptions(scheme="nvfp4"), path=plain)
+        build_recipe(RecipeOptions(format="nvfp4"), path=plain)
 
 
 def test_options_override_the_recipe_file(plain: Path) -> None:
-    options = RecipeOptions(container="modelopt", search="absmax", global_scale="absmax", shard_bytes=5)
+    options = RecipeOptions(container="modelopt", scale_search="absmax", global_scale="absmax", shard_size=5)
     recipe = build_recipe(options, path=plain)
-    assert (recipe.container, recipe.shard_bytes) == ("modelopt", 5)
+    assert (recipe.container, recipe.shard_size) == ("modelopt", 5)
     assert (recipe.rules[0].search, recipe.rules[0].global_scale) == ("absmax", "absmax")
 
 
@@ -339,7 +339,7 @@ RECORDED = """{"rules": [{"match": "*", "scheme": "nvfp4", "search": "auto", "gl
 
 
 def test_a_record_says_every_field_in_this_spelling_and_order() -> None:
-    gptq = Rule("*", get_scheme("nvfp4"), algorithm="gptq", weighting="diagonal", refine=2)
+    gptq = Rule("*", get_scheme("nvfp4"), algorithm="gptq", objective="diagonal", refine_passes=2)
     recipe = Recipe(
         (gptq, Rule("re:x", None)),
         keep=(Keep("lm_head", "why"),),
@@ -425,9 +425,9 @@ def test_every_option_sets_the_field_of_its_name(plain: Path) -> None:
 
 def test_gptq_on_request_goes_with_the_diagonal_unless_told_otherwise() -> None:
     (rule,) = build_recipe(RecipeOptions(algorithm="gptq")).rules
-    assert rule.weighting == "diagonal"
-    (rule,) = build_recipe(RecipeOptions(algorithm="gptq", weighting="none")).rules
-    assert rule.weighting == "none"
+    assert rule.objective == "diagonal"
+    (rule,) = build_recipe(RecipeOptions(algorithm="gptq", objective="none")).rules
+    assert rule.objective == "none"
 
 
 def test_schemes_of_two_containers_need_one_named() -> None:

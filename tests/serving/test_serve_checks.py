@@ -17,11 +17,10 @@ from ptqpipe.models import chat_template
 from ptqpipe.run.processes import join_remedy
 from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.serving import command as stage
-from ptqpipe.serving.command import ServeOptions
+from ptqpipe.serving.options import ServeOptions, VllmService
 from ptqpipe.serving.preflight import read_template
 from ptqpipe.serving.rank_processes import RankInfo, WorkerRanks
 from ptqpipe.serving.server.uvicorn_server import bind
-from ptqpipe.serving.vllm import VllmService
 from tests.serving.engine.models import DEMO
 
 
@@ -43,13 +42,13 @@ def refused(options: ServeOptions, kind: type[PtqError], says: str, *, ranks: in
 
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"port": 99999}, "--port is 99999, expected 0 to 65535"),
-    ({"port": -1}, "--port is -1"),
-    ({"drain_s": float("nan")}, "--drain is nan"),
-    ({"drain_s": float("inf")}, "--drain is inf"),
-    ({"drain_s": -5.0}, "--drain is -5"),
-    ({"api_key": ""}, "--api-key is empty"),
-    ({"api_key": "  "}, "--api-key is empty"),
+    ({"port": 99999}, "port is 99999, expected 0 to 65535"),
+    ({"port": -1}, "port is -1"),
+    ({"drain": float("nan")}, "drain is nan"),
+    ({"drain": float("inf")}, "drain is inf"),
+    ({"drain": -5.0}, "drain is -5"),
+    ({"api_key": ""}, "api_key is empty"),
+    ({"api_key": "  "}, "api_key is empty"),
 ]
 
 
@@ -63,7 +62,7 @@ def test_an_address_a_time_or_a_key_that_is_none_is_refused_by_both_engines(
 
 
 @pytest.mark.parametrize(
-    ("options", "says"), [({"cache_bytes": 0}, "--kv-cache-size is 0"), ({"max_body": 0}, "--max-body is 0")]
+    ("options", "says"), [({"kv_cache_size": 0}, "kv_cache_size is 0"), ({"max_body": 0}, "max_body is 0")]
 )
 def test_sizes_of_nothing_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
@@ -84,7 +83,7 @@ def test_ranks_that_do_not_divide_the_model_are_refused_before_they_start() -> N
 def test_a_port_that_is_taken_is_refused_before_anything_is_read() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options = ServeOptions(str(DEMO), port=taken.getsockname()[1])
-        refused(options, UsageError, "choose another --port")
+        refused(options, UsageError, "choose another port")
 
 
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
@@ -165,10 +164,10 @@ def test_what_the_engines_thread_refuses_has_the_exit_code_of_its_kind() -> None
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [
-        (errno.EADDRINUSE, "choose another --port"),
-        (errno.EACCES, "choose another --port"),
-        (errno.EADDRNOTAVAIL, "choose another --host"),
-        (errno.EAFNOSUPPORT, "choose another --host"),
+        (errno.EADDRINUSE, "choose another port"),
+        (errno.EACCES, "choose another port"),
+        (errno.EADDRNOTAVAIL, "choose another host"),
+        (errno.EAFNOSUPPORT, "choose another host"),
         (errno.EMFILE, "ulimit -n"),
         (errno.ENOBUFS, "ulimit -n"),
     ],
@@ -191,7 +190,7 @@ def test_an_address_that_cannot_be_listened_on_has_the_remedy_of_its_reason(
         (
             {"MASTER_ADDR": "a", "MASTER_PORT": "1"},
             OSError(errno.EADDRINUSE, "Address already in use"),
-            "--master-port",
+            "choose another master port",
         ),
         ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, RuntimeError("connect timed out"), "reach each other's ports"),
     ],

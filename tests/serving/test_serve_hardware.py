@@ -46,7 +46,7 @@ def test_each_rank_has_a_gpu_of_its_own() -> None:
 
 
 def test_one_gpu_for_several_ranks_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"cuda:1 is one GPU for 2 ranks; use cuda"):
+    with pytest.raises(UsageError, match=r"device=\"cuda:1\" is one GPU for 2 ranks; use cuda"):
         RankInfo(0, 2, 2).device("cuda:1")
 
 

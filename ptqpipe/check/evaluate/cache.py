@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from ptqpipe.check.evaluate.scores import Window, batches, model_logits, vocabulary_of, windows as windows_of
+from ptqpipe.check.options import CACHE_BYTES
 from ptqpipe.errors import CheckpointError, UsageError, not_finite
 from ptqpipe.run.quantities import memory_size
 
 LAYOUT = 2
-DEFAULT_LIMIT = 16 * 2**30  # bytes on disk
 MOST_IN_MEMORY = 8 << 30  # bytes
 
 
@@ -128,7 +128,7 @@ def open_cache(
     vocabulary: int,
     dtype: torch.dtype,
     make: Callable[[], Any],
-    limit_bytes: int = DEFAULT_LIMIT,
+    limit_bytes: int = CACHE_BYTES,
 ) -> CachedLogits | None:
     """The store of one model on one text; None where it would not fit ``limit_bytes`` or the disk, or the folder cannot
     be written.

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ptqpipe.calibration.rows import check_once
-from ptqpipe.check.evaluate.cache import DEFAULT_LIMIT, open_cache, store_bytes
+from ptqpipe.check.evaluate.cache import open_cache, store_bytes
 from ptqpipe.check.evaluate.eval_file import kl_row, perplexity_row, result_json, task_row
 from ptqpipe.check.evaluate.harness import TaskMetric, TaskRequest, check_tasks, run_tasks
 from ptqpipe.check.evaluate.measures import divergence, perplexity
@@ -28,6 +28,7 @@ from ptqpipe.check.evaluate.token_divergence import (
     worst_tokens,
 )
 from ptqpipe.check.evaluate.tokenized_text import SAMPLE, SAMPLE_NAME, Text, read_text
+from ptqpipe.check.options import EvalOptions
 from ptqpipe.check.report.provenance import run_facts
 from ptqpipe.checkpoint import CheckpointReader, completed_run, name_of, resolve_source
 from ptqpipe.errors import CheckpointError, UsageError, one_line
@@ -46,52 +47,15 @@ from ptqpipe.runtime.loading import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Options of an evaluation.
-
-    data         texts: files, folders of them, data sets by name; the package's sample for neither data nor tasks
-    field        of each row of them, with its text; None: the usual ones
-    seqlen       tokens of a window in which texts are scored; None: what the model has positions for, at most 2048
-    stride       from the start of a window to the next; None: ``seqlen``
-    max_tokens   of each text
-    tasks        lm-eval's or local ones; with `task_data`, `include_path`, `limit` and `batch_size` as ``TaskRequest``
-    dtype        what both models compute in, on ``device``
-    activations  whether the inputs of linear layers are quantized as each checkpoint's format says
-    cache_dir    where the baseline's log-probabilities are kept, at most ``cache_limit`` bytes; None: nowhere
-    samples      beginnings of the first text that both models continue, for a report
-    command      the call that is recorded with the result
-    """
-
-    data: tuple[str, ...] = ()
-    field: str | None = None
-    seqlen: int | None = None
-    stride: int | None = None
-    max_tokens: int | None = None
-    tasks: tuple[str, ...] = ()
-    task_data: Path | None = None
-    include_path: Path | None = None
-    limit: int | None = None
-    batch_size: int = 8
-    dtype: str = "float32"
-    device: str = "cpu"
-    activations: Literal["simulated", "none"] = "simulated"
-    cache_dir: Path | None = None
-    cache_limit: int = DEFAULT_LIMIT
-    samples: int = 0
-    command: str = ""
-
-    @property
-    def request(self) -> TaskRequest:
-        """The tasks."""
-        return TaskRequest(self.tasks, self.task_data, self.include_path, self.limit, self.batch_size)
+def _request(options: EvalOptions) -> TaskRequest:
+    return TaskRequest(options.tasks, options.task_data, options.include_path, options.limit, options.batch_size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     """Everything decided and read but the weights."""
 
-    options: Options
+    options: EvalOptions
     path: Path
     baseline: Path | None
     texts: tuple[Text, ...]
@@ -109,7 +73,7 @@ def evaluate(
     ckpt: str,
     *,
     source: str | None = None,
-    options: Options | None = None,
+    options: EvalOptions | None = None,
     progress: bool = False,
     log: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
@@ -120,7 +84,7 @@ def evaluate(
 
     UsageError for what cannot be measured, before any weight is read.
     """
-    job = _prepare(ckpt, source, options or Options(), progress, log or (lambda line: None))
+    job = _prepare(ckpt, source, options or EvalOptions(), progress, log or (lambda line: None))
     job.log(with_note(_header(job), read_config(job.path)))
     references: Sequence[Any] = [None] * len(job.texts)
     theirs: list[TaskMetric] = []
@@ -194,7 +158,7 @@ def _sample_rows(job: _Job, written: Sequence[Sequence[str]]) -> list[dict[str, 
     ]
 
 
-def _loader(path: Path, options: Options) -> Any:
+def _loader(path: Path, options: EvalOptions) -> Any:
     """Gives the model of a checkpoint, which is loaded when it is first asked for, until its ``cache_clear``."""
     return cache(
         lambda: load(path, packed=False, dtype=options.dtype, activations=options.activations, device=options.device)
@@ -204,7 +168,7 @@ def _loader(path: Path, options: Options) -> Any:
 def _tasks(job: _Job, model: Callable[[], Any]) -> list[TaskMetric]:
     if not job.options.tasks:
         return []
-    return run_tasks(model(), job.tokenizer(), job.options.request, progress=job.progress)
+    return run_tasks(model(), job.tokenizer(), _request(job.options), progress=job.progress)
 
 
 def _header(job: _Job) -> str:
@@ -223,7 +187,7 @@ def _header(job: _Job) -> str:
     return "\n".join(lines)
 
 
-def _prepare(ckpt: str, source: str | None, options: Options, progress: bool, log: Callable[[str], None]) -> _Job:
+def _prepare(ckpt: str, source: str | None, options: EvalOptions, progress: bool, log: Callable[[str], None]) -> _Job:
     for name in ("max_tokens", "limit", "batch_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -244,12 +208,12 @@ def _prepare(ckpt: str, source: str | None, options: Options, progress: bool, lo
             )
     window, stride = _protocol(config, options)
     if options.tasks:
-        check_tasks(options.request)
+        check_tasks(_request(options))
     words = path if other is None or (path / "tokenizer_config.json").exists() else other
     tokenizer = cache(lambda: load_tokenizer(words))  # files of tokens need none
     data = options.data if options.data or options.tasks else (str(SAMPLE),)
     check_once(data, "--data")
-    texts = tuple(read_text(name, tokenizer, field=options.field, max_tokens=options.max_tokens) for name in data)
+    texts = tuple(read_text(name, tokenizer, field=options.text_field, max_tokens=options.max_tokens) for name in data)
     for text in texts:
         _check_tokens(text, int(config.get_text_config().vocab_size))
     return _Job(options, path, other, texts, window, stride, tokenizer, progress, log)
@@ -265,7 +229,7 @@ def _check_tokens(text: Text, vocabulary: int) -> None:
         )
 
 
-def _protocol(config: Any, options: Options) -> tuple[int, int]:
+def _protocol(config: Any, options: EvalOptions) -> tuple[int, int]:
     positions = positions_of(config)
     window = default_length(config) if options.seqlen is None else options.seqlen
     stride = window if options.stride is None else options.stride
@@ -300,13 +264,13 @@ def _reference(job: _Job, text: Text, path: Path, other: Callable[[], Any]) -> A
         vocabulary=int(config.get_text_config().vocab_size),
         dtype=dtype_of(options.dtype, config),
         make=other,
-        limit_bytes=options.cache_limit,
+        limit_bytes=options.cache_size,
     )
     if store is None:
         most = disk_size(store_bytes(job.windows(text), int(config.get_text_config().vocab_size)))
         job.log(
             f"both models are loaded at once: {most} of the source's log-probabilities exceed --cache-size "
-            f"{option_size(options.cache_limit)} or the free disk space, or {options.cache_dir} is not writable"
+            f"{option_size(options.cache_size)} or the free disk space, or {options.cache_dir} is not writable"
         )
         return other()
     what = "the source's log-probabilities"
@@ -336,7 +300,7 @@ def _scored(job: _Job, text: Text) -> int:
     return sum(window.scored for window in job.windows(text))
 
 
-def _settings(options: Options) -> dict[str, Any]:
+def _settings(options: EvalOptions) -> dict[str, Any]:
     return {
         "dtype": options.dtype,
         "device": options.device,

@@ -257,9 +257,9 @@ def _expected(unit: Unit, claim: Claim, *, learned: bool, reverted: bool) -> Ite
         yield "proven", claim.proven, False
         return
     yield "algorithm", claim.algorithm, rule.algorithm
-    yield "weighting", claim.weighting, rule.weighting
+    yield "weighting", claim.weighting, rule.objective
     yield "enlarged", "enlarged" in claim.entry, unit.search == "enlarged"
-    plain = rule.algorithm == "rtn" and rule.weighting != "block" and not reverted
+    plain = rule.algorithm == "rtn" and rule.objective != "block" and not reverted
     yield "proven", claim.proven, plain and get_search(unit.search).proven
 
 

@@ -100,7 +100,7 @@ def _learned(unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> boo
     for member in unit.members:
         claim = claims[member.key]
         learned = learned or claim.algorithm == "learned"
-        wanted = (unit.rule.algorithm, unit.rule.weighting)
+        wanted = (unit.rule.algorithm, unit.rule.objective)
         if claim.algorithm != "learned" and (claim.algorithm, claim.weighting) != wanted:
             findings.fault("record", member.key, f"claims {claim.algorithm}, the recipe says {wanted[0]}")
     return learned

@@ -11,7 +11,7 @@ exact in every float dtype: then the dtype stays, and the result computes the sa
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -33,9 +33,10 @@ from ptqpipe.conversion import (
     rewrite,
 )
 from ptqpipe.conversion.dequantize import with_dtype
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform import plan
 from ptqpipe.conversion.transform.learn import LearningUnit, learn_units, learning_bytes, learning_units, matrices_of
-from ptqpipe.conversion.transform.plan import Component, TransformOptions
+from ptqpipe.conversion.transform.plan import Component
 from ptqpipe.conversion.transform.weights import Weights, input_quantizer, make_problem, weight_quantizer
 from ptqpipe.errors import NumericsError, UsageError, arg, usage
 from ptqpipe.models.folding import ROTATIONS, Edge, Op, Structure, find_structure, get_rotation, is_exact, move_factors
@@ -77,16 +78,22 @@ class Transformation(Rewrite[Component | CopyTensor]):
     @property
     def head(self) -> dict[str, Any]:
         """The head of the record: what this run was to do, and with what."""
-        options = asdict(self.options)
-        options["block"] = options["block"] or plan.default_block(self.options, self.structure)
+        options = self.options
         return {
             "ptqpipe": __version__,
             "container": "plain",
             "transformed_from": named_source(self.source),
             "statistics": None if self.statistics is None else self.statistics.digest,
             "transforms": list(self.names),
-            "options": {key: options[key] for key in ("alpha", "powers_of_two", "edges", "block", "untie", "format")}
-            | ({"learn": self.options.learn} if self.options.learn else {}),
+            "options": {
+                "alpha": options.alpha,
+                "powers_of_two": options.power_of_two,
+                "edges": options.fold_at,
+                "block": options.rotation_size or plan.default_block(options, self.structure),
+                "untie": options.untie,
+                "format": options.format,
+            }
+            | ({"learn": options.learn} if options.learn else {}),
             "exact": self.exact,
             "dtype": self.dtype,
             "untied": sorted(self.origins),
@@ -155,7 +162,7 @@ class Transformation(Rewrite[Component | CopyTensor]):
             weights.add(foldings)
             changed = list(dict.fromkeys(tensor for tensor, _ in foldings))
             return [({"transform": name, "block": block, "tensors": changed}, None)] if changed else []
-        edges = [edge for edge in job.edges if edge.kind in (self.options.edges or get_scaling(name).EDGES)]
+        edges = [edge for edge in job.edges if edge.kind in (self.options.fold_at or get_scaling(name).EDGES)]
         return [self._scale(name, edge, weights) for edge in edges]
 
     def _scale(self, name: str, edge: Edge, weights: Weights) -> Folded:
@@ -229,7 +236,7 @@ def prepare(
         )
     check_disjoint(source.reader.path, out)
     source.reader.check_links()
-    names = transform_names(options.apply)
+    names = transform_names(options.transforms)
     plan.check_options(options, names)
     structure = find_structure(source.tensors, source.reader.config)
     for name in names:
@@ -239,7 +246,7 @@ def prepare(
     dtype = options.dtype if options.dtype is not None else None if exact else "fp32"
     jobs, origins = plan.make_jobs(source, structure, names, dtype=dtype, options=options)
     groups = [[job.spec] if isinstance(job, CopyTensor) else job.specs for job in jobs]
-    layout = ShardLayout.plan(groups, shard_bytes=options.shard_bytes)
+    layout = ShardLayout.plan(groups, shard_bytes=options.shard_size)
     statistics = _open_statistics(stats, source, names, opened, learn=bool(options.learn))
     units: tuple[LearningUnit, ...] = ()
     if options.learn and statistics is not None:
@@ -294,10 +301,10 @@ def _solve_options(options: TransformOptions, name: str) -> SolveOptions:
     scaling = get_scaling(name)
     alpha = SolveOptions().alpha if options.alpha is None else options.alpha
     if not scaling.NEEDS_QUANTIZER:
-        return SolveOptions(alpha=alpha, powers_of_two=options.powers_of_two)
+        return SolveOptions(alpha=alpha, powers_of_two=options.power_of_two)
     scheme = get_scheme(options.format)
     return SolveOptions(
-        powers_of_two=options.powers_of_two,
+        powers_of_two=options.power_of_two,
         quantize=weight_quantizer(scheme.fmt),
         quantize_inputs=input_quantizer(scheme.activation) if scaling.NEEDS_INPUT_QUANTIZER else None,
     )

@@ -16,8 +16,9 @@ from typing import Any
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import FOLDING_FILE, Finished, LayerFolder, Mode, read_json_object, resolve_source
 from ptqpipe.conversion import named_source, records_of
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.command import Transformation, check_memory, prepare
-from ptqpipe.conversion.transform.plan import Component, TransformOptions
+from ptqpipe.conversion.transform.plan import Component
 from ptqpipe.conversion.transform.weights import Weights
 from ptqpipe.errors import UsageError
 from ptqpipe.models.folded import encoded
@@ -48,7 +49,9 @@ def find_factors(
         work = prepare(source, out, opened, stats=stats, options=options)
         rotates = any(name in ROTATIONS for name in work.names)
         if rotates != bool(work.units) or work.statistics is None or work.dtype != "fp32":
-            raise UsageError(f"{options.apply} has no factors that are folded in while a model is read; use transform")
+            raise UsageError(
+                f"{options.transforms} has no factors that are folded in while a model is read; use transform"
+            )
         check_memory(work, machine or Machine())
         folder = LayerFolder(out, work.run_parts, source=source.reader, index_file=FOLDING_FILE, mode=mode)
         with folder:

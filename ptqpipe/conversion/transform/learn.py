@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.statistics import Statistics, of_all_experts
-from ptqpipe.conversion.transform.plan import TransformOptions, block_of
+from ptqpipe.conversion.options import TransformOptions
+from ptqpipe.conversion.transform.plan import block_of
 from ptqpipe.conversion.transform.weights import Weights, input_quantizer
 from ptqpipe.errors import NumericsError, OutputError, UsageError, arg
 from ptqpipe.models.folded import encoded

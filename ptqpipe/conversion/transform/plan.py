@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ptqpipe.checkpoint import TensorSpec
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES, FLOATS
 from ptqpipe.conversion import CopyTensor
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.errors import UsageError, arg
 from ptqpipe.models.folding import BLOCKS, ROTATIONS, Edge, Matrix, Structure, get_rotation, grouped, rotated_tensors
 from ptqpipe.models.source import Source
@@ -28,34 +29,6 @@ EDGE_KINDS = ("norm", "latent", "value", "up")
 
 
 @dataclass(frozen=True, slots=True)
-class TransformOptions:
-    """The options that decide the bytes, besides source and statistics.
-
-    apply           transforms in their order, as on the command line
-    alpha           of SmoothQuant and Smooth-SwiGLU; None: their defaults
-    powers_of_two   factors are powers of two
-    edges           kinds of edges that scalings use; None: each transform's own
-    block           channels that a rotation takes together; None: `default_block`
-    learn           steps in which rotations are learned; 0: they are Hadamard matrices
-    untie           a head that is the embedding becomes a tensor of its own
-    dtype           of what changes: bf16, fp16, fp32; None: the source's where that is exact, else fp32
-    format          the scheme that searches quantize with
-    shard_bytes     of the output's files; None: chosen from the total size
-    """
-
-    apply: str = "smoothquant"
-    alpha: float | None = None
-    powers_of_two: bool = False
-    edges: tuple[str, ...] | None = None
-    block: int | None = None
-    learn: int = 0
-    untie: bool = False
-    dtype: str | None = None
-    format: str = "nvfp4"
-    shard_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Component(Job):
     """Tensors that edges join: their factors depend on nothing else, so one worker finds and folds them."""
 
@@ -69,8 +42,8 @@ def check_options(options: TransformOptions, names: Sequence[str]) -> None:
     """UsageError for an option out of its range, and for scalings after a rotation."""
     if options.dtype is not None and options.dtype not in FLOATS:
         raise UsageError(f"{arg('dtype', options.dtype)} is unknown; use {', '.join(FLOATS)}")
-    if options.block not in (None, *BLOCKS):
-        size = arg("rotation_size", options.block)
+    if options.rotation_size not in (None, *BLOCKS):
+        size = arg("rotation_size", options.rotation_size)
         raise UsageError(f"{size} is no size of a rotation; use {', '.join(map(str, BLOCKS))}")
     if options.learn:
         _check_learning(options, names)
@@ -78,7 +51,7 @@ def check_options(options: TransformOptions, names: Sequence[str]) -> None:
         get_scheme(options.format)
     if options.alpha is not None and not 0.0 <= options.alpha <= 1.0:
         raise UsageError(f"{arg('alpha', options.alpha)} is outside 0 .. 1")
-    unknown = next((kind for kind in options.edges or () if kind not in EDGE_KINDS), None)
+    unknown = next((kind for kind in options.fold_at or () if kind not in EDGE_KINDS), None)
     if unknown is not None:
         raise UsageError(f"{arg('fold_at', unknown)} is unknown; use {', '.join(EDGE_KINDS)}")
     rotated = next((name for name in names if name in ROTATIONS), None)
@@ -111,7 +84,7 @@ def _check_learning(options: TransformOptions, names: Sequence[str]) -> None:
 def foldable_rotations(structure: Structure, options: TransformOptions) -> tuple[list[str], list[str]]:
     """(those rotations of the options that this model allows, why not for each of the others)."""
     names, refused = [], []
-    for name in transform_names(options.apply):
+    for name in transform_names(options.transforms):
         try:
             get_rotation(name).check(structure, block_of(name, options, structure), untie=options.untie)
         except UsageError as error:
@@ -137,7 +110,7 @@ def default_block(options: TransformOptions, structure: Structure) -> int:
 
 def block_of(name: str, options: TransformOptions, structure: Structure) -> int:
     """The channels that one rotation takes together: learned ones of values stay inside a head."""
-    block = options.block if options.block is not None else default_block(options, structure)
+    block = options.rotation_size if options.rotation_size is not None else default_block(options, structure)
     heads = [edge.head_dim for edge in structure.edges if edge.kind == "value"]
     return math.gcd(block, *heads) if options.learn and name == "rotate_values" else block
 
@@ -148,9 +121,9 @@ def is_exact(names: Sequence[str], options: TransformOptions, structure: Structu
         return False
     for name in names:
         scaling = get_scaling(name)
-        if not options.powers_of_two and not scaling.ALWAYS_POWERS_OF_TWO:
+        if not options.power_of_two and not scaling.ALWAYS_POWERS_OF_TWO:
             return False
-        if structure.norms.offset and {"norm", "latent"} & set(options.edges or scaling.EDGES):
+        if structure.norms.offset and {"norm", "latent"} & set(options.fold_at or scaling.EDGES):
             return False
     return True
 
@@ -160,7 +133,7 @@ def _used(structure: Structure, names: Sequence[str], options: TransformOptions)
     kinds: set[str] = set()
     for name in names:
         if name in SCALINGS:
-            kinds |= set(options.edges or get_scaling(name).EDGES)
+            kinds |= set(options.fold_at or get_scaling(name).EDGES)
         else:
             kinds |= {"value"} if name == "rotate_values" else {"norm", "final"}
     return [edge for edge in structure.edges if edge.kind in kinds]

@@ -19,8 +19,10 @@ from ptqpipe.conversion import check_model
 from ptqpipe.errors import UsageError, arg, argv
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline.budget.cost import Costs, choose_moment, estimate, knows_outputs
-from ptqpipe.pipeline.budget.measure import Measurement, measure
+from ptqpipe.pipeline.budget.measure import Measurement, measure, sensitivity
 from ptqpipe.pipeline.budget.plan_units import DEFAULT_FORMATS, Group, find_groups, forecast, recipe_content, schemes_of
+from ptqpipe.pipeline.call import container_of_all, formats_for
+from ptqpipe.pipeline.options import PlanCommand
 from ptqpipe.recipe.file import recipe_text
 from ptqpipe.recipe.knapsack import Allocation, require_scipy, solve
 from ptqpipe.run.machine import Machine
@@ -106,6 +108,27 @@ class MixedPlan:
         return dict(counts)
 
 
+def plan(
+    options: PlanCommand, *, machine: Machine | None = None, log: Callable[[str], None] | None = None
+) -> MixedPlan:
+    """Chooses a format for every layer as the options say, and writes the recipe. Raises what `plan_mixed` raises, and
+    before that OutputError for a file that is there and no recipe."""
+    costs = sensitivity(options.stats, options.measure, options.out, tokens=options.max_tokens, seqlen=options.seqlen)
+    check_recipe_target(options.out)
+    formats = formats_for(options.reader, options.formats)
+    allocation = plan_mixed(
+        options.model,
+        Budget.parse(options.budget),
+        formats=formats,
+        sensitivity=costs,
+        machine=machine,
+        container=None if options.reader is None else container_of_all(options.reader, formats),
+        log=log,
+    )
+    write_recipe(allocation, options.out)
+    return allocation
+
+
 def plan_mixed(
     model: str | Path,
     budget: Budget,
@@ -152,7 +175,7 @@ def plan_mixed(
                 check_model(opened, source)
                 moment = choose_moment(opened, groups)
                 how = _how(moment, to_second_order=knows_outputs(opened, groups))
-                options = {"algorithm": "gptq"} if moment == "full_moment" else {"weighting": "diagonal"}
+                options = {"algorithm": "gptq"} if moment == "full_moment" else {"objective": "diagonal"}
                 follows = follows or moment == "full_moment"
                 begin()
                 costs = estimate(source, groups, stats=opened, machine=machine, follows=follows, rotations=rotations)

@@ -140,12 +140,12 @@ def _read(prepared: Conversion, member: Member, where: Slice, device: torch.devi
 def by_data(unit: Unit) -> Rule:
     """The unit's rule where it reads moments, else GPTQ with the weighting that `convert --stats` takes."""
     rule = unit.rule
-    return rule if rule.calibrated else replace(rule, algorithm="gptq", weighting=ALGORITHMS["gptq"].weighting)
+    return rule if rule.calibrated else replace(rule, algorithm="gptq", objective=ALGORITHMS["gptq"].objective)
 
 
 def nearest(unit: Unit) -> Rule:
     """The unit's rule without what reads moments."""
-    return replace(unit.rule, algorithm="rtn", weighting="none")
+    return replace(unit.rule, algorithm="rtn", objective="none")
 
 
 def observe(

@@ -117,7 +117,7 @@ def _samples(prepared: Conversion, data: Sequence[str], options: TuneOptions, co
         samples=options.samples,
         seqlen=default_length(config) if options.seqlen is None else options.seqlen,
         seed=options.seed,
-        field=options.data_field,
+        field=options.text_field,
         holdout=None,
         images=takes_images(config, path),
     )

@@ -1,11 +1,16 @@
-"""What tune can be told besides model, recipe and data."""
+"""The options of `tune`, and its methods."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from ptqpipe.errors import UsageError
+from ptqpipe.calibration.options import TextOptions
+from ptqpipe.errors import UsageError, arg
+from ptqpipe.pipeline.options import RECIPE, STATS
+from ptqpipe.recipe.options import RecipeOptions, unstated
+from ptqpipe.run.options import ComputingOptions, RestartOptions, argument, option, required
 
 
 class Method(NamedTuple):
@@ -30,7 +35,7 @@ METHODS = {
 METRICS = ("kl", "output")
 GLOBAL = "global"
 TRAIN = ("head", "embeddings", "norms", "biases", GLOBAL)
-SHARE = 0.5
+FEEDBACK = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +56,59 @@ class Settings:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TuneOptions:
-    """The options that decide the codes, besides model, recipe and data.
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(TextOptions):
+    """The options that decide the codes, besides model and recipe.
 
-    seqlen    None: 2048, or the model's positions
-    method    of METHODS: what finds the codes
-    metric    of METRICS: what an error costs. "kl": what it adds to the KL divergence of the model, to second order, by
-              the gradients of a reverse pass; "output": its square at the layer's output. None: the method's usual one
-    share     fraction of the error of earlier layers that each layer compensates for, 0 to 1, of methods that follow
-    train     of TRAIN, under "kl": tensors that stay floats, and global scales, that descent changes after the codes
-    settings  of gradient descent; its share of held-out samples counts for every method
+    settings  of gradient descent, but for ``steps`` and ``seed``; its share of held-out samples counts for every method
     """
 
-    samples: int = 128
-    seqlen: int | None = None
-    seed: int = 0
-    data_field: str | None = None
-    method: str = "gptq"
-    metric: str | None = None
-    share: float = SHARE
-    train: tuple[str, ...] = ()
+    samples: int = option(128, "Windows of text to learn from.", metavar="N")
+    seed: int = option(0, "Seed that chooses the windows and their order.", metavar="N")
+    method: str = option(
+        "gptq",
+        "How codes, the quantized values, are found: by GPTQ in the order of the model, each layer compensating for "
+        "the error of earlier layers (gptq), by that and then gradient descent on the KL divergence of the whole "
+        "model, held in memory (kl), or by GPTQ on each layer independently, in half the time (layerwise).",
+        choices=METHODS,
+    )
+    metric: str | None = option(
+        None,
+        "Objective of GPTQ: the KL divergence of the model, estimated with gradients from a backward pass (kl), or "
+        "the squared error of each layer's output, in half of the time (output).",
+        choices=METRICS,
+        shown="kl; of layerwise, output",
+    )
+    feedback: float | None = option(
+        None,
+        "Fraction of the error of earlier layers that each layer compensates for, 0 to 1; for {method} gptq and kl.",
+        metavar="F",
+        bounds=(0, 1),
+        usual="1: full compensation",
+        shown=f"{FEEDBACK}",
+    )
+    steps: int | None = option(
+        None, "Steps of gradient descent, for {method} kl.", metavar="N", bounds=(1, 1_000_000), shown="100"
+    )
+    train: tuple[str, ...] = option(
+        (),
+        "After the codes, also train tensors that stay float, with commas: head, embeddings, norms, biases, and "
+        "global for the global scales; for {method} kl. The record, ptqpipe.json, lists the trained tensors.",
+        metavar="KINDS",
+        kind="names",
+        choices=TRAIN,
+        shown="none",
+    )
     settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        settings = replace(self.settings, seed=self.seed, steps=self.steps or self.settings.steps)
+        object.__setattr__(self, "settings", settings)
+
+    @property
+    def share(self) -> float:
+        """The fraction of the error of earlier layers that each layer compensates for."""
+        return FEEDBACK if self.feedback is None else self.feedback
 
     @property
     def by_kl(self) -> bool:
@@ -91,23 +127,32 @@ class TuneOptions:
         return import_module(package) if package else None
 
 
-def settings_of(steps: int | None, *, seed: int) -> Settings:
-    """The settings with this many steps, the usual number for None. UsageError for fewer than one."""
-    if steps is not None and steps < 1:
-        raise UsageError(f"--steps {steps} is too few; use 1 or more")
-    return Settings(seed=seed) if steps is None else Settings(steps=steps, seed=seed)
-
-
 def check(options: TuneOptions) -> None:
-    """UsageError for a method or a metric that there is not, and for a share out of range."""
-    if options.method not in METHODS:
-        raise UsageError(f"--method {options.method!r} is unknown; use {', '.join(METHODS)}")
-    if options.metric not in (None, *METRICS):
-        raise UsageError(f"--metric {options.metric!r} is unknown; use {', '.join(METRICS)}")
-    unknown = [kind for kind in options.train if kind not in TRAIN]
-    if unknown:
-        raise UsageError(f"--train {unknown[0]!r} is unknown; use {', '.join(TRAIN)}, with commas")
-    if options.train and options.descent is None:
-        raise UsageError("--train belongs to --method kl; add it, or leave --train out")
-    if not 0.0 <= options.share <= 1.0:
-        raise UsageError(f"--share {options.share} is out of range; use 0 (no compensation) to 1 (full compensation)")
+    """UsageError for a value that an option cannot have, and for an option that the method does not read."""
+    options.check()
+    for name, needed in (("train", options.train), ("steps", options.steps)):
+        if needed and options.descent is None:
+            raise UsageError(f"{arg(name)} belongs to {arg('method', 'kl')}; add it, or leave {arg(name)} out")
+    if options.feedback is not None and not options.follows:
+        raise UsageError(
+            f"{arg('feedback')} belongs to {arg('method')} gptq and kl; add it, or leave {arg('feedback')} out"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneCommand(TuneOptions, ComputingOptions, RestartOptions):
+    """The options of `tune`."""
+
+    model: str = argument()
+    format: str | None = unstated(RecipeOptions, "format")
+    ignore: tuple[str, ...] = unstated(RecipeOptions, "ignore", ())
+    recipe: Path | None = option(None, RECIPE, metavar="NAME|FILE", kind="recipe")
+    stats: Path | None = option(None, STATS, metavar="DIR")
+    container: str | None = unstated(RecipeOptions, "container")
+    rotate: str | None = unstated(RecipeOptions, "rotate")
+    out: Path = required("Folder of codes to write.", short="-o")
+
+    @property
+    def recipe_options(self) -> RecipeOptions:
+        """Those that decide bytes of the checkpoint that the codes are for."""
+        return RecipeOptions(self.format, self.ignore, container=self.container, rotate=self.rotate)

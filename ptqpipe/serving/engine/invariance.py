@@ -6,7 +6,7 @@ without a compiled kernel for instance, shows here and not in an answer.
 
 import torch
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.run.quantities import number
 from ptqpipe.serving.engine.batch import Batch, Span
 from ptqpipe.serving.engine.model_runner import ModelRunner
@@ -20,8 +20,8 @@ def check(runner: ModelRunner) -> None:
     """UsageError where the bits differ. Writes to the cache's first pages; every rank of a group calls it."""
     if runner.state_bytes:
         raise UsageError(
-            f"--batch-invariant: {type(runner.model).__name__} has layers with states, which sum a prompt in an order "
-            "that depends on where it is cut; serve without it"
+            f"{arg('batch_invariant')}: {type(runner.model).__name__} has layers with states, which sum a prompt in an "
+            "order that depends on where it is cut; serve without it"
         )
     size, vocabulary = runner.block_size, int(runner.config.vocab_size)
     blocks = runner.blocks - _OTHERS
@@ -38,6 +38,6 @@ def check(runner: ModelRunner) -> None:
         logits = runner.run(Batch(torch.cat([others, own[first:last]]), wanted, (*beside, span)))
         if not torch.equal(logits, whole[first:last]):
             raise UsageError(
-                f"--batch-invariant: the logits of tokens {first} to {last - 1} of {count} depend on how they are "
-                f"computed, by {number(float((logits - whole[first:last]).abs().max()), 3)}; serve without it"
+                f"{arg('batch_invariant')}: the logits of tokens {first} to {last - 1} of {count} depend on how they "
+                f"are computed, by {number(float((logits - whole[first:last]).abs().max()), 3)}; serve without it"
             )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.run.quantities import option_size
 from ptqpipe.serving.engine.attention import PagedAttention, Pages, implementation, numbers_of
 from ptqpipe.serving.engine.batch import Batch
@@ -123,8 +123,8 @@ class ModelRunner:
             beside = f" beside {self.max_seqs} sequences' states" if states else ""
             raise UsageError(
                 f"a kv cache of {option_size(options.max_bytes)} holds {count * options.block_size} tokens{beside}, "
-                f"expected at least {options.max_len}; raise --kv-cache-size to "
-                f"{needed} or lower --max-model-len"
+                f"expected at least {options.max_len}; raise {arg('kv_cache_size')} to {needed} or lower "
+                f"{arg('max_model_len')}"
             )
         return int(count)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ptqpipe.errors import PtqError, is_no_memory, one_line
+from ptqpipe.errors import PtqError, arg, is_no_memory, one_line
 from ptqpipe.serving.engine.batch import Batch, unpack
 from ptqpipe.serving.engine.model_runner import ModelRunner
 
@@ -49,7 +49,8 @@ class Leader:
             if is_no_memory(error):
                 reason = one_line(str(error), limit=300)
                 raise PtqError(
-                    f"the leading rank is out of memory ({reason}); lower --kv-cache-size or --max-num-seqs"
+                    f"the leading rank is out of memory ({reason}); lower {arg('kv_cache_size')} or "
+                    f"{arg('max_num_seqs')}"
                 ) from error
             raise PtqError(self._lost(one_line(str(error), limit=300))) from error
 

@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ptqpipe.errors import arg
 from ptqpipe.serving.server.error_responses import ApiError
 
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
@@ -89,7 +90,7 @@ class Guards:
             return
         raise ApiError(
             403,
-            f"the Host {name!r} is not a name of this server; start it with --allowed-host {name} if it is",
+            f"the Host {name!r} is not a name of this server; start it with {arg('allowed_host', name)} if it is",
             code="host_not_allowed",
         )
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ptqpipe.errors import UsageError, tokenizer_errors
+from ptqpipe.errors import UsageError, arg, tokenizer_errors
 from ptqpipe.models.chat_template import TemplateError, render
 from ptqpipe.models.images import decode_images, digest_of, read_image, split_content
 from ptqpipe.serving.engine import ContextTooLong, Images
@@ -19,7 +19,6 @@ from ptqpipe.serving.server.logprobs import TokenNames
 from ptqpipe.serving.server.schema import Message
 
 _T = TypeVar("_T")
-_NO_FILES = "the server reads those of the folder that its --allowed-local-media-path names; or send a data URI"
 _USUAL = 8  # characters that a token has at most, in text as people write it
 
 
@@ -113,7 +112,8 @@ class Prompts:
         if self._template is None:
             raise ApiError(
                 400,
-                "this model has no chat template; use /v1/completions, or start the server with --chat-template",
+                "this model has no chat template; use /v1/completions, or start the server with "
+                f"{arg('chat_template')}",
                 code="no_chat_template",
             )
         if not messages:
@@ -126,7 +126,8 @@ class Prompts:
                 return self._tokens(text, "messages", special=False), None
             if isinstance(self._processor, str):
                 raise UsageError(f"{self._processor}; send parts of type 'text' alone")
-            raw = [read_image(place, self._media, remedy=_NO_FILES) for place in places]
+            folder = f"the server reads those of the folder that its {arg('allowed_local_media_path')} names"
+            raw = [read_image(place, self._media, remedy=f"{folder}; or send a data URI") for place in places]
             images = decode_images(raw, "the request")
             self._check_marks([part.get("text", "") for parts, _ in split for part in parts])
             text = self._render(messages, [parts for parts, _ in split], generate=generate, extra=extra)

@@ -21,7 +21,7 @@ import uvicorn
 import uvicorn.logging
 from starlette.types import ASGIApp
 
-from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.errors import PtqError, UsageError, arg
 from ptqpipe.serving.engine import Service, State
 from ptqpipe.serving.server.connections import limited, limits
 
@@ -47,7 +47,7 @@ def bind(host: str, port: int) -> socket.socket:
     It listens at once: until then a second service could bind the same address, and fail when it has loaded.
     """
     if not 0 <= port < 1 << 16:
-        raise UsageError(f"--port is {port}, expected 0 to 65535")
+        raise UsageError(f"{arg('port')} is {port}, expected 0 to 65535")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -57,9 +57,9 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = error.strerror or str(error)
         if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-            remedy = "choose another --host"
+            remedy = f"choose another {arg('host')}"
         elif error.errno in (errno.EADDRINUSE, errno.EACCES, errno.EPERM):  # a low port is root's
-            remedy = "choose another --port"
+            remedy = f"choose another {arg('port')}"
         else:
             remedy = "close other files and sockets of this user, or raise the limit (ulimit -n)"
         raise UsageError(f"cannot listen on {host}:{port}: {reason}; {remedy}") from None

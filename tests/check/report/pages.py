@@ -21,7 +21,7 @@ def converted(folder: Path, tensors: dict[str, torch.Tensor], fmt: str, **option
     """(source, checkpoint) folders."""
     source = save(folder / "source", tensors)
     out = folder / "out"
-    prepared = prepare(source, options=RecipeOptions(scheme=fmt, **options), out=out)
+    prepared = prepare(source, options=RecipeOptions(format=fmt, **options), out=out)
     try:
         convert(prepared)
     finally:

@@ -169,7 +169,7 @@ def test_checkpoints_of_data_are_never_compared_by_the_error_of_their_weights(
 
 def test_output_errors_of_different_formats_are_not_compared(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Each is relative to plain rounding in its own format."""
-    prepared = prepare(pair[0], options=RecipeOptions(scheme="fp8"), out=tmp_path / "fp8")
+    prepared = prepare(pair[0], options=RecipeOptions(format="fp8"), out=tmp_path / "fp8")
     with prepared:
         convert(prepared)
     compare([judged(pair, tmp_path / "a", calibrated=0.25), tmp_path / "fp8"], out=tmp_path / "x.html")

@@ -144,7 +144,7 @@ def test_the_sample_that_choices_are_compared_on_is_the_one_that_is_told(sourced
 
 def test_where_no_scale_is_claimed_optimal_the_source_is_not_asked_for(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "absmax"
-    with prepare(pair[0], options=RecipeOptions(scheme="nvfp4", search="absmax"), out=out) as prepared:
+    with prepare(pair[0], options=RecipeOptions(format="nvfp4", scale_search="absmax"), out=out) as prepared:
         convert(prepared)
     for report in (gather(out), gather(out, source=pair[0])):
         assert report.proof.claimed == 0

@@ -52,7 +52,7 @@ def test_scales_and_codes_are_the_exact_ones_of_the_enlarged_weights() -> None:
     w, runs = weight(), {}
     task = Task(
         [LoadedWeight(w)], get_format("mxfp4"), ["w"], lambda i, row, q: runs.__setitem__((i, row), q),
-        options=CodeOptions(search="enlarged"),
+        options=CodeOptions(scale_search="enlarged"),
     )  # fmt: skip
     result = rtn.quantize(task)
     factor = result.record_fields[0]["enlarged"]

@@ -19,8 +19,9 @@ import ptqpipe
 from ptqpipe.api.matrices import load_tensors
 from ptqpipe.calibration import reverse, runner
 from ptqpipe.calibration.activations import OnDisk
-from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.calibration.command import calibrate
 from ptqpipe.calibration.data import Samples, load_samples
+from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.check.evaluate.tokenized_text import SAMPLE
 from ptqpipe.checkpoint import tensor_file
@@ -84,7 +85,7 @@ def codes_of_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
     @cache
     def of(scheme: str, method: str) -> Path:
-        out, recipe = tmp_path_factory.mktemp("tuned") / "codes", RecipeOptions(scheme=scheme)
+        out, recipe = tmp_path_factory.mktemp("tuned") / "codes", RecipeOptions(format=scheme)
         tune.tune(DEMO, [str(text)], out, recipe=recipe, options=of_method(method), machine=ONE)
         return out
 
@@ -133,7 +134,7 @@ def test_codes_may_differ_from_weights_by_what_would_be_a_loss_of_the_nearest_on
     codes_of_run: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a layer has no inputs, codes that the model's output chose may be anywhere."""
-    codes, options = codes_of_run("nvfp4", "gptq"), RecipeOptions(scheme="nvfp4")
+    codes, options = codes_of_run("nvfp4", "gptq"), RecipeOptions(format="nvfp4")
     monkeypatch.setattr(conversion, "LOST", 1e-3)
     with prepare(DEMO, options=RecipeOptions(), out=tmp_path / "out", rounding=codes) as job:
         done = convert_stage.convert(job, machine=ONE)
@@ -156,7 +157,7 @@ def test_a_weight_that_its_siblings_scale_would_erase_is_refused_before_codes_ar
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.0.self_attn.q_proj.weight"][0, 0] = 1e6
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    recipe = RecipeOptions(scheme="nvfp4")
+    recipe = RecipeOptions(format="nvfp4")
     with pytest.raises(NumericsError, match=r"k_proj.weight would lose \d+% of its energy.*ignore="):
         tune.tune(model, [str(text)], tmp_path / "codes", recipe=recipe, options=of_method(method), machine=ONE)
 
@@ -186,13 +187,13 @@ def test_codes_of_another_model_or_format_are_refused(tuned: tuple[str, Path], t
         (copy / file.name).write_bytes(file.read_bytes())
     (copy / "rounding.json").write_text(json.dumps(content))
     with pytest.raises(UsageError, match=r"learned codes in .*copy belong to the model demo_model .*tune this one"):
-        prepare(DEMO, options=RecipeOptions(scheme=scheme), out=tmp_path / "o", rounding=copy)
+        prepare(DEMO, options=RecipeOptions(format=scheme), out=tmp_path / "o", rounding=copy)
 
 
 def test_codes_hold_for_every_copy_of_the_model(tuned: tuple[str, Path], tmp_path: Path) -> None:
     scheme, codes = tuned
     copy = shutil.copytree(DEMO, tmp_path / "second_download", copy_function=shutil.copyfile)
-    prepare(copy, options=RecipeOptions(scheme=scheme), out=tmp_path / "o", rounding=codes).close()
+    prepare(copy, options=RecipeOptions(format=scheme), out=tmp_path / "o", rounding=codes).close()
 
 
 def test_a_flipped_bit_among_the_codes_is_an_error_not_another_model(tuned: tuple[str, Path], tmp_path: Path) -> None:
@@ -495,7 +496,7 @@ def test_the_tuned_block_computes_what_the_converted_checkpoint_does(kind: str, 
     windows = make_windows(samples=3)
     narrow = {"qwen3_moe": ("re:.*down_proj",), "mixtral": ("re:.*w2",)}  # 48 columns
     ignore = narrow.get(kind, ()) if scheme == "mxfp8" else ()
-    recipe = RecipeOptions(scheme=scheme, ignore=ignore)
+    recipe = RecipeOptions(format=scheme, ignore=ignore)
     prepared = prepare(model, options=recipe, out=tmp_path / "out")
     with prepared.source as source:
         convert_stage.convert(prepared)

@@ -31,7 +31,7 @@ from ptqpipe.run.machine import Machine
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"
 OPTIONS = TuneOptions(samples=40, seqlen=64, method="kl", metric="output", settings=Settings(steps=8))
-FORMAT = RecipeOptions(scheme="nvfp4_w4a4")
+FORMAT = RecipeOptions(format="nvfp4_w4a4")
 ONE = Machine(workers=1)
 
 
@@ -53,7 +53,7 @@ def run(text: Path, out: Path, **changes: Any) -> dict[str, Any]:
 )
 def test_codes_take_larger_steps_where_inputs_have_four_bits(scheme: str, rate: float, tmp_path: Path) -> None:
     options = TuneOptions(method="kl", settings=settings_of(None, seed=3))
-    with prepare(DEMO, options=RecipeOptions(scheme=scheme), out=tmp_path / "o", collected=True) as prepared:
+    with prepare(DEMO, options=RecipeOptions(format=scheme), out=tmp_path / "o", collected=True) as prepared:
         settings = end_to_end.with_rate(prepared, options).settings
     assert settings == Settings(steps=100, rate=rate, seed=3)
 

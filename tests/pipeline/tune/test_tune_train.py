@@ -66,7 +66,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(text: Path, out: Path, *, model: Path = DEMO, **changes: Any) -> dict[str, Any]:
-    given: dict[str, Any] = {"recipe": RecipeOptions(scheme="nvfp4"), "options": OPTIONS, "machine": ONE} | changes
+    given: dict[str, Any] = {"recipe": RecipeOptions(format="nvfp4"), "options": OPTIONS, "machine": ONE} | changes
     return dict(tune.tune(model, [str(text)], out, **given).content)
 
 
@@ -222,7 +222,7 @@ def test_gradients_of_floats_are_those_of_the_divergence(tmp_path: Path) -> None
     """Of a norm in the first layer, the last norm, the head and the embedding, against differences."""
     model = make_model(tmp_path / "llama", "llama")
     wanted = ["lm_head", "model.embed_tokens", "model.layers.0.input_layernorm", "model.norm"]
-    with prepare(model, options=RecipeOptions(scheme="nvfp4"), out=tmp_path / "o", collected=True) as plan:
+    with prepare(model, options=RecipeOptions(format="nvfp4"), out=tmp_path / "o", collected=True) as plan:
         skeleton = Skeleton.of(plan.source, dtype=torch.float32)
         kept = find_kept(plan, skeleton, ("head", "embeddings", "norms"))
         with (
@@ -268,7 +268,7 @@ def test_what_cannot_be_trained_is_one_line(
 ) -> None:
     options = TuneOptions(samples=40, seqlen=64, method=changes.get("method", "kl"), train=train)
     with pytest.raises(UsageError, match=message):
-        run(text, tmp_path / "out", options=options, recipe=RecipeOptions(scheme=changes.get("scheme", "nvfp4")))
+        run(text, tmp_path / "out", options=options, recipe=RecipeOptions(format=changes.get("scheme", "nvfp4")))
     assert not (tmp_path / "out").exists()
 
 
@@ -310,7 +310,7 @@ def test_a_run_that_is_stopped_while_floats_are_trained_goes_on_to_the_same_valu
 
 def test_a_head_that_is_the_embedding_is_trained_as_one(tmp_path: Path) -> None:
     model = make_model(tmp_path / "tied", "llama_tied")
-    with prepare(model, options=RecipeOptions(scheme="nvfp4"), out=tmp_path / "o", collected=True) as plan:
+    with prepare(model, options=RecipeOptions(format="nvfp4"), out=tmp_path / "o", collected=True) as plan:
         skeleton = Skeleton.of(plan.source, dtype=torch.float32)
         for one in ("head", "embeddings"):
             with pytest.raises(UsageError, match="is its embedding, one tensor; name both: --train head,embeddings"):

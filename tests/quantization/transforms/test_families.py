@@ -12,9 +12,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from ptqpipe.calibration.command import CalibrateOptions, calibrate
+from ptqpipe.calibration.command import calibrate
+from ptqpipe.calibration.options import CalibrateOptions
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.command import transform
-from ptqpipe.conversion.transform.plan import TransformOptions
 from ptqpipe.errors import UsageError
 from ptqpipe.models.families import Norms
 from ptqpipe.models.families.table import FAMILIES
@@ -128,7 +129,7 @@ def test_the_model_stays_what_it_was(tmp_path: Path, kind: str, norms: Norms) ->
     tensors = {name: t.float() for name, t in load_file(source / "model.safetensors").items()}
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     for name in rotations(structure):
-        options = TransformOptions(apply=name, block=16, untie=True, dtype="fp32")
+        options = TransformOptions(transforms=name, rotation_size=16, untie=True, dtype="fp32")
         transform(source, tmp_path / name, options=options, machine=Machine(workers=1))
         after = logits(loaded(tmp_path / name))
         torch.testing.assert_close(after, before, rtol=0, atol=3e-4 * float(before.abs().max()))

@@ -206,7 +206,7 @@ def test_sparse_and_chunked_attention_end_where_they_do_not_see_everything() -> 
 
 def test_a_cache_that_is_too_small_says_what_is_needed() -> None:
     model = build(CONFIGS["llama"]())
-    with pytest.raises(UsageError, match=r"--kv-cache-size to (\d+)") as error:
+    with pytest.raises(UsageError, match=r"kv_cache_size to (\d+)") as error:
         ModelRunner(model, CacheOptions(1000, 64, 2, 8))
-    needed = int(str(error.value).split("--kv-cache-size to ")[1].split()[0])
+    needed = int(str(error.value).split("kv_cache_size to ")[1].split()[0])
     assert ModelRunner(model, CacheOptions(needed, 64, 2, 8)).blocks == 9

@@ -136,11 +136,11 @@ def test_states_count_in_the_cache() -> None:
     assert each == 2 * 4 * (channels * 4 + inner * 16)  # layers, float32, a kernel of 4, 16 states
     for limit, sequences in ((5 * each, 2), (2 * each, 1)):
         assert ModelRunner(build("mamba2, without pages"), CacheOptions(limit, LENGTH, 4)).max_seqs == sequences
-    with pytest.raises(UsageError, match="--kv-cache-size to "):
+    with pytest.raises(UsageError, match="kv_cache_size to "):
         ModelRunner(build("mamba2, without pages"), CacheOptions(each - 1, LENGTH, 4))
-    with pytest.raises(UsageError, match=r"beside 4 sequences' states.*--kv-cache-size to (\d+)") as error:
+    with pytest.raises(UsageError, match=r"beside 4 sequences' states.*kv_cache_size to (\d+)") as error:
         ModelRunner(build("lfm2"), CacheOptions(12000, LENGTH, 4))
-    needed = int(str(error.value).split("--kv-cache-size to ")[1].split()[0])
+    needed = int(str(error.value).split("kv_cache_size to ")[1].split()[0])
     assert ModelRunner(build("lfm2"), CacheOptions(needed, LENGTH, 4)).blocks * 16 > LENGTH
 
 

@@ -154,11 +154,11 @@ def test_connections_and_a_backlog_fit_beside_the_files_that_are_open(files: int
 
 
 def test_a_second_service_on_a_port_is_refused_when_it_binds() -> None:
-    with bind("127.0.0.1", 0) as first, pytest.raises(UsageError, match="choose another --port"):
+    with bind("127.0.0.1", 0) as first, pytest.raises(UsageError, match="choose another port"):
         bind("127.0.0.1", first.getsockname()[1])
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 99999])
 def test_a_port_that_is_none_is_refused(port: int) -> None:
-    with pytest.raises(UsageError, match=f"--port is {port}, expected 0 to 65535"):
+    with pytest.raises(UsageError, match=f"port is {port}, expected 0 to 65535"):
         bind("127.0.0.1", port)

@@ -61,7 +61,7 @@ def test_another_host_is_refused_with_the_option_that_allows_it(named: Server, h
     with named.client(host=f"{host}:8000") as http:
         response = http.get(path)
     assert response.status_code == 403
-    assert f"--allowed-host {host}" in response.json()["error"]["message"]
+    assert f'allowed_host="{host}"' in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("host", ["a:b:c", "[::1", "localhost:80x", "evil.com#localhost"])

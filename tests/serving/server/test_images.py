@@ -14,8 +14,9 @@ import torch
 import transformers
 
 from ptqpipe.errors import UsageError
-from ptqpipe.serving.command import ServeOptions, serving
+from ptqpipe.serving.command import serving
 from ptqpipe.serving.engine import EngineOptions, Images, Overloaded, Request, SamplingParams, Service, State
+from ptqpipe.serving.options import ServeOptions
 from ptqpipe.serving.preflight import check_checkpoint, processor_of
 from tests import processors
 from tests.serving.engine import images
@@ -49,7 +50,9 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(request: pytest.FixtureRequest, folders: dict[str, Path], media: Path) -> Iterator[tuple[str, Path, str]]:
     """(kind, folder, URL) of each model, served."""
     folder = folders[request.param]
-    options = ServeOptions(str(folder), port=0, dtype="float32", cache_bytes=1 << 24, threads=1, media=media)
+    options = ServeOptions(
+        str(folder), port=0, dtype="float32", kv_cache_size=1 << 24, workers=1, allowed_local_media_path=media
+    )
     with serving(options, log=lambda line: None) as url:
         yield request.param, folder, url
 
@@ -146,15 +149,15 @@ def test_a_model_without_its_processor_says_so_to_who_sends_an_image(folders: di
     bare = tmp_path / "bare"
     shutil.copytree(folders["llava"], bare, ignore=shutil.ignore_patterns("*processor_config.json"))
     said: list[str] = []
-    options = ServeOptions(str(bare), port=0, dtype="float32", cache_bytes=1 << 24, threads=1)
+    options = ServeOptions(str(bare), port=0, dtype="float32", kv_cache_size=1 << 24, workers=1)
     with serving(options, log=said.append) as url:
         found = ask(url, [image(processors.data_uri(processors.png(FIRST)))])
         assert found.status_code == 400
         assert "has none of processor_config.json, preprocessor_config.json" in found.json()["error"]["message"]
         assert ask(url, [text("w3")]).status_code == 200
     assert any("images are not taken" in line for line in said)
-    assert processor_of(str(folders["llava"]), invariant=True) == "images are not taken with --batch-invariant"
-    refused = pytest.raises(UsageError, match=r"--allowed-local-media-path: images are not taken.*leave the option out")
+    assert processor_of(str(folders["llava"]), batch_invariant=True) == "images are not taken with batch_invariant"
+    refused = pytest.raises(UsageError, match=r"allowed_local_media_path: images are not taken.*leave the option out")
     with refused, serving(replace(options, media=tmp_path), log=said.append):
         pass
 
@@ -165,7 +168,7 @@ def test_a_tower_without_its_config_ends_the_request_alone(folders: dict[str, Pa
     config = json.loads((other / "config.json").read_text())
     del config["vision_config"]
     (other / "config.json").write_text(json.dumps(config))
-    options = ServeOptions(str(other), port=0, dtype="float32", cache_bytes=1 << 24, threads=1)
+    options = ServeOptions(str(other), port=0, dtype="float32", kv_cache_size=1 << 24, workers=1)
     with serving(options, log=lambda line: None) as url:
         found = ask(url, [image(processors.data_uri(processors.png(FIRST)))])
         assert found.status_code == 500

@@ -16,7 +16,8 @@ import pytest
 
 import ptqpipe
 from ptqpipe.run import processes
-from ptqpipe.serving.command import ServeOptions, serving
+from ptqpipe.serving.command import serving
+from ptqpipe.serving.options import ServeOptions
 from tests.serving.engine.models import DEMO
 from tests.serving.server.test_processes import started
 
@@ -117,7 +118,7 @@ def test_the_service_of_the_python_api_is_reached_on_loopback_alone() -> None:
 
 
 def test_the_service_behind_a_chat_in_the_terminal_is_reached_on_loopback_alone() -> None:
-    with watched(os.getpid()) as found, serving(ServeOptions(str(DEMO), port=0, threads=1), log=lambda line: None):
+    with watched(os.getpid()) as found, serving(ServeOptions(str(DEMO), port=0, workers=1), log=lambda line: None):
         pass
     assert found
     assert all(map(is_loopback, found)), found

@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from ptqpipe.serving.command import ServeOptions, serving as chats
+from ptqpipe.serving.command import serving as chats
+from ptqpipe.serving.options import ServeOptions
 from tests import processors
 from tests.serving.engine import images
 from tests.serving.engine.models import PROMPTS, greedy, tokenizer
@@ -389,7 +390,7 @@ def test_an_image_is_attached_shown_and_answered(tmp_path: Path) -> None:
     folder = processors.add(images.make(tmp_path / "model", "llava"), "llava")
     raw = processors.png(processors.picture(1))
     (tmp_path / "first.png").write_bytes(raw)
-    options = ServeOptions(str(folder), port=0, dtype="float32", cache_bytes=1 << 24, threads=1)
+    options = ServeOptions(str(folder), port=0, dtype="float32", kv_cache_size=1 << 24, workers=1)
 
     async def main(url: str) -> str:
         async with browser.opened(url, width=800, height=600, dark=False) as page:

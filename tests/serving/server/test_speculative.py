@@ -8,7 +8,8 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from ptqpipe.errors import UsageError
-from ptqpipe.serving.command import ServeOptions, serving
+from ptqpipe.serving.command import serving
+from ptqpipe.serving.options import ServeOptions
 from tests import families
 
 BODY = {"prompt": "w5 w17 w40 w8", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -28,7 +29,7 @@ def test_answers_are_those_without_drafts_and_metrics_count(ckpt: Path) -> None:
     answers, metrics = [], ""
     for speculative in (None, "mtp"):
         options = ServeOptions(
-            str(ckpt), port=0, dtype="float32", threads=1, cache_bytes=1 << 22, speculative=speculative,
+            str(ckpt), port=0, dtype="float32", workers=1, kv_cache_size=1 << 22, speculative=speculative,
             speculative_tokens=1 if speculative is None else 2,
         )  # fmt: skip
         with serving(options, log=lambda line: None) as url, httpx.Client(base_url=url, timeout=60) as http:

