@@ -49,13 +49,13 @@ def card(source: Source, record: Mapping[str, Any], *, nbytes: int, warnings: Se
     nbytes    of its weight files and their index
     warnings  what its readers get wrong
     """
-    given = front_matter(source.reader.path / CARD)
-    head = yaml.safe_dump(_head(source, record, given), sort_keys=False, allow_unicode=True)
+    front = front_matter(source.reader.path / CARD)
+    head = yaml.safe_dump(_head(source, record, front), sort_keys=False, allow_unicode=True)
     plain = "weights" not in record or "dequantized_from" in record or "transformed_from" in record
     formats = Counter(str(entry.get("format")) for entry in record.get("weights", {}).values())
     what = _kind(record, formats)
     lines = [f"# {code(_name(source, record))}, {what}", ""]
-    lines += [_BEGIN, _END, "", *_facts(source, record, nbytes, formats, plain=plain), "", *_made(record), ""]
+    lines += [_BEGIN, _END, "", *_facts(source, record, nbytes, formats, plain=plain), "", *_command_lines(record), ""]
     return f"---\n{head}---\n\n{chr(10).join(lines + _use(record, warnings, plain=plain))}\n".encode(
         "utf-8", errors="replace")  # fmt: skip
 
@@ -118,14 +118,14 @@ def write_section(ckpt: Path, section: str) -> bool:
     return True
 
 
-def _head(source: Source, record: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _head(source: Source, record: Mapping[str, Any], front: Mapping[str, Any]) -> dict[str, Any]:
     """The front matter: what the hub files the model under."""
-    base = hub_name(source.reader.path) or (given.get("base_model") if is_ours(source.reader.path / CARD) else None)
+    base = hub_name(source.reader.path) or (front.get("base_model") if is_ours(source.reader.path / CARD) else None)
     head: dict[str, Any] = {}
     if isinstance(base, str):
         head = {"base_model": one_line(base)}
         head |= {} if "transformed_from" in record else {"base_model_relation": "quantized"}
-    kept = {key: value for key in _CARRIED if _is_text(value := given.get(key))}
+    kept = {key: value for key in _CARRIED if _is_text(value := front.get(key))}
     formats = {str(entry.get("format")) for entry in record.get("weights", {}).values() if "format" in entry}
     tags = ["ptqpipe", *sorted(formats)]
     if "pipeline_tag" not in kept and _is_causal(source):
@@ -178,8 +178,8 @@ def _facts(
     weights, kept = record.get("weights", {}), record.get("kept", {})
     if not plain:
         bits = [(entry.get("bits_per_weight"), _elements(entry)) for entry in weights.values()]
-        known = [(b, n) for b, n in bits if isinstance(b, float | int)]
-        mean = sum(b * n for b, n in known) / max(1, sum(n for _, n in known))
+        weighted = [(b, n) for b, n in bits if isinstance(b, float | int)]
+        mean = sum(b * n for b, n in weighted) / max(1, sum(n for _, n in weighted))
         counts = ", ".join(f"{n} {f}" for f, n in formats.items())
         rows.append(("quantized", f"{len(weights)} weights ({counts}), {mean:.3f} bits per weight"))
     reasons = Counter(str(entry.get("reason") or "no reason recorded") for entry in kept.values())
@@ -213,7 +213,7 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _made(record: Mapping[str, Any]) -> list[str]:
+def _command_lines(record: Mapping[str, Any]) -> list[str]:
     """The command that made it, and the rules of its recipe."""
     former = record.get("converted_as")
     recipe = record.get("recipe") or (former.get("recipe") if isinstance(former, Mapping) else None)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
-from ptqpipe.conversion import BIAS_REASON, Done
+from ptqpipe.conversion import BIAS_REASON, WriteResult
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.output_error import (
     can_be_proven,
@@ -108,8 +108,8 @@ def warnings_of(work: Conversion) -> list[str]:
 
 def _decoded(work: Conversion) -> list[str]:
     """That weights which the source stores quantized are kept, and so become floats, though nobody asked for it."""
-    stored, asked = work.source.stored, (IGNORED, BY_RECIPE)
-    decoded = [kept for kept in work.outputs.plan.kept if kept.name in stored and kept.reason not in asked]
+    stored, on_request = work.source.stored, (IGNORED, BY_RECIPE)
+    decoded = [kept for kept in work.outputs.plan.kept if kept.name in stored and kept.reason not in on_request]
     if not decoded:
         return []
     name, reason = one_line(decoded[0].name, limit=300), one_line(decoded[0].reason, limit=300)
@@ -238,7 +238,7 @@ def by_role(weights: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def converted_json(done: Done) -> dict[str, Any]:
+def converted_json(done: WriteResult) -> dict[str, Any]:
     """The outcome as data: output errors relative to plain rounding's first, where anything was calibrated or tuned."""
     weights = done.record["weights"]
     return done.to_json(
@@ -256,7 +256,7 @@ def converted_json(done: Done) -> dict[str, Any]:
     )
 
 
-def converted_text(done: Done) -> str:
+def converted_text(done: WriteResult) -> str:
     """The closing table, and by what it is to be judged."""
     return "\n".join(
         [

@@ -121,11 +121,11 @@ class InputScales:
         first = {statistics.key(module): module for module in reversed(modules)}  # each input once
         amax = 0.0
         for module in first.values():
-            known = statistics.of(module)
+            stored = statistics.of(module)
             bound = static_amax(
-                known.amax,
-                known.second_moment,
-                known.quantiles,
+                stored.amax,
+                stored.second_moment,
+                stored.quantiles,
                 policy=self._recipe.input_scale,
                 largest=largest,
                 name=module,
@@ -192,14 +192,16 @@ def inputs_of(unit: Unit, statistics: KnownInputs) -> list[Moments]:
         if key not in by_key:
             full = "full_moment" in needed
             block = not full and statistics.has(module, "block_moment")
-            known = statistics.of(module, block=block, full=full, held_out=True)
-            by_key[key] = known.rotated(unit.scheme.rotation)
+            stored = statistics.of(module, block=block, full=full, held_out=True)
+            by_key[key] = stored.rotated(unit.scheme.rotation)
     both = unit.rule.algorithm == "gptq" and two_sided.possible(unit.scheme.fmt)
     outputs = [statistics.output_moments(module_of(m), m.shape[0]) if both else None for m in unit.members]
     inputs = [by_key[statistics.key(module_of(m))] for m in unit.members]
-    if any(known is None for known in outputs):  # what one costs would be less than others do
+    if any(
+        gradients is None for gradients in outputs
+    ):  # without gradients for all members the costs would not be comparable
         return inputs
-    return [replace(moments, outputs=known) for moments, known in zip(inputs, outputs, strict=True)]
+    return [replace(moments, outputs=gradients) for moments, gradients in zip(inputs, outputs, strict=True)]
 
 
 def _needed(unit: Unit) -> tuple[str, ...]:
@@ -218,8 +220,8 @@ def unit_extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
         held_out = statistics is not None and any(statistics.held_out(module_of(m)) for m in unit.members)
         squares = 4 * columns * columns * (2 if held_out else 1) + memory_bytes(columns)
         rows = max(member.shape[0] for member in unit.members)
-        known = statistics is not None and all(statistics.knows_outputs(module_of(m)) for m in unit.members)
-        both = known and unit.rule.algorithm == "gptq"
+        has_gradients = statistics is not None and all(statistics.knows_outputs(module_of(m)) for m in unit.members)
+        both = has_gradients and unit.rule.algorithm == "gptq"
         squares += OUTPUT_BYTES * rows * min(rows, OUT_ROWS) if both else 0
     bits = unit.scheme.fmt.bits_per_weight(unit.members[0].shape)
     codes = int(2 * bits / 8 * max(member.elements for member in unit.members))  # those of rtn wait beside them

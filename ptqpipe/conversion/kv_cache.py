@@ -65,9 +65,9 @@ def cache_specs(
             "the source has no attention with k_proj and v_proj side by side (other kinds cache something else, or "
             f"have one matrix of both); leave {arg('kv_cache')} out"
         )
-    taken = next((spec.name for specs in specs_of.values() for spec in specs if spec.name in source.tensors), None)
-    if taken is not None:
-        raise UsageError(f"the source already has {taken}; leave {arg('kv_cache')} out to keep its scales")
+    clash = next((spec.name for specs in specs_of.values() for spec in specs if spec.name in source.tensors), None)
+    if clash is not None:
+        raise UsageError(f"the source already has {clash}; leave {arg('kv_cache')} out to keep its scales")
     return specs_of
 
 

@@ -76,7 +76,7 @@ class MeanErrors:
         self._weights, self._means, self._sink = weights, means, sink
         self._shifts = [torch.zeros(weight.shape[0], dtype=torch.float64) for weight in weights]
 
-    def take(self, member: int, row: int, q: QTensor) -> None:
+    def write_rows(self, member: int, row: int, q: QTensor) -> None:
         """As `RowWriter`."""
         self._sink(member, row, q)
         mean = self._means[member]
@@ -190,9 +190,9 @@ class Outputs:
                 )
         experts = (target.scheme.name for target in self.targets if target.experts or experts_of(target.module))
         check_experts(reader, dict.fromkeys(experts), container=self.container_name)
-        turned = [target.module for target in self.targets if target.scheme.rotation]
-        if turned:
-            biased = next((kept.name for kept in self.plan.kept if kept.name.removesuffix(".bias") in turned), None)
+        rotated = [target.module for target in self.targets if target.scheme.rotation]
+        if rotated:
+            biased = next((kept.name for kept in self.plan.kept if kept.name.removesuffix(".bias") in rotated), None)
             check_rotation(reader, biased)
 
 

@@ -97,5 +97,5 @@ def _reason(error: Exception) -> str:
     words = {401: "the token is not valid", 403: "the token may not write there", 404: "there is no such owner"}
     if status in words:
         return words[status]
-    said = first_line(error)
-    return said if status is not None else f"the hub was not reached, or not to the end ({said})"
+    reason = first_line(error)
+    return reason if status is not None else f"the hub was not reached, or not to the end ({reason})"

@@ -17,7 +17,7 @@ from ptqpipe.check.evaluate import perplexity, score
 from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import RECORD_FILE, Paths, check_place, locked, output_errors
 from ptqpipe.checkpoint.regular_file import read_json
-from ptqpipe.conversion import Done
+from ptqpipe.conversion import WriteResult
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.convert_summary import by_role
 from ptqpipe.conversion.prepare import prepare
@@ -113,7 +113,7 @@ def _check_place(out: Path) -> None:
             raise OutputExists(f"{out} holds {path.name!r}, which no demo has written; give another {arg('out')}")
 
 
-def _convert(scheme: str, out: Path, machine: Machine) -> Done:
+def _convert(scheme: str, out: Path, machine: Machine) -> WriteResult:
     prepared = prepare(MODEL, options=RecipeOptions(format=scheme), out=out)
     with prepared:
         done = convert(prepared, mode="overwrite", machine=machine)

@@ -17,7 +17,7 @@ import ptqpipe
 from ptqpipe.checkpoint import OF_WEIGHTS, TensorSpec
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.cli import main
-from ptqpipe.conversion import Done
+from ptqpipe.conversion import WriteResult
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.command import _beyond, transform
 from ptqpipe.conversion.transform.factors import find_factors
@@ -30,7 +30,7 @@ pytest.importorskip("transformers")
 DEMO = Path(__file__).resolve().parent.parent.parent / "ptqpipe" / "demo_model"
 
 
-def run(model: Path, out: Path, options: TransformOptions, stats: Path | None) -> Done:
+def run(model: Path, out: Path, options: TransformOptions, stats: Path | None) -> WriteResult:
     done = transform(model, out, stats=stats, options=options)
     assert done is not None
     return done

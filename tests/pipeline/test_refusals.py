@@ -18,8 +18,8 @@ from ptqpipe.conversion.transform.command import Transformation
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline import command as stage, stages
+from ptqpipe.pipeline.disk_space import memory_of, pair_samples
 from ptqpipe.pipeline.prepare_stages import prepare
-from ptqpipe.pipeline.room import memory_of, pair_samples
 from ptqpipe.pipeline.tune import backwards, command as tune_stage
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from tests import tiny

@@ -16,7 +16,7 @@ from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.models.families import in_mtp_layers
 from ptqpipe.models.reader_facts import READERS
 from ptqpipe.numerics.schemes import SCHEMES
-from ptqpipe.pipeline.call import for_reader
+from ptqpipe.pipeline.validate import for_reader
 from ptqpipe.recipe.file import load_recipe, named_recipes
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.recipe.recipe import matches

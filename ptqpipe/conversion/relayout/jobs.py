@@ -130,8 +130,8 @@ def _read_rows(piece: WeightPiece, part: Part, reader: CheckpointReader) -> Iter
         last = min(first + run, count)
         span = (last - first - 1) * step + 1
         raw = torch.empty(span * row_bytes, dtype=torch.uint8)
-        at = (base + first * step) * row_bytes
-        reader.read_into(part.name, raw, start=at, stop=at + span * row_bytes)
+        begin = (base + first * step) * row_bytes
+        reader.read_into(part.name, raw, start=begin, stop=begin + span * row_bytes)
         yield raw.reshape(span, row_bytes)[::step].contiguous()
 
 

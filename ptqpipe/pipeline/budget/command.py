@@ -21,8 +21,8 @@ from ptqpipe.models.source import Source
 from ptqpipe.pipeline.budget.cost import Costs, choose_moment, estimate, knows_outputs
 from ptqpipe.pipeline.budget.measure import Measurement, measure, sensitivity
 from ptqpipe.pipeline.budget.plan_units import DEFAULT_FORMATS, Group, find_groups, forecast, recipe_content, schemes_of
-from ptqpipe.pipeline.call import container_of_all, formats_for
 from ptqpipe.pipeline.options import PlanCommand
+from ptqpipe.pipeline.validate import container_of_all, formats_for
 from ptqpipe.recipe.file import recipe_text
 from ptqpipe.recipe.knapsack import Allocation, require_scipy, solve
 from ptqpipe.run.machine import Machine
@@ -72,7 +72,7 @@ class MixedPlan:
     """A decided plan, whose recipe is ``content``.
 
     chosen      group id -> the name of its option
-    how         what costs mean
+    meaning     what costs mean
     solution    the choice; one of ``curve``, the choices at other budgets, the smallest first
     file_bytes  of weights and index that the recipe converts to, exactly
     stats       the statistics that converting needs, None for none
@@ -83,7 +83,7 @@ class MixedPlan:
     groups: tuple[Group, ...]
     chosen: Mapping[str, str]
     costs: Costs
-    how: str
+    meaning: str
     solution: Allocation
     curve: tuple[Allocation, ...]
     file_bytes: int
@@ -169,28 +169,30 @@ def plan_mixed(
 
         options: Mapping[str, str] = {}
         if isinstance(sensitivity, Measurement):
-            costs, how = measure(source, groups, sensitivity, shown=machine.progress, begin=begin)
+            costs, meaning = measure(source, groups, sensitivity, shown=machine.progress, begin=begin)
         elif sensitivity is not None:
             with Statistics.open(sensitivity) as opened:
                 check_model(opened, source)
                 moment = choose_moment(opened, groups)
-                how = _how(moment, to_second_order=knows_outputs(opened, groups))
+                meaning = _meaning(moment, to_second_order=knows_outputs(opened, groups))
                 options = {"algorithm": "gptq"} if moment == "full_moment" else {"objective": "diagonal"}
                 follows = follows or moment == "full_moment"
                 begin()
                 costs = estimate(source, groups, stats=opened, machine=machine, follows=follows, rotations=rotations)
         else:
-            how = "squared error relative to the mean energy of the role (data-free)"
+            meaning = "squared error relative to the mean energy of the role (data-free)"
             begin()
             costs = estimate(source, groups, stats=None, machine=machine, rotations=rotations)
         stats = sensitivity if isinstance(sensitivity, Path) else None
-        return replace(_decide(source, groups, costs, how, limits, options, container), stats=stats)
+        return replace(_decide(source, groups, costs, meaning, limits, options, container), stats=stats)
 
 
-def _how(moment: str, *, to_second_order: bool) -> str:
+def _meaning(moment: str, *, to_second_order: bool) -> str:
     """What costs by statistics mean: of their ``moment`` of inputs and, to second order, of gradients at outputs."""
-    what, of = ("KL divergence to second order", "") if to_second_order else ("output error", " relative to the output")
-    return f"{what} of nearest codes{of}, {moment.replace('_', ' ')} of x"
+    what, relative = (
+        ("KL divergence to second order", "") if to_second_order else ("output error", " relative to the output")
+    )
+    return f"{what} of nearest codes{relative}, {moment.replace('_', ' ')} of x"
 
 
 def _header(source: Source, groups: Sequence[Group], formats: Sequence[str], limits: "_Limits") -> str:
@@ -279,7 +281,7 @@ def _decide(
     source: Source,
     groups: list[Group],
     costs: Costs,
-    how: str,
+    meaning: str,
     limits: _Limits,
     options: Mapping[str, str],
     container: str | None,
@@ -295,7 +297,7 @@ def _decide(
         if solution is None:
             break
         chosen = _names(groups, solution)
-        description = f"Mixed precision for {limits.description}; {how}"
+        description = f"Mixed precision for {limits.description}; {meaning}"
         content = recipe_content(groups, chosen, description=description, options=options)
         content |= {} if container is None else {"container": container}
         outputs = forecast(source, content, groups, chosen)
@@ -304,7 +306,9 @@ def _decide(
             curve = _curve(rows, limits.sizes, solution)
             name = name_of(source.reader.path)
             warnings = tuple(outputs.container.warnings(outputs.targets, source.reader.config))
-            return MixedPlan(name, tuple(groups), chosen, costs, how, solution, curve, size, content, warnings=warnings)
+            return MixedPlan(
+                name, tuple(groups), chosen, costs, meaning, solution, curve, size, content, warnings=warnings
+            )
         limit = solution.nbytes - (1 if attempt < _ATTEMPTS // 2 else max(1, size - limits.file_budget))
     raise UsageError("no choice of formats was found within this budget; give a few kilobytes more")
 

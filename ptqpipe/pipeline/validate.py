@@ -21,9 +21,9 @@ SELF = "self"
 _BY_QUALITY = ("algorithm", "objective", "damping", "refine_passes")
 
 
-def check_alone(**given: object) -> None:
+def check_alone(**alone: object) -> None:
     """UsageError for options of a conversion alone that are given to a run of several stages."""
-    first = next((name for name, value in given.items() if value), None)
+    first = next((name for name, value in alone.items() if value), None)
     if first is not None:
         raise UsageError(
             f"{arg(first)} is for a conversion alone; leave it out, or {arg('data')}, {arg('budget')}, {arg('eval')} "
@@ -59,11 +59,11 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
             f"{arg('formats')} names what {arg('budget')} chooses from; add {arg('budget')}, or give one "
             f"{arg('format')}"
         )
-    given = arg("recipe") if recipe_path is not None else arg("format") if recipe.format is not None else ""
+    decider = arg("recipe") if recipe_path is not None else arg("format") if recipe.format is not None else ""
     if recipe.overrides.get("mtp") not in (None, "keep"):
-        given = arg("mtp", recipe.mtp)
-    if work.budget is not None and given:
-        raise UsageError(f"{arg('budget')} chooses the formats, and {given} does; give one of them")
+        decider = arg("mtp", recipe.mtp)
+    if work.budget is not None and decider:
+        raise UsageError(f"{arg('budget')} chooses the formats, and {decider} does; give one of them")
     decided = next((name for name in _BY_QUALITY if work.data and recipe.overrides.get(name) is not None), None)
     if decided is not None:
         raise UsageError(
@@ -118,9 +118,9 @@ def formats_for(reader: str | None, formats: tuple[str, ...] | None) -> tuple[st
     does not run."""
     if reader is None:
         return formats or DEFAULT_FORMATS
-    known = formats_of(reader)
+    supported = formats_of(reader)
     if formats is None:
-        return tuple(name for name in DEFAULT_FORMATS if name in known or name == KEEP)
+        return tuple(name for name in DEFAULT_FORMATS if name in supported or name == KEEP)
     for name in formats:
         if name.lower() != KEEP:
             container_for(reader, [get_scheme(name)])
