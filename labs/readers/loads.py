@@ -302,7 +302,7 @@ def refusal(
     """What ``convert --reader`` says instead of writing a model in a format for a reader; empty where it writes it."""
     from ptqpipe.conversion.prepare import prepare
     from ptqpipe.errors import UsageError
-    from ptqpipe.pipeline.call import for_reader
+    from ptqpipe.pipeline.validate import for_reader
     from ptqpipe.recipe.options import RecipeOptions
 
     try:

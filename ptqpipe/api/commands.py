@@ -18,7 +18,7 @@ from ptqpipe.api.result import Result
 from ptqpipe.calibration import command as calibrate_stage, own_text as generate_stage, summary as calibrate_text
 from ptqpipe.calibration.options import CalibrateCommand, CalibrateOptions, GenerateCommand, GenerateOptions
 from ptqpipe.checkpoint import Finished
-from ptqpipe.conversion import Done, command as convert_stage
+from ptqpipe.conversion import WriteResult, command as convert_stage
 from ptqpipe.conversion.convert_summary import converted_text, missing_config
 from ptqpipe.conversion.options import TransformCommand, TransformOptions
 from ptqpipe.conversion.prepare import best_with, prepare
@@ -27,11 +27,11 @@ from ptqpipe.conversion.transform import command as transform_stage
 from ptqpipe.errors import PtqWarning
 from ptqpipe.pipeline import messages as pipeline_text
 from ptqpipe.pipeline.budget import command as plan_stage, plan_summary as plan_text
-from ptqpipe.pipeline.call import check_alone, for_reader
-from ptqpipe.pipeline.command import Made, pipeline
+from ptqpipe.pipeline.command import PipelineResult, pipeline
 from ptqpipe.pipeline.options import ConvertCommand, PlanCommand
 from ptqpipe.pipeline.tune import command as tune_stage, tune_summary as tune_text
 from ptqpipe.pipeline.tune.tune_options import TuneCommand
+from ptqpipe.pipeline.validate import check_alone, for_reader
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.run.machine import Machine
 from ptqpipe.run.quantities import disk_size, number
@@ -115,7 +115,7 @@ def _convert(model: str | Path, options: ConvertCommand, machine: Machine) -> Re
     return checkpoint("convert", done, converted_text)
 
 
-def _made(made: Made) -> Result:
+def _made(made: PipelineResult) -> Result:
     """The result of a conversion of several stages."""
     size = sum(file.stat().st_size for file in made.out.glob("*.safetensors"))
     facts = {**_weights(made.record), "size": disk_size(size), "time": f"{made.seconds:.1f} s"}
@@ -125,7 +125,7 @@ def _made(made: Made) -> Result:
     )
 
 
-def checkpoint(name: str, done: Done | None, text: Callable[[Done], str], **more: Any) -> Result:
+def checkpoint(name: str, done: WriteResult | None, text: Callable[[WriteResult], str], **more: Any) -> Result:
     """The result of a command that wrote a checkpoint. ``more``: of `Result`."""
     assert done is not None  # rank 0 always has a result
     facts = {**_weights(done.record), "size": disk_size(done.written_bytes), "time": f"{done.seconds:.1f} s"}

@@ -49,7 +49,7 @@ def convert(options: ConvertCommand, terminal: Terminal) -> None:
     from ptqpipe.conversion import command as stage, convert_summary as tables
     from ptqpipe.conversion.prepare import best_with, prepare
     from ptqpipe.conversion.push import also_complete
-    from ptqpipe.pipeline.call import for_reader
+    from ptqpipe.pipeline.validate import for_reader
     from ptqpipe.run.machine import without_collections
 
     mode, machine, recipe = options.mode, terminal.machine(options, device=options.device), options.part(RecipeOptions)
@@ -106,10 +106,10 @@ def _upload(options: ConvertCommand, terminal: Terminal, out: Path) -> None:
 def _pipeline(options: ConvertCommand, terminal: Terminal) -> None:
     """All stages that the call needs, in one run."""
     from ptqpipe.conversion.push import also_complete
-    from ptqpipe.pipeline import call, command as stage, messages as text
+    from ptqpipe.pipeline import command as stage, messages as text, validate
     from ptqpipe.pipeline.prepare_stages import prepare
 
-    call.check_alone(stats=options.stats, codes=options.codes, dry_run=options.dry_run)
+    validate.check_alone(stats=options.stats, codes=options.codes, dry_run=options.dry_run)
     if ranks_of().world > 1:
         raise UsageError(
             f"with {arg('data')}, {arg('budget')}, {arg('eval')} or {arg('report')} convert is a single process; start "

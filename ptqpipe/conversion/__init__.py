@@ -1,10 +1,10 @@
 """Writing one checkpoint from another: what will be written, how a unit is quantized, and the run itself.
 
-    job.py              `Rewrite`, the contract of everything that writes a checkpoint, and the function that runs it
+    job.py              `CheckpointJob`, the contract of everything that writes a checkpoint, and what runs it
     planned_outputs.py  what a recipe writes for a source
     units.py            quantizes a unit by its rule; input_moments.py: the statistics of its inputs
     kv_cache.py         the scales of an FP8 KV cache
-    conversion.py       the `Rewrite` of convert and tune; consume.py: learned codes, deleted once written
+    conversion.py       the `CheckpointJob` of convert and tune; consume.py: learned codes, deleted once written
 
 Knows no command line and prints nothing but progress.
 """
@@ -19,18 +19,18 @@ from ptqpipe.conversion.input_moments import (
     unit_extra_bytes,
 )
 from ptqpipe.conversion.job import (
+    CheckpointJob,
     CopyTensor,
-    Done,
-    Rewrite,
     Run,
+    WriteResult,
     as_quantized,
     is_unfinished,
     merged,
     named_source,
     parts_of_stage,
     records_of,
-    rewrite,
     run_parts_of,
+    write_checkpoint,
     write_whole,
 )
 from ptqpipe.conversion.kv_cache import CACHE_REASON, WriteCacheScales, cache_specs, check_cached, write_scales

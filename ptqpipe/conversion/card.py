@@ -7,6 +7,7 @@ they are shown as code.
 
 import hashlib
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import yaml
 from ptqpipe.checkpoint import hub_name, name_of, write_file
 from ptqpipe.checkpoint.regular_file import read_regular
 from ptqpipe.conversion.record import text_data
-from ptqpipe.errors import one_line
+from ptqpipe.errors import argv, one_line
 from ptqpipe.models.source import Source
 from ptqpipe.run.quantities import disk_size
 
@@ -30,7 +31,7 @@ _SECTION = re.compile(f"(?<={re.escape(_BEGIN)}\n).*?(?={re.escape(_END)})", re.
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
 # How each layout is run, by its readers that are known to read it (docs/formats.md).
-_VLLM, _SGLANG = "vllm serve PATH", "python -m sglang.launch_server --model-path PATH"
+_VLLM, _SGLANG = "vllm serve PATH", " ".join(["python -m sglang.launch_server", *argv(model_path="PATH")])
 _READERS: dict[str, tuple[str, ...]] = {
     "compressed_tensors": (_VLLM, _SGLANG),
     "modelopt": (_VLLM, _SGLANG),
@@ -48,13 +49,13 @@ def card(source: Source, record: Mapping[str, Any], *, nbytes: int, warnings: Se
     nbytes    of its weight files and their index
     warnings  what its readers get wrong
     """
-    given = front_matter(source.reader.path / CARD)
-    head = yaml.safe_dump(_head(source, record, given), sort_keys=False, allow_unicode=True)
+    front = front_matter(source.reader.path / CARD)
+    head = yaml.safe_dump(_head(source, record, front), sort_keys=False, allow_unicode=True)
     plain = "weights" not in record or "dequantized_from" in record or "transformed_from" in record
     formats = Counter(str(entry.get("format")) for entry in record.get("weights", {}).values())
     what = _kind(record, formats)
     lines = [f"# {code(_name(source, record))}, {what}", ""]
-    lines += [_BEGIN, _END, "", *_facts(source, record, nbytes, formats, plain=plain), "", *_made(record), ""]
+    lines += [_BEGIN, _END, "", *_facts(source, record, nbytes, formats, plain=plain), "", *_command_lines(record), ""]
     return f"---\n{head}---\n\n{chr(10).join(lines + _use(record, warnings, plain=plain))}\n".encode(
         "utf-8", errors="replace")  # fmt: skip
 
@@ -117,14 +118,14 @@ def write_section(ckpt: Path, section: str) -> bool:
     return True
 
 
-def _head(source: Source, record: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _head(source: Source, record: Mapping[str, Any], front: Mapping[str, Any]) -> dict[str, Any]:
     """The front matter: what the hub files the model under."""
-    base = hub_name(source.reader.path) or (given.get("base_model") if is_ours(source.reader.path / CARD) else None)
+    base = hub_name(source.reader.path) or (front.get("base_model") if is_ours(source.reader.path / CARD) else None)
     head: dict[str, Any] = {}
     if isinstance(base, str):
         head = {"base_model": one_line(base)}
         head |= {} if "transformed_from" in record else {"base_model_relation": "quantized"}
-    kept = {key: value for key in _CARRIED if _is_text(value := given.get(key))}
+    kept = {key: value for key in _CARRIED if _is_text(value := front.get(key))}
     formats = {str(entry.get("format")) for entry in record.get("weights", {}).values() if "format" in entry}
     tags = ["ptqpipe", *sorted(formats)]
     if "pipeline_tag" not in kept and _is_causal(source):
@@ -177,8 +178,8 @@ def _facts(
     weights, kept = record.get("weights", {}), record.get("kept", {})
     if not plain:
         bits = [(entry.get("bits_per_weight"), _elements(entry)) for entry in weights.values()]
-        known = [(b, n) for b, n in bits if isinstance(b, float | int)]
-        mean = sum(b * n for b, n in known) / max(1, sum(n for _, n in known))
+        weighted = [(b, n) for b, n in bits if isinstance(b, float | int)]
+        mean = sum(b * n for b, n in weighted) / max(1, sum(n for _, n in weighted))
         counts = ", ".join(f"{n} {f}" for f, n in formats.items())
         rows.append(("quantized", f"{len(weights)} weights ({counts}), {mean:.3f} bits per weight"))
     reasons = Counter(str(entry.get("reason") or "no reason recorded") for entry in kept.values())
@@ -212,41 +213,49 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _made(record: Mapping[str, Any]) -> list[str]:
+def _command_lines(record: Mapping[str, Any]) -> list[str]:
     """The command that made it, and the rules of its recipe."""
     former = record.get("converted_as")
     recipe = record.get("recipe") or (former.get("recipe") if isinstance(former, Mapping) else None)
     if not isinstance(recipe, Mapping):
         decoded = "dequantized_from" in record
-        command = f"dequantize CKPT --dtype {record.get('dtype')}" if decoded else "transform MODEL"
-        names = [one_line(str(name), limit=40) for name in _list(record.get("transforms"))]
-        return ["Made by", "", f"    ptqpipe {command}" + (f" --apply {','.join(names)}" if names else "")]
+        names = ",".join(one_line(str(name), limit=40) for name in _list(record.get("transforms")))
+        options = {"dtype": record.get("dtype")} if decoded else {"transforms": names or None}
+        command = ("dequantize", "CKPT") if decoded else ("transform", "MODEL")
+        return ["Made by", "", _command(*command, **options)]
     rules = [rule for rule in _list(recipe.get("rules")) if isinstance(rule, Mapping)]
     one = rules[0] if len(rules) == 1 and rules[0].get("match") == "*" else None
-    how = "--recipe FILE" if one is None else f"--format {one.get('scheme')}"
+    options: dict[str, object] = {"recipe": "FILE"} if one is None else {"format": one.get("scheme")}
     run, tuned = record.get("pipeline"), record.get("rounding")
     if isinstance(run, Mapping) and run.get("budget"):
-        how = f"--budget {one_line(str(run['budget']), limit=40)}"
-    given = _given(record, run) if isinstance(run, Mapping) else "".join(
-        f" --{option} DIR" for key, option in _FOLDERS.items() if isinstance(record.get(key), Mapping)
-    )  # fmt: skip
-    lines = ["Made by", "", f"    ptqpipe convert MODEL {how} --container {record.get('container')}{given}", "", "with"]
+        options = {"budget": one_line(str(run["budget"]), limit=40)}
+    options["container"] = record.get("container")
+    if isinstance(run, Mapping):
+        options |= _text_options(record, run)
+    else:
+        options |= {option: "DIR" for key, option in _FOLDERS.items() if isinstance(record.get(key), Mapping)}
+    lines = ["Made by", "", _command("convert", "MODEL", **options), "", "with"]
     method = str(tuned.get("method")) if isinstance(tuned, Mapping) else ""
     return [*lines, "", *(f"- {code(rule.get('match'))}: {_rule(rule, method)}" for rule in rules)]
 
 
-_FOLDERS = {"statistics": "stats", "rounding": "rounding"}
+def _command(*words: str, **options: object) -> str:
+    """A shell's command as a block of code. Of ptqpipe's own spelling whoever writes the card: it is part of a file."""
+    return f"    {shlex.join(['ptqpipe', *words, *argv(**options)])}"
+
+
+_FOLDERS = {"statistics": "stats", "rounding": "codes"}
 _BY_TUNE = ("algorithm", "weighting", "damping", "order", "scales", "refine")  # said of codes that tune does not choose
 
 
-def _given(record: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+def _text_options(record: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, object]:
     """The options of a run of several stages that name its text."""
     data = next((text_entry for key in _FOLDERS if (text_entry := text_data(record, key))), None)
     if data is None:
-        return ""
-    size = "".join(f" --{key} {data[key]}" for key in ("samples", "seqlen") if isinstance(data.get(key), int))
-    untied = " --untie" if run.get("untie") is True else ""
-    return f" --data TEXT{size} --quality {one_line(str(run.get('quality')), limit=20)}{untied}"
+        return {}
+    size = {key: data[key] for key in ("samples", "seqlen") if isinstance(data.get(key), int)}
+    quality = one_line(str(run.get("quality")), limit=20)
+    return {"data": "TEXT", **size, "quality": quality, "untie": True if run.get("untie") is True else None}
 
 
 def _rule(rule: Mapping[str, Any], method: str = "") -> str:

@@ -5,21 +5,21 @@ What ``prepare.py`` has decided from headers runs here; the jobs are those of ``
 
 from typing import Unpack
 
-from ptqpipe.conversion import Done, QuantizeUnit, Run, rewrite
+from ptqpipe.conversion import QuantizeUnit, Run, WriteResult, write_checkpoint
 from ptqpipe.conversion.conversion import Conversion
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.run.machine import Machine
 from ptqpipe.run.quantities import option_size, option_size_above
 
 
-def convert(conversion: Conversion, **run: Unpack[Run]) -> Done | None:
+def convert(conversion: Conversion, **run: Unpack[Run]) -> WriteResult | None:
     """Runs a conversion that is prepared. The result on rank 0, None on the others.
 
-    Raises UsageError where one unit alone needs more than ``--max-memory``, NumericsError for damaged weights,
+    Raises UsageError where one unit alone needs more than ``max_memory``, NumericsError for damaged weights,
     OutputError where the target refuses; what is done stays resumable.
     """
     _check_memory(conversion, run.get("machine") or Machine())
-    return rewrite(conversion, **run)
+    return write_checkpoint(conversion, **run)
 
 
 def _check_memory(conversion: Conversion, machine: Machine) -> None:
@@ -32,8 +32,8 @@ def _check_memory(conversion: Conversion, machine: Machine) -> None:
     )
     if job.unit.rule.calibrated:
         why = "whose second moment is factored in memory"
-        remedy = "--algorithm rtn --weighting diagonal"
+        remedy = f"{arg('algorithm', 'rtn')}, {arg('objective', 'diagonal')}"
     raise UsageError(
-        f"--max-memory {option_size(machine.memory_bytes)} is too small for {job.id}, {why}; "
-        f"give --max-memory {option_size_above(least)}, or {remedy}"
+        f"{arg('max_memory', option_size(machine.memory_bytes))} is too small for {job.id}, {why}; "
+        f"give {arg('max_memory', option_size_above(least))}, or {remedy}"
     )

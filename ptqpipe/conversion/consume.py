@@ -23,7 +23,7 @@ class Consumed:
         self._lock = threading.Lock()
         self._left: dict[str, set[str]] | None = None
 
-    def committed(self, job: QuantizeUnit, writer: CheckpointWriter) -> None:
+    def after_commit(self, job: QuantizeUnit, writer: CheckpointWriter) -> None:
         """A unit is in the journal. Removes what no unit needs any more, after what is written is on disk."""
         with self._lock:
             if self._left is None:
@@ -41,12 +41,12 @@ class Consumed:
     def _find(self, writer: CheckpointWriter) -> dict[str, set[str]]:
         """File that is there -> the units whose codes it has and that are not done. A unit lies in one file."""
         done = writer.done()
-        left: dict[str, set[str]] = {}
+        unfinished: dict[str, set[str]] = {}
         for job in self._jobs:
             file = self._codes.file_of(job.unit.members[0].key)
             if file is not None:
-                left.setdefault(file, set()).update({job.id} - done.keys())
-        return left
+                unfinished.setdefault(file, set()).update({job.id} - done.keys())
+        return unfinished
 
     def _remove(self, file: str) -> None:
         """Its space is free at once, though a reader has it open; a name that no reader looks for comes first."""

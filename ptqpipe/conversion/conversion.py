@@ -1,4 +1,4 @@
-"""The `Rewrite` of convert: a published checkpoint in, a packed low-precision checkpoint out.
+"""The `CheckpointJob` of convert: a published checkpoint in, a packed low-precision checkpoint out.
 
 What ``conversion/prepare.py`` has decided from headers is a `Conversion`: its jobs quantize unit by unit and write
 each part at its place. Memory is a few chunks for each worker, whatever the size of the model; the bytes depend on
@@ -20,12 +20,12 @@ from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.layouts import WHOLE_ROLES, Part, PartKind, encode_part, part_offset
 from ptqpipe.conversion.consume import Consumed
 from ptqpipe.conversion.input_moments import InputScales, describe_statistics, means_of, unit_extra_bytes
-from ptqpipe.conversion.job import CopyTensor, Rewrite, merged, named_source, write_whole
+from ptqpipe.conversion.job import CheckpointJob, CopyTensor, merged, named_source, write_whole
 from ptqpipe.conversion.kv_cache import write_scales
 from ptqpipe.conversion.measured import Changes, certificate, changes_of, counting
 from ptqpipe.conversion.planned_outputs import MeanErrors, OutputJob, Outputs, QuantizeUnit
 from ptqpipe.conversion.units import learned_codes, quantize_unit
-from ptqpipe.errors import NumericsError
+from ptqpipe.errors import NumericsError, arg
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Scratch, Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
@@ -43,7 +43,7 @@ _of_worker = threading.local()
 
 
 @dataclass(frozen=True)
-class Conversion(Rewrite[OutputJob]):
+class Conversion(CheckpointJob[OutputJob]):
     """A conversion that is decided to the byte and has read no weight. A context manager; or call ``close``.
 
     outputs       what the recipe writes for the source
@@ -65,7 +65,7 @@ class Conversion(Rewrite[OutputJob]):
 
     @property
     def run_parts(self) -> Mapping[str, str]:
-        """As `Rewrite`: source, recipe, layout and version, statistics and learned codes where there are any."""
+        """As `CheckpointJob`: source, recipe, layout and version, statistics and learned codes where there are any."""
         data = {"statistics": self.statistics, "rounding": self.rounding}
         return {
             "source": self.source.reader.fingerprint(),
@@ -77,7 +77,7 @@ class Conversion(Rewrite[OutputJob]):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """As `Rewrite`: of the source, of the container, and of parts that only a rule which names them quantizes."""
+        """Those of the source, of the container, and of parts that only a rule which names them quantizes."""
         outputs, config = self.outputs, self.source.reader.config
         warnings = outputs.container.warnings(outputs.targets, config)
         issues = (
@@ -86,13 +86,13 @@ class Conversion(Rewrite[OutputJob]):
         return (*self.doubts, *warnings, *issues)
 
     def cache_bytes(self, job: OutputJob) -> int:
-        """As `Rewrite`: a unit's weights as they are in memory, which most searches read more than once."""
+        """As `CheckpointJob`: a unit's weights as they are in memory, which most searches read more than once."""
         if not isinstance(job, QuantizeUnit):
             return 0
         return math.ceil(sum(member.elements * _memory_bytes(self.source, member) for member in job.unit.members))
 
     def extra_bytes(self, job: OutputJob) -> int:
-        """As `Rewrite`: what choosing the codes of a unit takes, by the algorithms' own estimates."""
+        """As `CheckpointJob`: what choosing the codes of a unit takes, by the algorithms' own estimates."""
         if not isinstance(job, QuantizeUnit):
             return 0
         unit, codes = job.unit, 0
@@ -105,7 +105,7 @@ class Conversion(Rewrite[OutputJob]):
         return whole + codes
 
     def do(self, job: OutputJob, writer: CheckpointWriter, share: WorkerBudget) -> Mapping[str, Any]:
-        """As `Rewrite`. NumericsError for damaged weights, and for what a format would lose."""
+        """As `CheckpointJob`. NumericsError for damaged weights, and for what a format would lose."""
         if isinstance(job, QuantizeUnit):
             return self._quantize(job, writer, share)
         if isinstance(job, CopyTensor):
@@ -121,13 +121,13 @@ class Conversion(Rewrite[OutputJob]):
         scales = self.input_scales.of(unit)
         parts = PartWriter(job, writer, input_scales=scales)
         biases = {f"{name.removesuffix('bias')}weight": name for name in job.biases}
-        errors = MeanErrors(weights, means_of(unit, self.statistics, set(biases)), parts.take)
+        errors = MeanErrors(weights, means_of(unit, self.statistics, set(biases)), parts.write_rows)
         changed: dict[tuple[int, int], Changes] = {}
         codes = learned_codes(unit, self.rounding)
         done = quantize_unit(
             unit,
             weights,
-            counting(weights, errors.take if biases else parts.take, changed),
+            counting(weights, errors.write_rows if biases else parts.write_rows, changed),
             statistics=self.statistics,
             codes=codes,
             device=share.device,
@@ -168,13 +168,13 @@ class Conversion(Rewrite[OutputJob]):
         entry = {"reason": job.reason, "sha256": written.sha256, "bytes": written.nbytes}
         return entry | ({"not_finite": bad.text} if bad.count else {})
 
-    def committed(self, job: OutputJob, writer: CheckpointWriter) -> None:
-        """As `Rewrite`."""
+    def after_commit(self, job: OutputJob, writer: CheckpointWriter) -> None:
+        """As `CheckpointJob`."""
         if self.consumed is not None and isinstance(job, QuantizeUnit):
-            self.consumed.committed(job, writer)
+            self.consumed.after_commit(job, writer)
 
     def can_redo(self, job: OutputJob) -> bool:
-        """As `Rewrite`: learned codes may be gone."""
+        """As `CheckpointJob`: learned codes may be gone."""
         if self.consumed is None or self.rounding is None or not isinstance(job, QuantizeUnit):
             return True
         return all(self.rounding.file_of(member.key) is not None for member in job.unit.members)
@@ -187,11 +187,11 @@ class Conversion(Rewrite[OutputJob]):
         return replace(self, consumed=consumed, more=more)
 
     def configs(self) -> dict[str, dict[str, Any]]:
-        """As `Rewrite`."""
+        """As `CheckpointJob`."""
         return self.outputs.configs(self.source, version=__version__)
 
     def record(self, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """As `Rewrite`: recipe, versions, and fate, error and hash of every tensor, in the plan's order."""
+        """As `CheckpointJob`: recipe, versions, and fate, error and hash of every tensor, in the plan's order."""
         weights = merged(done, "members")
         certified = certificate(weights)
         return {
@@ -272,7 +272,7 @@ def check_kept_alive(unit: Unit, errors: Sequence[WeightError]) -> None:
             shared = f", at the scale that it shares with {' and '.join(others)}" if others else ""
             raise NumericsError(
                 f"{member.weight} would lose {min(error.relative_mse, 1.0):.0%} of its energy in "
-                f"{unit.scheme.fmt.name}{shared}; repair the source, or keep it: --ignore '{member.module}'"
+                f"{unit.scheme.fmt.name}{shared}; repair the source, or keep it: {arg('ignore', [member.module])}"
             )
 
 
@@ -286,7 +286,7 @@ class PartWriter:
         self._last: dict[int, QTensor] = {}
         self._written: dict[tuple[int, str], TensorWriter] = {}
 
-    def take(self, member: int, row: int, q: QTensor) -> None:
+    def write_rows(self, member: int, row: int, q: QTensor) -> None:
         """Rows from ``row`` on of member number ``member``, in order; row 0 begins (again)."""
         self._last[member] = q
         for part in self._job.parts[member]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
-from ptqpipe.conversion import BIAS_REASON, Done
+from ptqpipe.conversion import BIAS_REASON, WriteResult
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.output_error import (
     can_be_proven,
@@ -15,7 +15,7 @@ from ptqpipe.conversion.output_error import (
     mean_known,
     tuned_blocks,
 )
-from ptqpipe.errors import one_line
+from ptqpipe.errors import arg, one_line
 from ptqpipe.models.model_kind import has_tokenizer, may_continue_text
 from ptqpipe.numerics.kernels import cpu
 from ptqpipe.numerics.schemes import Activation
@@ -57,7 +57,7 @@ def _input_scale(work: Conversion) -> list[str]:
         times = "" if recipe.headroom == 1 else f" x {recipe.headroom:g}"
         return [
             f"  input_global_scale: each layer's own from the statistics, {recipe.input_scale}{times} of its "
-            "activations (--input-scale, --headroom)"
+            f"activations ({arg('input_scale')}, {arg('headroom')})"
         ]
     lines = []
     for activation in dict.fromkeys(static):
@@ -65,13 +65,13 @@ def _input_scale(work: Conversion) -> list[str]:
         small = "blocks" if activation is Activation.NVFP4_STATIC_GLOBAL else "values"
         lines.append(
             f"  input_global_scale: no calibration, so one constant for every layer: activations up to {amax:g} do "
-            f"not clip, {small} below {number(amax / 28672, 2)} lose precision (--input-amax)"
+            f"not clip, {small} below {number(amax / 28672, 2)} lose precision ({arg('input_amax')})"
         )
     return lines
 
 
 def _how(work: Conversion, machine: Machine) -> list[str]:
-    """What makes the run slower than was asked for: fewer workers than --workers, no compiled kernels."""
+    """What makes the run slower than was asked for: fewer workers than ``workers``, no compiled kernels."""
     lines = []
     share = work.share_of(machine, work.jobs)
     wanted = min(machine.workers, len(work.jobs))
@@ -79,14 +79,14 @@ def _how(work: Conversion, machine: Machine) -> list[str]:
     if share.workers < wanted:
         enough = least + (wanted - 1) * WORKER_BYTES
         lines.append(
-            f"  {share.workers} units at a time, not {wanted}: --max-memory {option_size(machine.memory_bytes)} "
-            f"allows no more; --max-memory {option_size_above(enough)} would"
+            f"  {share.workers} units at a time, not {wanted}: {arg('max_memory', option_size(machine.memory_bytes))} "
+            f"allows no more; {arg('max_memory', option_size_above(enough))} would"
         )
     at_once = share.workers if neediest is None else work.at_once(neediest, share)
     if neediest is not None and at_once < share.workers:
         lines.append(
             f"  units that need as much memory as {one_line(neediest.id, limit=300)} run {at_once} at a time; raise "
-            "--max-memory to run more"
+            f"{arg('max_memory')} to run more"
         )
     missing = cpu.why_missing() if machine.device.type == "cpu" else ""
     if missing:
@@ -108,14 +108,14 @@ def warnings_of(work: Conversion) -> list[str]:
 
 def _decoded(work: Conversion) -> list[str]:
     """That weights which the source stores quantized are kept, and so become floats, though nobody asked for it."""
-    stored, asked = work.source.stored, (IGNORED, BY_RECIPE)
-    decoded = [kept for kept in work.outputs.plan.kept if kept.name in stored and kept.reason not in asked]
+    stored, on_request = work.source.stored, (IGNORED, BY_RECIPE)
+    decoded = [kept for kept in work.outputs.plan.kept if kept.name in stored and kept.reason not in on_request]
     if not decoded:
         return []
     name, reason = one_line(decoded[0].name, limit=300), one_line(decoded[0].reason, limit=300)
     return [
         f"{len(decoded)} weights that the source stores quantized become bfloat16, {name} ({reason}) among them; "
-        "`ptqpipe relayout` carries codes to another container as they are, and another --format may fit"
+        f"`ptqpipe relayout` carries codes to another container as they are, and another {arg('format')} may fit"
     ]
 
 
@@ -172,7 +172,7 @@ def plan_text(work: Conversion, machine: Machine) -> str:
     )
     short = []
     if neediest is not None and least > machine.memory_bytes:
-        short = [f"needs --max-memory {option_size_above(least)}, for {neediest.id}"]
+        short = [f"needs {arg('max_memory', option_size_above(least))}, for {neediest.id}"]
     return "\n".join([*_what(work), *_how(work, machine), fates, *_kept(work), tail, *short])
 
 
@@ -238,7 +238,7 @@ def by_role(weights: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def converted_json(done: Done) -> dict[str, Any]:
+def converted_json(done: WriteResult) -> dict[str, Any]:
     """The outcome as data: output errors relative to plain rounding's first, where anything was calibrated or tuned."""
     weights = done.record["weights"]
     return done.to_json(
@@ -256,7 +256,7 @@ def converted_json(done: Done) -> dict[str, Any]:
     )
 
 
-def converted_text(done: Done) -> str:
+def converted_text(done: WriteResult) -> str:
     """The closing table, and by what it is to be judged."""
     return "\n".join(
         [

@@ -17,8 +17,17 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, TensorSpec, check_disjoint
 from ptqpipe.checkpoint.dtypes import FLOATS
 from ptqpipe.checkpoint.layouts import DECODED_ROLES, PartKind, StoredWeight, kv_scale, without_quantization
-from ptqpipe.conversion import CopyTensor, Done, Rewrite, Run, merged, named_source, parts_of_stage, rewrite
-from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.conversion import (
+    CheckpointJob,
+    CopyTensor,
+    Run,
+    WriteResult,
+    merged,
+    named_source,
+    parts_of_stage,
+    write_checkpoint,
+)
+from ptqpipe.errors import NumericsError, UsageError, arg
 from ptqpipe.models.source import Source
 from ptqpipe.run.machine import Job, WorkerBudget
 
@@ -34,7 +43,7 @@ class DecodeWeight(Job):
 
 
 @dataclass(frozen=True)
-class Dequantization(Rewrite[DecodeWeight | CopyTensor]):
+class Dequantization(CheckpointJob[DecodeWeight | CopyTensor]):
     """A decoding that is decided to the byte.
 
     dtype    of the weights, a key of ``dtypes.FLOATS``
@@ -59,11 +68,11 @@ class Dequantization(Rewrite[DecodeWeight | CopyTensor]):
 
     @property
     def run_parts(self) -> Mapping[str, str]:
-        """As `Rewrite`."""
+        """As `CheckpointJob`."""
         return parts_of_stage("dequantize", self.head, layout=self.layout.digest)
 
     def do(self, job: DecodeWeight | CopyTensor, writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
-        """As `Rewrite`. NumericsError where fp16 would overflow."""
+        """As `CheckpointJob`. NumericsError where fp16 would overflow."""
         name = job.spec.name
         if isinstance(job, CopyTensor):
             return {"kept": {name: self.copy(job, writer)}}
@@ -89,11 +98,11 @@ class Dequantization(Rewrite[DecodeWeight | CopyTensor]):
         return [whole]
 
     def configs(self) -> dict[str, dict[str, Any]]:
-        """As `Rewrite`."""
+        """As `CheckpointJob`."""
         return {"config.json": with_dtype(without_quantization(self.source.reader.config), self.dtype)}
 
     def record(self, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """As `Rewrite`."""
+        """As `CheckpointJob`."""
         return {
             **self.head,
             "run_id": self.run_id,
@@ -103,17 +112,17 @@ class Dequantization(Rewrite[DecodeWeight | CopyTensor]):
         }
 
 
-def dequantize(ckpt: Path, out: Path, *, dtype: str = "bf16", **run: Unpack[Run]) -> Done | None:
+def dequantize(ckpt: Path, out: Path, *, dtype: str = "bf16", **run: Unpack[Run]) -> WriteResult | None:
     """Writes a packed checkpoint as floats (bf16, fp16 or fp32). The result on rank 0, None on the others.
 
     Raises UsageError for a plain checkpoint or an unknown dtype, NumericsError where fp16 would overflow.
     """
     if dtype not in FLOATS:
-        raise UsageError(f"--dtype {dtype!r} is unknown; use {', '.join(FLOATS)}")
+        raise UsageError(f"{arg('dtype', dtype)} is unknown; use {', '.join(FLOATS)}")
     with Source.open(Path(ckpt)) as source:
         check_disjoint(source.reader.path, Path(out))
         source.reader.check_links()
-        return rewrite(_prepare(source, Path(out), dtype), **run)
+        return write_checkpoint(_prepare(source, Path(out), dtype), **run)
 
 
 def _prepare(source: Source, out: Path, dtype: str) -> Dequantization:
@@ -144,7 +153,7 @@ def _rounded(rows: torch.Tensor, dtype: torch.dtype, weight: str) -> torch.Tenso
     if dtype is torch.float16 and not bool(torch.isfinite(rounded).all()):
         if not bool(torch.isfinite(rows).all()):
             raise NumericsError(f"{weight} has NaN or inf; the checkpoint is damaged, copy or convert it again")
-        raise NumericsError(f"{weight} has numbers beyond 65504, which fp16 cannot hold; use --dtype bf16")
+        raise NumericsError(f"{weight} has numbers beyond 65504, which fp16 cannot hold; use {arg('dtype', 'bf16')}")
     return rounded
 
 
@@ -158,7 +167,7 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return changed
 
 
-def render(done: Done) -> str:
+def render(done: WriteResult) -> str:
     """What was done, for a terminal."""
     dropped = done.record["dropped"]
     lines = [
@@ -170,7 +179,7 @@ def render(done: Done) -> str:
     return "\n".join(lines)
 
 
-def to_json(done: Done) -> dict[str, Any]:
+def to_json(done: WriteResult) -> dict[str, Any]:
     """The outcome as data."""
     record = done.record
     return done.to_json(weights=len(record["weights"]), kept=len(record["kept"]), dropped=record["dropped"])

@@ -19,8 +19,9 @@ import torch
 from ptqpipe.calibration.inputs import OUT_ROWS, Moments
 from ptqpipe.calibration.statistics import KnownInputs, Statistics
 from ptqpipe.checkpoint import OF_WEIGHTS, name_of
+from ptqpipe.conversion.kv_cache import statistics_remedy
 from ptqpipe.conversion.planned_outputs import corrected_biases
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import CheckpointError, UsageError, arg
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.rotation import rotated
@@ -120,11 +121,11 @@ class InputScales:
         first = {statistics.key(module): module for module in reversed(modules)}  # each input once
         amax = 0.0
         for module in first.values():
-            known = statistics.of(module)
+            stored = statistics.of(module)
             bound = static_amax(
-                known.amax,
-                known.second_moment,
-                known.quantiles,
+                stored.amax,
+                stored.second_moment,
+                stored.quantiles,
                 policy=self._recipe.input_scale,
                 largest=largest,
                 name=module,
@@ -160,11 +161,11 @@ def open_statistics(
         needy = next((unit.rule for unit in chosen if unit.rule.calibrated), None)
         if needy is not None and not collected:
             raise UsageError(
-                f"algorithm {needy.algorithm} with weighting {needy.objective} needs statistics; make them with "
-                "`ptqpipe calibrate` and give --stats FOLDER; --data TEXT without --algorithm does it all at once"
+                f"algorithm {needy.algorithm} with weighting {needy.objective} needs statistics; "
+                f"{statistics_remedy()}; {arg('data', 'TEXT')} without {arg('algorithm')} does it all at once"
             )
         if recipe.bias_correction and not collected:
-            raise UsageError("bias_correction needs statistics; make them with `ptqpipe calibrate` and give --stats")
+            raise UsageError(f"{arg('bias_correction')} needs statistics; {statistics_remedy()}")
         return None
     statistics = Statistics.open(path)
     try:
@@ -191,14 +192,16 @@ def inputs_of(unit: Unit, statistics: KnownInputs) -> list[Moments]:
         if key not in by_key:
             full = "full_moment" in needed
             block = not full and statistics.has(module, "block_moment")
-            known = statistics.of(module, block=block, full=full, held_out=True)
-            by_key[key] = known.rotated(unit.scheme.rotation)
+            stored = statistics.of(module, block=block, full=full, held_out=True)
+            by_key[key] = stored.rotated(unit.scheme.rotation)
     both = unit.rule.algorithm == "gptq" and two_sided.possible(unit.scheme.fmt)
     outputs = [statistics.output_moments(module_of(m), m.shape[0]) if both else None for m in unit.members]
     inputs = [by_key[statistics.key(module_of(m))] for m in unit.members]
-    if any(known is None for known in outputs):  # what one costs would be less than others do
+    if any(
+        gradients is None for gradients in outputs
+    ):  # without gradients for all members the costs would not be comparable
         return inputs
-    return [replace(moments, outputs=known) for moments, known in zip(inputs, outputs, strict=True)]
+    return [replace(moments, outputs=gradients) for moments, gradients in zip(inputs, outputs, strict=True)]
 
 
 def _needed(unit: Unit) -> tuple[str, ...]:
@@ -217,8 +220,8 @@ def unit_extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
         held_out = statistics is not None and any(statistics.held_out(module_of(m)) for m in unit.members)
         squares = 4 * columns * columns * (2 if held_out else 1) + memory_bytes(columns)
         rows = max(member.shape[0] for member in unit.members)
-        known = statistics is not None and all(statistics.knows_outputs(module_of(m)) for m in unit.members)
-        both = known and unit.rule.algorithm == "gptq"
+        has_gradients = statistics is not None and all(statistics.knows_outputs(module_of(m)) for m in unit.members)
+        both = has_gradients and unit.rule.algorithm == "gptq"
         squares += OUTPUT_BYTES * rows * min(rows, OUT_ROWS) if both else 0
     bits = unit.scheme.fmt.bits_per_weight(unit.members[0].shape)
     codes = int(2 * bits / 8 * max(member.elements for member in unit.members))  # those of rtn wait beside them
@@ -250,7 +253,9 @@ def _check_unit(unit: Unit, statistics: Statistics, *, chosen: bool) -> None:
         return
     rule, fmt = unit.rule, unit.scheme.fmt
     if rule.objective == "block" and not has_block_scales(fmt):
-        raise UsageError(f"{fmt.name} has no block scales along its rows to weight by blocks; use --weighting diagonal")
+        raise UsageError(
+            f"{fmt.name} has no block scales along its rows to weight by blocks; use {arg('objective', 'diagonal')}"
+        )
     needed = dict.fromkeys(["second_moment", *["amax"] * static, *(_needed(unit) if calibrated else ())])
     for member in unit.members:
         module = module_of(member)
@@ -259,9 +264,11 @@ def _check_unit(unit: Unit, statistics: Statistics, *, chosen: bool) -> None:
             if isinstance(unplaced, list) and f"{module}.weight" in unplaced:
                 raise UsageError(
                     f"'{module}' has no statistics: transformers' model has no place for it, so nothing runs through "
-                    "it; --ignore it, or give it a rule with algorithm rtn and weighting none"
+                    f"it; {arg('ignore', [module])}, or give it a rule with algorithm rtn and weighting none"
                 )
-            raise UsageError(f"{statistics.path} has no statistics of '{module}'; calibrate again, or --ignore it")
+            raise UsageError(
+                f"{statistics.path} has no statistics of '{module}'; calibrate again, or {arg('ignore', [module])}"
+            )
         if statistics.columns(module) != member.shape[1]:
             raise CheckpointError(
                 f"{statistics.path} has statistics of {statistics.columns(module)} inputs of '{module}', which has "
@@ -270,8 +277,8 @@ def _check_unit(unit: Unit, statistics: Statistics, *, chosen: bool) -> None:
         for moment in needed:
             if not statistics.has(module, moment):
                 kind = moment.partition("_")[0]
-                other = ", or convert with --algorithm rtn" if kind == "full" else ""
+                other = f", or convert with {arg('algorithm', 'rtn')}" if kind == "full" else ""
                 raise UsageError(
-                    f"{statistics.path} has no {moment} of '{module}'; calibrate again with --moments diagonal,{kind}"
-                    f"{other}"
+                    f"{statistics.path} has no {moment} of '{module}'; calibrate again with "
+                    f"{arg('moments', f'diagonal,{kind}')}{other}"
                 )

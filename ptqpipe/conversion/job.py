@@ -1,4 +1,4 @@
-"""Stages that write a checkpoint: what each provides (`Rewrite`), and the one function that runs it (`rewrite`).
+"""Commands that write a checkpoint: what each provides (`CheckpointJob`), and what runs it (`write_checkpoint`).
 
 convert, relayout, dequantize and transform decide every byte's place from headers, and are then the same: workers do
 the jobs that are not in the journal yet, rank 0 writes the config files and the record, and the folder gets its name.
@@ -35,7 +35,7 @@ from ptqpipe.checkpoint import (
     sealed,
 )
 from ptqpipe.conversion.card import CARD, ORIGINAL, card, original_card
-from ptqpipe.errors import OutputError
+from ptqpipe.errors import OutputError, arg
 from ptqpipe.models.families import check_config
 from ptqpipe.models.source import Source
 from ptqpipe.run.machine import (
@@ -65,7 +65,7 @@ class CopyTensor(Job):
 
 
 @dataclass(frozen=True)
-class Rewrite(ABC, Generic[J]):
+class CheckpointJob(ABC, Generic[J]):
     """A checkpoint that is decided to the byte: where everything will lie, and what makes it. Has read no weight.
 
     out     the output folder, which is not there yet
@@ -86,7 +86,7 @@ class Rewrite(ABC, Generic[J]):
     def do(self, job: J, writer: CheckpointWriter, share: WorkerBudget) -> Mapping[str, Any]:
         """Writes the tensors of a job at their places; its journal entry (JSON). Called on many threads."""
 
-    def begin(self, writer: CheckpointWriter, machine: Machine) -> None:
+    def before_jobs(self, writer: CheckpointWriter, machine: Machine) -> None:
         """Called on each rank when it is clear that the output may be written, before any job, on the first rank before
         the others: finds what several jobs need, where the journals do not have it yet, and keeps it there."""
 
@@ -94,7 +94,7 @@ class Rewrite(ABC, Generic[J]):
         """Whether what a job reads is still there, once it is done."""
         return True
 
-    def committed(self, job: J, writer: CheckpointWriter) -> None:
+    def after_commit(self, job: J, writer: CheckpointWriter) -> None:
         """Called when a job's entry is in the journal, though perhaps not on disk yet (`CheckpointWriter.flush`). On
         many threads."""
 
@@ -174,7 +174,7 @@ class Run(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class WriteResult:
     """A finished checkpoint: where it lies, what was written, and what that cost.
 
     record            the content of its ptqpipe.json
@@ -193,7 +193,7 @@ class Done:
     peak_rss_bytes: int
 
     def __repr__(self) -> str:
-        return f"<Done {self.out}: {self.written_bytes} bytes in {self.seconds:.1f} s>"
+        return f"<WriteResult {self.out}: {self.written_bytes} bytes in {self.seconds:.1f} s>"
 
     @property
     def cost(self) -> str:
@@ -206,14 +206,14 @@ class Done:
         return {"out": str(self.out), **facts, **cost}
 
 
-def rewrite(
-    work: Rewrite[J],
+def write_checkpoint(
+    work: CheckpointJob[J],
     *,
     mode: Mode = "new",
     machine: Machine | None = None,
     ranks: Ranks | None = None,
     log: Callable[[str], None] | None = None,
-) -> Done | None:
+) -> WriteResult | None:
     """Does the jobs that this rank owns and that are not done yet; rank 0 then finishes. None on the other ranks.
 
     log  takes a line about the work, once it is clear that the output may be written
@@ -243,7 +243,7 @@ def rewrite(
             log(f"{name_of(work.source.reader.path)} -> {work.out}: {len(work.source.tensors)} tensors, {sizes}")
         ranks.barrier_unless_first()
         with one_thread_each():
-            work.begin(writer, machine)
+            work.before_jobs(writer, machine)
         ranks.barrier_if_first()
         _do_jobs(work, writer, machine, ranks)
         writer.flush()
@@ -253,7 +253,7 @@ def rewrite(
         if ranks.rank != 0:
             return None
         record = _finish(work, writer)
-    return Done(
+    return WriteResult(
         work.out,
         record,
         work.source.container_name,
@@ -265,7 +265,7 @@ def rewrite(
     )
 
 
-def _do_jobs(work: Rewrite[J], writer: CheckpointWriter, machine: Machine, ranks: Ranks) -> None:
+def _do_jobs(work: CheckpointJob[J], writer: CheckpointWriter, machine: Machine, ranks: Ranks) -> None:
     """The jobs of this rank that the journal does not have."""
     done = writer.done()
     owners = work.layout.group_ranks(ranks.world)
@@ -283,13 +283,13 @@ def _do_jobs(work: Rewrite[J], writer: CheckpointWriter, machine: Machine, ranks
             with pool.reserve(work.extra_bytes(job)):
                 record = work.do(job, writer, share)
             writer.commit(job.id, record)
-            work.committed(job, writer)
+            work.after_commit(job, writer)
             advance(job)
 
         run_jobs(mine, do, threads=share.threads)
 
 
-def _damaged(jobs: Sequence[J], work: Rewrite[J], writer: CheckpointWriter, machine: Machine) -> set[str]:
+def _damaged(jobs: Sequence[J], work: CheckpointJob[J], writer: CheckpointWriter, machine: Machine) -> set[str]:
     """Those of the finished jobs that are to be done again, since what they wrote has other bytes by now.
 
     OutputError for one that cannot be.
@@ -305,12 +305,12 @@ def _damaged(jobs: Sequence[J], work: Rewrite[J], writer: CheckpointWriter, mach
     if lost is not None:
         raise OutputError(
             f"{writer.paths.partial} has other bytes of '{lost.id}' than were written, and what they were made of is "
-            "deleted; --overwrite starts over"
+            f"deleted; {arg('overwrite', True)} starts over"
         )
     return damaged
 
 
-def _finish(work: Rewrite[J], writer: CheckpointWriter) -> dict[str, Any]:
+def _finish(work: CheckpointJob[J], writer: CheckpointWriter) -> dict[str, Any]:
     """The closing steps, on rank 0: the config files, the model card, ptqpipe.json with the sha256 of all files but the
     weights, and what is carried over from the source's folder; then the output has its name. The record."""
     reader = work.source.reader
@@ -343,7 +343,7 @@ def records_of(jobs: Iterable[Job], done: Mapping[str, Mapping[str, Any]]) -> li
     records = []
     for job in jobs:
         if job.id not in done:
-            raise OutputError(f"unit '{job.id}' is missing from the journal; run again with --resume")
+            raise OutputError(f"unit '{job.id}' is missing from the journal; run again with {arg('resume', True)}")
         records.append(done[job.id])
     return records
 
@@ -392,16 +392,16 @@ def as_quantized(source: Source, record: Mapping[str, Any]) -> Source:
 
     CheckpointError for factors that are damaged.
     """
-    made = record.get("transformed")
-    if not isinstance(made, Mapping) or "foldings" not in made or source.container is not None:
+    transformed = record.get("transformed")
+    if not isinstance(transformed, Mapping) or "foldings" not in transformed or source.container is not None:
         return source
-    before = made.get("from")
+    before = transformed.get("from")
     same = isinstance(before, Mapping) and before.get("fingerprint") == source.reader.fingerprint()
-    return source.folded(made["foldings"]) if same else source
+    return source.folded(transformed["foldings"]) if same else source
 
 
 def is_unfinished(out: Path, *, alive: bool = False) -> bool:
-    """Whether a run that --resume continues exists next to ``out``.
+    """Whether a run that ``resume`` continues exists next to ``out``.
 
     alive  one counts, too, that another process is at
     """

@@ -14,7 +14,7 @@ from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointWriter, TensorSpec
 from ptqpipe.checkpoint.layouts import Container, container_names, get_container, kv_scale, quantization_config
 from ptqpipe.conversion.job import write_whole
-from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.errors import NumericsError, UsageError, arg, usage
 from ptqpipe.models.families import in_mtp_layers, language_config, mtp_layer, outside_language_model
 from ptqpipe.models.source import Source
 from ptqpipe.quantization import fp8_scale
@@ -43,11 +43,13 @@ def cache_specs(
     style = container.CAPABILITIES.kv_cache
     if style is None or not style.written:
         remedy = " or ".join(_containers(per_head=False))
-        raise UsageError(f"{container_name} cannot store KV-cache scales; use --container {remedy}")
+        raise UsageError(f"{container_name} cannot store KV-cache scales; use {arg('container')} {remedy}")
     heads = _heads(language_config(source.reader.config)) if kind == "fp8_per_head" else 0
     if heads and not style.per_head:
         remedy = " or ".join(_containers(per_head=True))
-        raise UsageError(f"{container_name} has one KV-cache scale per layer; use --kv-cache fp8, or {remedy}")
+        raise UsageError(
+            f"{container_name} has one KV-cache scale per layer; use {arg('kv_cache', 'fp8')}, or {remedy}"
+        )
     config, specs_of = source.reader.config, {}
     other, drafts, layer = outside_language_model(config, source.tensors), in_mtp_layers(config), mtp_layer(config)
     for name in source.tensors:
@@ -61,11 +63,11 @@ def cache_specs(
     if not specs_of:
         raise UsageError(
             "the source has no attention with k_proj and v_proj side by side (other kinds cache something else, or "
-            "have one matrix of both); leave --kv-cache out"
+            f"have one matrix of both); leave {arg('kv_cache')} out"
         )
-    taken = next((spec.name for specs in specs_of.values() for spec in specs if spec.name in source.tensors), None)
-    if taken is not None:
-        raise UsageError(f"the source already has {taken}; leave --kv-cache out to keep its scales")
+    clash = next((spec.name for specs in specs_of.values() for spec in specs if spec.name in source.tensors), None)
+    if clash is not None:
+        raise UsageError(f"the source already has {clash}; leave {arg('kv_cache')} out to keep its scales")
     return specs_of
 
 
@@ -96,12 +98,12 @@ def check_cached(modules: Collection[str], statistics: Statistics | None) -> Non
     if not modules:
         return
     if statistics is None:
-        raise UsageError("--kv-cache needs statistics; make them with `ptqpipe calibrate` and give --stats FOLDER")
+        raise UsageError(f"{arg('kv_cache')} needs statistics; {statistics_remedy()}")
     for module in modules:
         if module not in statistics.attentions:
             raise UsageError(
                 f"{statistics.path} has no keys and values of '{module}': no token passed it that calibrate saw; leave "
-                "--kv-cache out, or calibrate again if an older ptqpipe made them"
+                f"{arg('kv_cache')} out, or calibrate again if an older ptqpipe made them"
             )
 
 
@@ -113,10 +115,16 @@ def write_scales(
     return {spec.name: write_whole(spec.name, _scales(spec, amax), writer, CACHE_REASON) for spec, amax in pairs}
 
 
+def statistics_remedy() -> str:
+    """How to make statistics, where there are none."""
+    return f"make them with {usage('calibrate', 'MODEL', data='TEXT', out='FOLDER')} and give {arg('stats', 'FOLDER')}"
+
+
 def _scales(spec: TensorSpec, amax: torch.Tensor) -> torch.Tensor:
     if not bool(torch.isfinite(amax).all()):
         raise NumericsError(
-            f"{spec.name} would not be finite; calibrate again with --dtype fp32, or check the model's weights"
+            f"{spec.name} would not be finite; calibrate again with {arg('dtype', 'fp32')}, or check the model's "
+            "weights"
         )
     if len(spec.shape) == 3:
         if len(amax) != spec.shape[0]:
@@ -135,5 +143,7 @@ def _spec(module: str, kind: str, heads: int, container: Container) -> TensorSpe
 def _heads(config: Mapping[str, Any]) -> int:
     heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
     if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
-        raise UsageError(f"config.json has num_key_value_heads {heads!r}, expected a number; use --kv-cache fp8")
+        raise UsageError(
+            f"config.json has num_key_value_heads {heads!r}, expected a number; use {arg('kv_cache', 'fp8')}"
+        )
     return heads

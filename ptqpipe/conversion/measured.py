@@ -73,7 +73,7 @@ def counting(
 ) -> Callable[[int, int, QTensor], None]:
     """A sink that passes rows on, and puts into ``changed`` what becomes of weights that are stored below 8 bits."""
 
-    def take(member: int, row: int, q: QTensor) -> None:
+    def write_rows(member: int, row: int, q: QTensor) -> None:
         sink(member, row, q)
         if weights[member].below_8_bits:
             run = row, row + q.shape[0]
@@ -83,7 +83,7 @@ def counting(
                 Changes() if same else Changes.of(decoded(q).cpu(), weights[member].rows(*run), q.fmt)
             )
 
-    return take if any(weight.below_8_bits for weight in weights) else sink
+    return write_rows if any(weight.below_8_bits for weight in weights) else sink
 
 
 def changes_of(
@@ -276,8 +276,8 @@ def prove_weight(
     lines = _sampled_lines(grid, cost(fmt, height * width), sample_blocks)
     total = grid[0] * grid[1]
     proofs = (
-        prove(q.multiplying(), enlarge(w, factor), at, total=total)
-        for at, q, w in _lines(ckpt, weight, expert, lines, rows)
+        prove(q.multiplying(), enlarge(w, factor), lines_of_run, total=total)
+        for lines_of_run, q, w in _lines(ckpt, weight, expert, lines, rows)
     )
     return sum(proofs, Optimality(0, total))
 

@@ -37,8 +37,8 @@ def can_be_proven(algorithm: str, weighting: str) -> bool:
 
 def mean_known(values: Iterable[float | None]) -> float | None:
     """The mean of the numbers that are not None; None without any."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def judged_by(weights: Mapping[str, Mapping[str, Any]]) -> str:

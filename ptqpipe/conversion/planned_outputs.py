@@ -32,7 +32,7 @@ from ptqpipe.checkpoint.layouts import (
 from ptqpipe.checkpoint.tensor_names import experts_of
 from ptqpipe.conversion.job import CopyTensor, write_whole
 from ptqpipe.conversion.kv_cache import WriteCacheScales, cache_specs, config_with_cache
-from ptqpipe.errors import CheckpointError, NumericsError, UnfitFormat, UsageError
+from ptqpipe.errors import CheckpointError, NumericsError, UnfitFormat, UsageError, arg
 from ptqpipe.models.families import UNLIKE_EXPERTS, ReaderIssue, fails_either_way, family_of
 from ptqpipe.models.reader_facts import check_experts, check_rotation
 from ptqpipe.models.slices import Member
@@ -76,7 +76,7 @@ class MeanErrors:
         self._weights, self._means, self._sink = weights, means, sink
         self._shifts = [torch.zeros(weight.shape[0], dtype=torch.float64) for weight in weights]
 
-    def take(self, member: int, row: int, q: QTensor) -> None:
+    def write_rows(self, member: int, row: int, q: QTensor) -> None:
         """As `RowWriter`."""
         self._sink(member, row, q)
         mean = self._means[member]
@@ -170,26 +170,29 @@ class Outputs:
         written or kept."""
         if reader in family_of(config).missing:
             kind = config.get("model_type")
-            raise UsageError(f"--for {reader}: {reader} has no {kind!r} model; leave --for out, or name another reader")
+            raise UsageError(
+                f"{arg('reader', reader)}: {reader} has no {kind!r} model; leave {arg('reader')} out, or name another"
+            )
         for issue, modules in self.failing(config):
             if reader in issue.readers:
                 if fails_either_way(config, issue):
                     remedy = "name another reader"
                 elif issue.unless_quantized:
-                    without = "without --ignore or a rule that keeps it, in a format that divides it"
-                    remedy = "quantize it (--mtp fp8)" if "mtp" in modules[0].split(".") else f"quantize it ({without})"
+                    without = f"without {arg('ignore')} or a rule that keeps it, in a format that divides it"
+                    of_mtp = "mtp" in modules[0].split(".")
+                    remedy = f"quantize it ({arg('mtp', 'fp8') if of_mtp else without})"
                 else:
-                    remedy = f"keep it (--ignore '{modules[0]}', or a rule with format: keep)"
+                    remedy = f"keep it ({arg('ignore', [modules[0]])}, or a rule with format: keep)"
                 raise UsageError(
-                    f"--for {reader}: {modules[0]} ({len(modules)} of this kind) would be "
+                    f"{arg('reader', reader)}: {modules[0]} ({len(modules)} of this kind) would be "
                     f"{'kept' if issue.unless_quantized else 'quantized'}, and {issue.symptom}; {remedy}, "
-                    "or leave --for out"
+                    f"or leave {arg('reader')} out"
                 )
         experts = (target.scheme.name for target in self.targets if target.experts or experts_of(target.module))
         check_experts(reader, dict.fromkeys(experts), container=self.container_name)
-        turned = [target.module for target in self.targets if target.scheme.rotation]
-        if turned:
-            biased = next((kept.name for kept in self.plan.kept if kept.name.removesuffix(".bias") in turned), None)
+        rotated = [target.module for target in self.targets if target.scheme.rotation]
+        if rotated:
+            biased = next((kept.name for kept in self.plan.kept if kept.name.removesuffix(".bias") in rotated), None)
             check_rotation(reader, biased)
 
 
@@ -202,7 +205,9 @@ def container_of(recipe: Recipe, name: str) -> Container:
         if reason is not None:
             raise UnfitFormat(reason)
     if recipe.rotations and not container.CAPABILITIES.rotation:
-        raise UnfitFormat(f"no reader of {name} rotates inputs; use --container compressed_tensors, or no --rotate")
+        raise UnfitFormat(
+            f"no reader of {name} rotates inputs; use {arg('container', 'compressed_tensors')}, or no {arg('rotate')}"
+        )
     return container
 
 
@@ -284,7 +289,7 @@ def check_read_back(
     for spec in (spec for shard in layout.shards for spec in shard.tensors):
         kind = (spec.dtype, spec.shape)
         names[spec.name] = kinds.setdefault(kind, kind)
-    remedy = f"choose another --container than {container_name}"
+    remedy = f"choose another {arg('container')} than {container_name}"
     try:
         config = merged_config(files["config.json"], files.get(HF_QUANT_CONFIG))
         stored = container.stored_weights(config, names)

@@ -27,7 +27,7 @@ from ptqpipe.conversion import (
     outputs_of,
 )
 from ptqpipe.conversion.conversion import Conversion
-from ptqpipe.errors import CheckpointError, RecipeError, UsageError
+from ptqpipe.errors import CheckpointError, RecipeError, UsageError, arg
 from ptqpipe.models.families import doubts, is_known, issues_of
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
@@ -40,7 +40,11 @@ from ptqpipe.recipe.recipe import Recipe, matches
 from ptqpipe.run.machine import without_collections
 from ptqpipe.runtime.expected import unlike_model
 
-_AGAIN = "leave out what differs, or tune again with the same --format, --recipe, --container and --ignore"
+
+def _again() -> str:
+    """The remedy for codes of another recipe."""
+    same = f"{arg('format')}, {arg('recipe')}, {arg('container')} and {arg('ignore')}"
+    return f"leave out what differs, or tune again with the same {same}"
 
 
 def best_with(
@@ -82,7 +86,9 @@ def with_searches(recipe: Recipe, *, data: bool) -> Recipe:
             why = (
                 f"{scheme.fmt.name} has one scale for all" if scheme.fmt.one_scale else "the data say what errors cost"
             )
-            raise UsageError(f"--search enlarged is for nearest codes without data, and {why}; leave it out")
+            raise UsageError(
+                f"{arg('scale_search', 'enlarged')} is for nearest codes without data, and {why}; leave it out"
+            )
         rules.append(checked)
     return replace(recipe, rules=tuple(rules))
 
@@ -93,14 +99,14 @@ def check_used(options: RecipeOptions, recipe: Recipe, *, statistics: bool) -> N
     own = {name: key for key, row in ALGORITHMS.items() for name in row.options}
     static = any(scheme.needs_input_global_scale for scheme in recipe.schemes())
     kinds = "a format with static activation scales, such as nvfp4_w4a4"
-    for option, given, used, needs in (
-        *((f"--{n}", options.overrides.get(n), n in read, f"algorithm {own[n]}; give --stats") for n in own),
-        ("--input-scale", options.input_scale, static and statistics, f"--stats and {kinds}"),
-        ("--headroom", options.headroom, static and statistics, f"--stats and {kinds}"),
-        ("--input-amax", options.input_amax, static and not statistics, f"{kinds}, without --stats"),
+    for option, value, used, needs in (
+        *((n, options.overrides.get(n), n in read, f"algorithm {own[n]}; give {arg('stats')}") for n in own),
+        ("input_scale", options.input_scale, static and statistics, f"{arg('stats')} and {kinds}"),
+        ("headroom", options.headroom, static and statistics, f"{arg('stats')} and {kinds}"),
+        ("input_amax", options.input_amax, static and not statistics, f"{kinds}, without {arg('stats')}"),
     ):
-        if given is not None and not used:
-            raise UsageError(f"{option} {given} would change nothing: it needs {needs}; otherwise leave it out")
+        if value is not None and not used:
+            raise UsageError(f"{arg(option, value)} would change nothing: it needs {needs}; otherwise leave it out")
 
 
 @without_collections()
@@ -122,7 +128,7 @@ def prepare(
     stats      a folder of `ptqpipe calibrate`
     rounding   one of `ptqpipe tune`: its codes are written as they are, by the recipe that they were learned for
                unless a recipe file is given; what contradicts it is a UsageError
-    reader     the program that will load the result (``--for``): a weight that it gets wrong is a UsageError
+    reader     the program that will load the result (``reader``): a weight that it gets wrong is a UsageError
     requantize quantize weights again that are stored below 8 bits even where that only adds error
     collected  for what finds the moments that choosing codes reads as it goes, or later: `ptqpipe tune`, `pipeline`
     dry        nothing will be converted, so that the source need not stay as it is now
@@ -142,7 +148,7 @@ def prepare(
             source.check_requantizable({m.source.tensor: u.scheme.fmt for u in units for m in u.members})
         check_ignored(outputs.plan, options.ignore)
         _check_mtp(outputs, source)
-        said = _doubts_of(source, reader)
+        notes = _doubts_of(source, reader)
         if reader is not None:
             outputs.check_reader(reader, source.reader.config)
         files, name = outputs.configs(source, version=__version__), outputs.container_name
@@ -165,7 +171,7 @@ def prepare(
         scales = InputScales(outputs.recipe, statistics)
         opened.pop_all()  # from here on `Conversion.close` closes them
     decided = Conversion(target, source, outputs.layout, outputs.jobs, outputs, scales, statistics, learned)
-    return replace(decided, doubts=said)
+    return replace(decided, doubts=notes)
 
 
 def _doubts_of(source: Source, reader: str | None) -> tuple[str, ...]:
@@ -181,13 +187,14 @@ def _doubts_of(source: Source, reader: str | None) -> tuple[str, ...]:
             "was published with them"
         ]
     if unlike and reader is not None:
-        raise CheckpointError(f"--for {reader}: {unlike[0]}; {reader} would not load what is made of it")
+        raise CheckpointError(f"{arg('reader', reader)}: {unlike[0]}; {reader} would not load what is made of it")
     unknown = []
     if not is_known(config):
-        whose = "" if reader is None else f"; --for {reader} cannot tell whether {reader} takes them quantized"
+        whose = "" if reader is None else f"; {arg('reader', reader)} cannot tell whether {reader} takes them quantized"
         unknown.append(
             f"the table of families has no row for model_type {config.get('model_type')!r}: names and shapes alone "
-            f"decide what stays unquantized{whose}; look at the list of what is kept, and add to it with --ignore"
+            f"decide what stays unquantized{whose}; look at the list of what is kept, and add to it with "
+            f"{arg('ignore')}"
         )
     if (source.reader.path / ADAPTER_CONFIG).is_file():
         unknown.append(
@@ -212,37 +219,35 @@ def _check_mtp(outputs: Outputs, source: Source) -> None:
     units = (unit for unit in outputs.plan.units if unit.rule.match in patterns)
     if outputs.recipe.mtp == "keep" or next(units, None) is not None:
         return
-    given, path = f"--mtp {outputs.recipe.mtp}", source.reader.path
+    mtp, path = arg("mtp", outputs.recipe.mtp), source.reader.path
     if any(matches(pattern, module) for pattern in patterns for module in outputs.plan.modules):
-        raise UsageError(
-            f"{given} would change nothing: what it could quantize is kept for other reasons; leave it out"
-        )
+        raise UsageError(f"{mtp} would change nothing: what it could quantize is kept for other reasons; leave it out")
     counted = next((issue.counted_by for issue in issues if issue.counted_by), None)
     if counted is not None:
         raise UsageError(
-            f"{given}: {path} has no tensor of the layers that {counted} in its config.json counts; add the files with "
+            f"{mtp}: {path} has no tensor of the layers that {counted} in its config.json counts; add the files with "
             "them from where the model was published, or leave it out"
         )
-    raise UsageError(f"{given}: {path} has no multi-token prediction layer; leave it out")
+    raise UsageError(f"{mtp}: {path} has no multi-token prediction layer; leave it out")
 
 
-def _check_rounding(found: Rounding, source: Source, plan: Plan) -> None:
+def _check_rounding(codes: Rounding, source: Source, plan: Plan) -> None:
     """Learned codes against model and plan. UsageError where they are another model's, or lack a weight."""
-    check_model(found, source)
+    check_model(codes, source)
     for unit in plan.units:
         keys = [member.key for member in unit.members]
-        missing = [key for key in keys if not found.has(key)]
+        missing = [key for key in keys if not codes.has(key)]
         if missing and len(missing) < len(keys):
-            raise UsageError(f"{found.path} has no codes of '{missing[0]}', but of what shares its scale; tune again")
+            raise UsageError(f"{codes.path} has no codes of '{missing[0]}', but of what shares its scale; tune again")
     kept = {entry.name: entry.reason for entry in plan.kept}
-    for name in found.trained:
+    for name in codes.trained:
         if kept.get(name) != TRAINED_REASON:
             raise UsageError(
-                f"{found.path} was tuned with --train, which changed '{name}', and this recipe does not keep it as it "
-                "was kept there; give the recipe of tune, or tune again"
+                f"{codes.path} was tuned with {arg('train')}, which changed '{name}', and this recipe does not keep "
+                "it as it was kept there; give the recipe of tune, or tune again"
             )
-    if not any(found.has(member.key) for unit in plan.units for member in unit.members):
-        raise UsageError(f"{found.path} has codes of no weight that the recipe quantizes; tune with the same recipe")
+    if not any(codes.has(member.key) for unit in plan.units for member in unit.members):
+        raise UsageError(f"{codes.path} has codes of no weight that the recipe quantizes; tune with the same recipe")
 
 
 def default_out(path: Path, recipe: Recipe) -> Path:
@@ -267,8 +272,8 @@ def recipe_of_codes(codes: Rounding, options: RecipeOptions) -> Recipe:
     names = [scheme.name for scheme in recipe.schemes()]
     if options.format is not None and [get_scheme(options.format).name] != names:
         raise UsageError(
-            f"--format {options.format} contradicts {codes.path}, which holds codes for {', '.join(names)}; leave "
-            "--format out, or tune with the same --format"
+            f"{arg('format', options.format)} contradicts {codes.path}, which holds codes for {', '.join(names)}; "
+            f"leave {arg('format')} out, or tune with the same {arg('format')}"
         )
     return recipe
 
@@ -291,11 +296,10 @@ def _check_codes(
         _check_input_scales(codes, recipe, statistics)
     if all(codes.has(member.key) for unit in plan.units for member in unit.members):
         for name in (option.name for option in fields(CodeOptions)):
-            given = options.overrides.get(name)
-            if given is not None:
+            value = options.overrides.get(name)
+            if value is not None:
                 raise UsageError(
-                    f"--{name.replace('_', '-')} {given} would change nothing: {codes.path} has the codes of every "
-                    "weight; leave it out"
+                    f"{arg(name, value)} would change nothing: {codes.path} has the codes of every weight; leave it out"
                 )
 
 
@@ -315,7 +319,7 @@ def _check_plan(codes: Rounding, source: Source, plan: Plan, recipe: Recipe) -> 
         before, after = ("kept" if fate is None else f"in {fate[0]}" for fate in (was, now))
         if before == after:
             before, after = "quantized", "kept" if now is None else "in another fused group"
-        raise UsageError(f"{codes.path} was tuned with '{key}' {before}, this call has it {after}; {_AGAIN}")
+        raise UsageError(f"{codes.path} was tuned with '{key}' {before}, this call has it {after}; {_again()}")
 
 
 _Fate = tuple[str, tuple[str, ...]]
@@ -330,25 +334,27 @@ def _fates(plan: Plan) -> dict[str, _Fate]:
 def _check_input_scales(codes: Rounding, recipe: Recipe, statistics: Statistics | None) -> None:
     """Codes were learned behind inputs at static scales: those must be the ones that are written."""
     made_with = codes.content.get("statistics")
-    given = None if statistics is None else statistics.digest
-    if made_with != given:
+    digest = None if statistics is None else statistics.digest
+    if made_with != digest:
         if made_with is None:
             raise UsageError(
-                f"{codes.path} was tuned without statistics, its input scales are constant; leave --stats out, or tune "
-                "again with the same --stats"
+                f"{codes.path} was tuned without statistics, its input scales are constant; leave {arg('stats')} out, "
+                f"or tune again with the same {arg('stats')}"
             )
-        held = "no --stats are given" if statistics is None else f"{statistics.path} holds others ({given:.16})"
+        others = (
+            f"no {arg('stats')} are given" if statistics is None else f"{statistics.path} holds others ({digest:.16})"
+        )
         raise UsageError(
-            f"{codes.path} was tuned with the input scales of statistics {str(made_with)[:16]}, {held}; give the "
-            "--stats that tune had"
+            f"{codes.path} was tuned with the input scales of statistics {str(made_with)[:16]}, {others}; give the "
+            f"{arg('stats')} that tune had"
         )
     own = recipe_of_codes(codes, RecipeOptions())
-    for name in ("input_amax",) if given is None else ("input_scale", "headroom"):
+    for name in ("input_amax",) if digest is None else ("input_scale", "headroom"):
         was, now = getattr(own, name), getattr(recipe, name)
         if was != now:
-            said = "the format's own" if was is None else was
-            what = f"no {name} in the recipe" if now is None else f"--{name.replace('_', '-')} {now}"
+            tuned_with = "the format's own" if was is None else was
+            option = f"no {name} in the recipe" if now is None else arg(name, now)
             raise UsageError(
-                f"{what} contradicts {codes.path}, which was tuned with {said}; leave it out, or tune again with a "
-                "recipe that says so"
+                f"{option} contradicts {codes.path}, which was tuned with {tuned_with}; leave it out, or tune again "
+                "with a recipe that says so"
             )

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.errors import AlreadyComplete, OutputError, UsageError, first_line, one_line
+from ptqpipe.errors import AlreadyComplete, OutputError, UsageError, arg, first_line, missing_package, one_line
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
@@ -20,13 +20,17 @@ def check_push(repo: str) -> None:
     try:
         hub.utils.validate_repo_id(repo)
     except hub.errors.HFValidationError as error:
-        raise UsageError(f"--push names no repository: {first_line(error)}; expected owner/name") from None
+        raise UsageError(f"{arg('push')} names no repository: {first_line(error)}; expected owner/name") from None
     if "/" not in repo:
-        raise UsageError(f"--push {one_line(repo)!r} has no owner; expected owner/name")
+        raise UsageError(f"{arg('push', one_line(repo))} has no owner; expected owner/name")
     if hub.get_token() is None:
-        raise UsageError("--push needs a token of the hub, and there is none; set HF_TOKEN, or run hf auth login")
+        raise UsageError(
+            f"{arg('push')} needs a token of the hub, and there is none; set HF_TOKEN, or run hf auth login"
+        )
     if hub.constants.HF_HUB_OFFLINE:
-        raise UsageError("--push needs the hub, and HF_HUB_OFFLINE is set; unset it, or leave --push out")
+        raise UsageError(
+            f"{arg('push')} needs the hub, and HF_HUB_OFFLINE is set; unset it, or leave {arg('push')} out"
+        )
 
 
 def push(folder: Path, repo: str) -> str:
@@ -84,7 +88,7 @@ def _hub() -> Any:
         import huggingface_hub.errors
         import huggingface_hub.utils
     except ImportError:
-        raise UsageError("--push needs huggingface_hub; install it with: pip install 'ptqpipe[hf]'") from None
+        raise missing_package(arg("push"), "huggingface_hub", "ptqpipe[hf]") from None
     return huggingface_hub
 
 
@@ -93,5 +97,5 @@ def _reason(error: Exception) -> str:
     words = {401: "the token is not valid", 403: "the token may not write there", 404: "there is no such owner"}
     if status in words:
         return words[status]
-    said = first_line(error)
-    return said if status is not None else f"the hub was not reached, or not to the end ({said})"
+    reason = first_line(error)
+    return reason if status is not None else f"the hub was not reached, or not to the end ({reason})"

@@ -122,11 +122,11 @@ def self_faults(folder: Path, raw: Mapping[str, Any]) -> Iterator[tuple[str, str
         wanted -= {"source"}
     for key in sorted(wanted - raw.keys()) if sealed else ():
         yield RECORD_FILE, f"has no {key}: it was changed"
-    for key, known in (("weights", _OF_WEIGHTS), ("kept", _OF_KEPT)):
+    for key, allowed in (("weights", _OF_WEIGHTS), ("kept", _OF_KEPT)):
         entries = raw.get(key)
         for name, entry in entries.items() if isinstance(entries, Mapping) else ():
             keys = entry.keys() if isinstance(entry, Mapping) else set()
-            more = [f"has the key {one_line(repr(k), limit=80)}, which no record has" for k in sorted(keys - known)]
+            more = [f"has the key {one_line(repr(k), limit=80)}, which no record has" for k in sorted(keys - allowed)]
             required = _OF_CONVERTED if sealed and key == "weights" and "recipe" in raw else frozenset()
             for message in [*more, *(f"has no {k} in {RECORD_FILE}" for k in sorted(required - keys))]:
                 yield name, message

@@ -47,21 +47,21 @@ from ptqpipe.checkpoint import (
     shown,
     write_file,
 )
-from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, PtqError, UsageError, WrongOutput
+from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, PtqError, UsageError, WrongOutput, arg
 from ptqpipe.pipeline import messages as text
 from ptqpipe.pipeline.ledger import Ledger
 from ptqpipe.pipeline.prepare_stages import prepare
-from ptqpipe.pipeline.stages import Pipeline
+from ptqpipe.pipeline.stages import Pipeline, described
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.run.machine import Machine, progress_prefix
 from ptqpipe.run.quantities import disk_size
 
-CALL_FILE = "pipeline.json"  # of a folder of --keep-stages
+CALL_FILE = "pipeline.json"  # of a folder of ``work_dir``
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class PipelineResult:
     """What a run made.
 
     record      the content of ptqpipe.json
@@ -87,7 +87,7 @@ def pipeline(
     mode: Mode = "new",
     machine: Machine | None = None,
     say: Say = lambda line: None,
-) -> Made:
+) -> PipelineResult:
     """Quantizes a model as well as ``work`` asks for, in one run.
 
     model, recipe, recipe_path, out  as `convert` takes them
@@ -102,13 +102,13 @@ def pipeline(
     return run(prepared, say=say)
 
 
-def run(run: Pipeline, *, say: Say = lambda line: None) -> Made:
+def run(run: Pipeline, *, say: Say = lambda line: None) -> PipelineResult:
     """Runs what is decided, as `pipeline` does."""
     begun, paths = time.monotonic(), Paths.of(run.out)
     check_place(run.out)
-    with ExitStack() as held:
-        lock = _open(run, paths, held)
-        steps, said = run.steps(), set[str]()  # several stages look at the same data
+    with ExitStack() as stack:
+        lock = _open(run, paths, stack)
+        steps, printed = run.steps(), set[str]()  # several stages look at the same data
         for line in text.header(run, steps):
             say(line)
         for file in run.ledger.remove_damaged():
@@ -119,31 +119,31 @@ def run(run: Pipeline, *, say: Say = lambda line: None) -> Made:
                 with progress_prefix(label), suppress(AlreadyComplete):
                     step.run()
                 say(f"{label}  {time.monotonic() - started:.1f} s")
-                for line in dict.fromkeys(one for one in run.notes if one not in said):
+                for line in dict.fromkeys(one for one in run.notes if one not in printed):
                     say(f"  {line}")
-                said.update(run.notes)
+                printed.update(run.notes)
                 run.notes.clear()
         except BaseException as error:
             _close_if_empty(run)
             if isinstance(error, OSError | PtqError) and not lock.in_place():
                 raise OutputError(
                     f"{shown(str(run.begun))} was removed, renamed or unmounted while this run was writing in it; put "
-                    "it back and --resume, or start again"
+                    f"it back and {arg('resume', True)}, or start again"
                 ) from None
             raise
         with output_errors(run.begun):
             discard(paths, run.begun)
     record = read_json_object(run.out / RECORD_FILE)
-    return Made(run.out, record, run.evaluation, run.report, time.monotonic() - begun)
+    return PipelineResult(run.out, record, run.evaluation, run.report, time.monotonic() - begun)
 
 
-def _open(run: Pipeline, paths: Paths, held: ExitStack) -> RankLock:
+def _open(run: Pipeline, paths: Paths, stack: ExitStack) -> RankLock:
     """Refuses or accepts what lies at the output and beside it, and makes the hidden folder of the run. ``held`` gets
     its lock, which keeps other runs from every stage of this one, and its journal."""
     begun, identity = run.begun, run.identity
     refuse_held(paths.partial)
     with output_errors(begun):
-        lock = held.enter_context(locked(begun))
+        lock = stack.enter_context(locked(begun))
     clear(paths)
     for name, own, what in (("eval.json", is_result, "an eval file"), ("report.html", is_report, "a report")):
         if getattr(run.work, name.partition(".")[0]):
@@ -154,28 +154,31 @@ def _open(run: Pipeline, paths: Paths, held: ExitStack) -> RankLock:
         with output_errors(begun):
             empty(begun, keep=lock.name)  # of a call that was killed before it had begun, or while it was cleared
     if run.mode == "new" and former is not None:
-        raise OutputExists(f"{begun} is left from an unfinished run; --resume continues it, --overwrite discards it")
+        raise OutputExists(
+            f"{begun} is left from an unfinished run; {arg('resume', True)} continues it, {arg('overwrite', True)} "
+            "discards it"
+        )
     if run.mode != "resume":
         check_output(run.out, mode=run.mode)
     changed = "" if former is None else _changed(former.parts, identity)
     if changed:
         raise UsageError(
-            f"{begun} was started with another value of {changed}; give what it had and --resume, or --overwrite to "
-            "start over"
+            f"{begun} was started with another value of {changed}; give what it had and {arg('resume', True)}, or "
+            f"{arg('overwrite', True)} to start over"
         )
     if run.mode == "overwrite":
         abandon(paths)
     elif former is None or not former.replaces:
         _refuse_others(run, paths, begun=former is not None)
     if run.work.work_dir is not None:
-        _keep(run, held)
+        _keep(run, stack)
     if former is None:
         _check_disk(run)
         with output_errors(begun):
             empty(begun, keep=lock.name)  # the stages of another call
     new = RunIdentity(run_id_of(identity), "", identity, replaces=run.mode == "overwrite")
     run.ledger = Ledger(begun, run.folder, former or new, paths.out)
-    held.callback(run.ledger.close)
+    stack.callback(run.ledger.close)
     return lock
 
 
@@ -183,28 +186,31 @@ def _changed(former: Mapping[str, Any], identity: Mapping[str, str]) -> str:
     """What another call decided otherwise, in words; empty for nothing."""
     names = [*identity, *(name for name in former if name not in identity)]
     changed = [name for name in names if former.get(name) != identity.get(name)]
-    return changed[0].removeprefix("the ") if changed else ""
+    return described(changed[0]).removeprefix("the ") if changed else ""
 
 
-def _keep(run: Pipeline, held: ExitStack) -> None:
-    """Makes the folder of --keep-stages one of this call, since what lies there is used as this call's own. ``held``
+def _keep(run: Pipeline, stack: ExitStack) -> None:
+    """Makes the folder of ``work_dir`` one of this call, since what lies there is used as this call's own. ``held``
     gets its lock.
     UsageError for a folder with other files, for that of a call that decided otherwise, and for one in the model or the
     output."""
     folder, call_file = run.folder, run.folder / CALL_FILE
     for place, name in ((run.path, "the source"), (run.out, "the output")):
-        check_disjoint(Paths.of(place).out, folder, names=f"the stages' folder and {name}", option="--keep-stages")
+        check_disjoint(Paths.of(place).out, folder, names=f"the stages' folder and {name}", option="work_dir")
     with output_errors(folder):
         others = folder.is_dir() and any(folder.glob("[!.]*"))
     if others and not call_file.exists():
-        raise UsageError(f"--keep-stages {folder} has files that no run left there; name an empty folder, or a new one")
+        raise UsageError(
+            f"{arg('work_dir', folder)} has files that no run left there; name an empty folder, or a new one"
+        )
     with output_errors(folder):
-        held.enter_context(locked(folder))
+        stack.enter_context(locked(folder))
     if call_file.exists():
         changed = _changed(read_json_object(call_file), run.identity)
         if changed:
             raise UsageError(
-                f"--keep-stages {folder} has the stages of a run with another value of {changed}; name another folder"
+                f"{arg('work_dir', folder)} has the stages of a run with another value of {changed}; name another "
+                "folder"
             )
     else:
         write_file(call_file, json_bytes(dict(run.identity)).decode())
@@ -219,15 +225,18 @@ def _refuse_others(run: Pipeline, paths: Paths, *, begun: bool) -> None:
     own = isinstance(entry, Mapping) and entry.get("run") == run_id_of(run.identity)
     if own and not begun:
         raise AlreadyComplete(f"{name} is already complete, by this very run; nothing is left to do", run.out)
-    if own or (run.way is None and run.work.budget is None):
+    if own or (run.preset is None and run.work.budget is None):
         return
     if there:
         none = "" if begun else "has no unfinished run next to it and "
-        raise WrongOutput(f"{name} {none}is no output of this run; --overwrite replaces it, or choose another -o")
+        raise WrongOutput(
+            f"{name} {none}is no output of this run; {arg('overwrite', True)} replaces it, or choose another "
+            f"{arg('out')}"
+        )
     if not begun and has_begun(paths):
         raise WrongOutput(
             f"{shown(str(paths.partial))} is left from an unfinished run of another call; give that call again with "
-            "--resume, or --overwrite discards it"
+            f"{arg('resume', True)}, or {arg('overwrite', True)} discards it"
         )
 
 
@@ -238,7 +247,7 @@ def _check_disk(run: Pipeline) -> None:
     if need > free:
         raise OutputError(
             f"{place} has {disk_size(free)} free, the output and temporary files need {disk_size(need)}; free "
-            "some space, or choose another -o"
+            f"some space, or choose another {arg('out')}"
         )
 
 
@@ -247,6 +256,6 @@ def _close_if_empty(run: Pipeline) -> None:
     journal = run.begun / journal_name(0)
     if not journal.exists():
         return
-    left = {path.name for path in run.begun.iterdir() if not path.name.startswith("lock-")}
-    if left == {journal.name} and run.work.work_dir is None and not Paths.of(run.out).partial.exists():
+    remaining = {path.name for path in run.begun.iterdir() if not path.name.startswith("lock-")}
+    if remaining == {journal.name} and run.work.work_dir is None and not Paths.of(run.out).partial.exists():
         journal.unlink()

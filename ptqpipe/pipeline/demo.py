@@ -17,11 +17,11 @@ from ptqpipe.check.evaluate import perplexity, score
 from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import RECORD_FILE, Paths, check_place, locked, output_errors
 from ptqpipe.checkpoint.regular_file import read_json
-from ptqpipe.conversion import Done
+from ptqpipe.conversion import WriteResult
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.convert_summary import by_role
 from ptqpipe.conversion.prepare import prepare
-from ptqpipe.errors import CheckpointError, OutputExists
+from ptqpipe.errors import CheckpointError, OutputExists, arg
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import get_scheme
@@ -110,10 +110,10 @@ def _check_place(out: Path) -> None:
         except (LookupError, TypeError):
             source = None
         if path.name not in SCHEMES or source != MODEL.name:
-            raise OutputExists(f"{out} holds {path.name!r}, which no demo has written; give another -o")
+            raise OutputExists(f"{out} holds {path.name!r}, which no demo has written; give another {arg('out')}")
 
 
-def _convert(scheme: str, out: Path, machine: Machine) -> Done:
+def _convert(scheme: str, out: Path, machine: Machine) -> WriteResult:
     prepared = prepare(MODEL, options=RecipeOptions(format=scheme), out=out)
     with prepared:
         done = convert(prepared, mode="overwrite", machine=machine)

@@ -27,7 +27,7 @@ class Ledger:
         """Continues the journal in ``begun``, or begins it.
 
         folder  where the stages' outputs lie
-        out     the output, which a run that was begun with --overwrite may replace if it is there now
+        out     the output, which a run that was begun with ``overwrite`` may replace if it is there now
         """
         path = begun / journal_name(0)
         self._begun, self._folder = begun, folder

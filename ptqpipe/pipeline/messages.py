@@ -11,7 +11,7 @@ from ptqpipe.run.machine import peak_bytes
 from ptqpipe.run.quantities import disk_size, memory_size
 
 if TYPE_CHECKING:
-    from ptqpipe.pipeline.command import Made
+    from ptqpipe.pipeline.command import PipelineResult
     from ptqpipe.pipeline.stages import Pipeline, Step
 
 
@@ -27,35 +27,37 @@ def header(run: "Pipeline", steps: Sequence["Step"]) -> Iterator[str]:
     yield from (f"  warning: {line}" for line in run.warnings)
 
 
-def render(made: "Made") -> str:
+def render(result: "PipelineResult") -> str:
     """The closing lines: what was measured, in words, and where everything lies."""
-    lines = [*judgement(made.record), *kept_damaged(made.record)]
-    judged = None if made.evaluation is None else verdict(made.evaluation)
+    lines = [*judgement(result.record), *kept_damaged(result.record)]
+    judged = None if result.evaluation is None else verdict(result.evaluation)
     if judged is not None:
         lines.append(str(judged))
-    also = [str(path) for path in (_measured(made), made.report) if path is not None]
+    also = [str(path) for path in (_measured(result), result.report) if path is not None]
     lines += [f"written: {', '.join(also)}"] if also else []
-    lines.append(f"Done: {made.out} {disk_size(_size(made))}, {made.seconds:.1f} s, peak {memory_size(peak_bytes())}")
+    lines.append(
+        f"Done: {result.out} {disk_size(_size(result))}, {result.seconds:.1f} s, peak {memory_size(peak_bytes())}"
+    )
     return "\n".join(lines)
 
 
-def to_json(made: "Made") -> dict[str, Any]:
+def to_json(result: "PipelineResult") -> dict[str, Any]:
     """The outcome as data."""
     return {
-        "out": str(made.out),
-        "pipeline": made.record.get("pipeline"),
-        "evaluation": made.evaluation,
-        "report": None if made.report is None else str(made.report),
-        "not_finite": kept_not_finite(made.record),
-        "written_bytes": _size(made),
-        "seconds": made.seconds,
+        "out": str(result.out),
+        "pipeline": result.record.get("pipeline"),
+        "evaluation": result.evaluation,
+        "report": None if result.report is None else str(result.report),
+        "not_finite": kept_not_finite(result.record),
+        "written_bytes": _size(result),
+        "seconds": result.seconds,
         "peak_rss_bytes": peak_bytes(),
     }
 
 
-def _measured(made: "Made") -> Path | None:
-    return None if made.evaluation is None else made.out.parent / f"{made.out.name}.eval.json"
+def _measured(result: "PipelineResult") -> Path | None:
+    return None if result.evaluation is None else result.out.parent / f"{result.out.name}.eval.json"
 
 
-def _size(made: "Made") -> int:
-    return sum(file.stat().st_size for file in made.out.glob("*.safetensors*"))
+def _size(result: "PipelineResult") -> int:
+    return sum(file.stat().st_size for file in result.out.glob("*.safetensors*"))

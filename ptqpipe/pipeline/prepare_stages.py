@@ -17,14 +17,14 @@ from ptqpipe.conversion.convert_summary import missing_config, warnings_of
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.prepare import prepare as prepare_conversion
 from ptqpipe.conversion.transform.plan import foldable_rotations, matrix_bytes
-from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.errors import PtqError, UsageError, arg
 from ptqpipe.models.folding import find_structure
 from ptqpipe.models.language_model import takes_images
 from ptqpipe.models.reader_facts import check_rotation
 from ptqpipe.models.source import Source
-from ptqpipe.pipeline import call
+from ptqpipe.pipeline import validate
 from ptqpipe.pipeline.budget.command import Budget, check_budget
-from ptqpipe.pipeline.presets import TABLE, WEIGHTS, Way, kind_of
+from ptqpipe.pipeline.presets import TABLE, WEIGHTS, QualityPreset, kind_of
 from ptqpipe.pipeline.stages import Pipeline
 from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, check_options
@@ -48,11 +48,11 @@ def prepare(
     """Decides a run from the call and from headers. Raises what `pipeline` raises before any work; writes nothing."""
     recipe = recipe or RecipeOptions()
     check_options(work)
-    call.check_call(work, recipe, recipe_path)
-    texts = call.texts_of(work.data)
+    validate.check_call(work, recipe, recipe_path)
+    texts = validate.texts_of(work.data)
     if work.reader is not None and work.budget is None:
-        recipe = call.for_reader(work.reader, recipe, recipe_path)
-    formats = call.formats_for(work.reader, work.formats) if work.budget is not None else ()
+        recipe = validate.for_reader(work.reader, recipe, recipe_path)
+    formats = validate.formats_for(work.reader, work.formats) if work.budget is not None else ()
     path = resolve_source(str(model))
     _check_windows(path, work, texts)
     tokenizer = cache(lambda: load_tokenizer(path))
@@ -62,31 +62,31 @@ def prepare(
         if work.reader is not None:
             if build_recipe(recipe).rotations:
                 check_rotation(work.reader, None)
-            recipe = replace(recipe, container=call.container_of_all(work.reader, formats))
+            recipe = replace(recipe, container=validate.container_of_all(work.reader, formats))
         _check_cache(path, build_recipe(recipe, path=recipe_path), work)
-        way = TABLE[WEIGHTS][work.quality or "best"] if work.data else None
-        _check_untie(work, way, f"--budget {work.budget}")
+        preset = TABLE[WEIGHTS][work.quality or "best"] if work.data else None
+        _check_untie(work, preset, arg("budget", work.budget))
         target = out or Path(f"{name_of(path)}-MIXED")
         check_disjoint(path, target)
         nbytes = Budget.parse(work.budget).nbytes or 0
-        built_from = (path, target, recipe, recipe_path, work, way, texts)
+        built_from = (path, target, recipe, recipe_path, work, preset, texts)
         return Pipeline(*built_from, True, nbytes, (), mode, machine, notes=notes)
-    asked: dict[str, Any] = {"collected": bool(work.data), "reader": work.reader, "requantize": work.requantize}
-    with prepare_conversion(path, options=recipe, recipe_path=recipe_path, out=out, **asked) as prepared:
+    options: dict[str, Any] = {"collected": bool(work.data), "reader": work.reader, "requantize": work.requantize}
+    with prepare_conversion(path, options=recipe, recipe_path=recipe_path, out=out, **options) as prepared:
         built = prepared.outputs.recipe
         _check_cache(path, built, work)
-        way = TABLE[kind_of(built.schemes())][work.quality or "best"] if work.data else None
-        _check_untie(work, way, " with ".join(scheme.name for scheme in built.schemes()))
-        way = _foldable(_rotatable(way, prepared.source, built, untie=work.untie), prepared.source)
-        if way is not None and way.own_text and call.own_weight(work.data) is None:
-            way, work = _with_own_text(way, work, path)
-            texts = call.texts_of(work.data)
-        warnings = [] if way is None else list(way.without)
-        needs = way is not None and bool(call.has_static(built) or way.transform or not way.method)
-        nbytes, target = prepared.layout.file_bytes + _own_head_bytes(way, prepared.source), prepared.out
+        preset = TABLE[kind_of(built.schemes())][work.quality or "best"] if work.data else None
+        _check_untie(work, preset, " with ".join(scheme.name for scheme in built.schemes()))
+        preset = _foldable(_rotatable(preset, prepared.source, built, untie=work.untie), prepared.source)
+        if preset is not None and preset.own_text and validate.own_weight(work.data) is None:
+            preset, work = _with_own_text(preset, work, path)
+            texts = validate.texts_of(work.data)
+        warnings = [] if preset is None else list(preset.without)
+        needs = preset is not None and bool(validate.has_static(built) or preset.transform or not preset.method)
+        nbytes, target = prepared.layout.file_bytes + _own_head_bytes(preset, prepared.source), prepared.out
         no_config = missing_config(prepared)
         warnings += [*([no_config] if no_config is not None else []), *warnings_of(prepared)]
-    built_from = (path, target, recipe, recipe_path, work, way, texts)
+    built_from = (path, target, recipe, recipe_path, work, preset, texts)
     return Pipeline(*built_from, needs, nbytes, tuple(warnings), mode, machine, notes=notes)
 
 
@@ -98,7 +98,7 @@ def _check_windows(path: Path, work: PipelineOptions, texts: Sequence[str]) -> N
         check_windows(config, samples=work.samples, seqlen=seqlen)
         check_seed(work.seed)
         if texts:
-            _, samples = call.own_share(work.data, work.samples)
+            _, samples = validate.own_share(work.data, work.samples)
             check_samples(texts, path, samples=samples, seqlen=seqlen, field=work.text_field)
 
 
@@ -111,71 +111,71 @@ def _check_cache(path: Path, recipe: Recipe, work: PipelineOptions) -> None:
         check_seen(modules, read_config(path))
 
 
-def _check_untie(work: PipelineOptions, way: Way | None, what: str) -> None:
-    """UsageError for --untie where the table has no rotations."""
-    if work.untie and (way is None or not way.rotations):
-        quality = "" if work.quality is None else f" with --quality {work.quality}"
+def _check_untie(work: PipelineOptions, preset: QualityPreset | None, what: str) -> None:
+    """UsageError for ``untie`` where the table has no rotations."""
+    if work.untie and (preset is None or not preset.rotations):
+        quality = "" if work.quality is None else f" with {arg('quality', work.quality)}"
         raise UsageError(
-            f"--untie is for the rotations that --quality best learns for a format with quantized inputs, and {what}"
-            f"{quality} has none; leave --untie out"
+            f"{arg('untie', True)} is for the rotations that {arg('quality', 'best')} learns for a format with "
+            f"quantized inputs, and {what}{quality} has none; leave {arg('untie')} out"
         )
 
 
-def _own_head_bytes(way: Way | None, source: Source) -> int:
+def _own_head_bytes(preset: QualityPreset | None, source: Source) -> int:
     """What a head takes that becomes a tensor of its own; 0 for any other one."""
-    if way is None or "rotate_residual" not in way.rotations:
+    if preset is None or "rotate_residual" not in preset.rotations:
         return 0
     structure = find_structure(source.tensors, source.reader.config)
     return source.reader.entries[structure.embeddings[0]].nbytes if structure.tied else 0
 
 
-def _rotatable(way: Way | None, source: Source, recipe: Recipe, *, untie: bool) -> Way | None:
+def _rotatable(preset: QualityPreset | None, source: Source, recipe: Recipe, *, untie: bool) -> QualityPreset | None:
     """The way with those of its rotations that can be learned for this model, and why the others cannot be."""
-    if way is None or not way.rotations:
-        return way
+    if preset is None or not preset.rotations:
+        return preset
     scheme, reader = recipe.schemes()[0], source.reader
     if recipe.rotations:
-        return _without_rotations(way, "--rotate rotates inputs while the model runs")
+        return _without_rotations(preset, f"{arg('rotate')} rotates inputs while the model runs")
     if takes_images(read_config(reader.path), reader.path):
-        return _without_rotations(way, "they are learned from text alone, and the model takes images")
+        return _without_rotations(preset, "they are learned from text alone, and the model takes images")
     if source.container is not None:
-        return _without_rotations(way, "the model is quantized already")
-    options = TransformOptions(transforms=way.rotations, learn=way.steps, format=scheme.name, untie=untie)
+        return _without_rotations(preset, "the model is quantized already")
+    options = TransformOptions(transforms=preset.rotations, learn=preset.steps, format=scheme.name, untie=untie)
     try:
         structure = find_structure(source.tensors, reader.config)
     except PtqError as error:
-        return _without_rotations(way, str(error))
+        return _without_rotations(preset, str(error))
     names, refused = foldable_rotations(structure, options)
     refused = [reason.replace("is refused:", "is left out:", 1) for reason in refused]
     if matrix_bytes(names, structure, options) > MATRICES and "rotate_values" in names:
         names.remove("rotate_values")
         refused.append(f"rotate_values is left out: the matrices would take over {disk_size(MATRICES)} in the record")
-    return way._replace(rotations=",".join(names), without=(*way.without, *refused))
+    return preset._replace(rotations=",".join(names), without=(*preset.without, *refused))
 
 
-def _with_own_text(way: Way, work: PipelineOptions, path: Path) -> tuple[Way, PipelineOptions]:
+def _with_own_text(preset: QualityPreset, work: PipelineOptions, path: Path) -> tuple[QualityPreset, PipelineOptions]:
     """The call with the model's own text beside its data, half of the windows; or the way, and why it is left out."""
     if takes_images(read_config(path), path):
         why = "the model takes images, and writes text alone"
     elif work.text_field is not None:
-        why = f"--field {work.text_field} is in no row of it"
+        why = f"{arg('text_field', work.text_field)} is in no row of it"
     else:
         weights = sum(weighted(name)[1] or 1.0 for name in work.data)
-        return way, replace(work, data=(*work.data, f"{call.SELF}={weights!r}"))
-    return way._replace(own_text=False, without=(*way.without, f"the model's own text is left out: {why}")), work
+        return preset, replace(work, data=(*work.data, f"{validate.SELF}={weights!r}"))
+    return preset._replace(own_text=False, without=(*preset.without, f"the model's own text is left out: {why}")), work
 
 
-def _foldable(way: Way | None, source: Source) -> Way | None:
+def _foldable(preset: QualityPreset | None, source: Source) -> QualityPreset | None:
     """The way, without its transform where this family's layers are not known well enough to fold it."""
-    if way is None or not way.transform:
-        return way
+    if preset is None or not preset.transform:
+        return preset
     try:
         find_structure(source.tensors, source.reader.config)
     except PtqError as error:
-        line = f"{way.transform} is left out: {error}"
-        return way._replace(transform="", without=(*way.without, line))
-    return way
+        line = f"{preset.transform} is left out: {error}"
+        return preset._replace(transform="", without=(*preset.without, line))
+    return preset
 
 
-def _without_rotations(way: Way, why: str) -> Way:
-    return way._replace(rotations="", without=(*way.without, f"rotations are left out: {why}"))
+def _without_rotations(preset: QualityPreset, why: str) -> QualityPreset:
+    return preset._replace(rotations="", without=(*preset.without, f"rotations are left out: {why}"))

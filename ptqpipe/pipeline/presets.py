@@ -10,14 +10,14 @@ from typing import NamedTuple
 from ptqpipe.numerics.schemes import Activation, Scheme
 
 
-class Way(NamedTuple):
+class QualityPreset(NamedTuple):
     """How codes are found.
 
-    rotations  which are learned and folded into the float model first (``transform --apply``); empty: none
-    steps      number of steps in which they are learned (``transform --learn``)
-    transform  which transform is folded in after that (``transform --apply``); empty: none
+    rotations  which are learned and folded into the float model first (``transforms`` of `transform`); empty: none
+    steps      number of steps in which they are learned (``learn`` of `transform`)
+    transform  which transform is folded in after that (``transforms`` of `transform`); empty: none
     method     of ``tune``; empty: nearest codes, at scales that are weighted by the second moments of the inputs
-    own_text   whether text that the model generates is added to the data, as with ``--data self``
+    own_text   whether text that the model generates is added to the data, as with ``data="self"``
     without    reasons why a part of the table's entry is left out of this run
     """
 
@@ -39,18 +39,18 @@ _KINDS = {
 }  # the others are in FP8
 
 
-def _row(best: Way) -> dict[str, Way]:
-    return {"fast": Way(), "good": Way(method="layerwise"), "best": best}
+def _row(best: QualityPreset) -> dict[str, QualityPreset]:
+    return {"fast": QualityPreset(), "good": QualityPreset(method="layerwise"), "best": best}
 
 
-TABLE: dict[str, dict[str, Way]] = {
-    WEIGHTS: _row(Way(method="gptq")),
-    INT8: _row(Way(method="gptq")),
-    FP8: _row(Way("rotate", 200, method="gptq")),
+TABLE: dict[str, dict[str, QualityPreset]] = {
+    WEIGHTS: _row(QualityPreset(method="gptq")),
+    INT8: _row(QualityPreset(method="gptq")),
+    FP8: _row(QualityPreset("rotate", 200, method="gptq")),
     # With 4-bit inputs the codes also compensate for the error of the inputs. Learned from one kind of text, that
     # raises the error on other kinds; so text that the model generates is added.
-    MXFP4: _row(Way("rotate", 200, "aqas", "gptq", own_text=True)),
-    NVFP4: _row(Way("rotate", 50, "aqas", "gptq", own_text=True)),  # more steps raise the loss of the model
+    MXFP4: _row(QualityPreset("rotate", 200, "aqas", "gptq", own_text=True)),
+    NVFP4: _row(QualityPreset("rotate", 50, "aqas", "gptq", own_text=True)),  # more steps raise the loss of the model
 }
 
 _WORDS = {
@@ -65,11 +65,11 @@ def kind_of(schemes: Sequence[Scheme]) -> str:
     return WEIGHTS if len(schemes) != 1 else _KINDS.get(schemes[0].activation, FP8)
 
 
-def describe(way: Way) -> str:
-    """What a way does, in words."""
-    before = [*(["learned rotations"] if way.rotations else []), *([way.transform] if way.transform else [])]
-    text = ", on the data and on text that the model generates" if way.own_text else ""
-    return (f"{', '.join(before)}, then " if before else "") + _WORDS[way.method] + text
+def describe(preset: QualityPreset) -> str:
+    """What a preset does, in words."""
+    before = [*(["learned rotations"] if preset.rotations else []), *([preset.transform] if preset.transform else [])]
+    text = ", on the data and on text that the model generates" if preset.own_text else ""
+    return (f"{', '.join(before)}, then " if before else "") + _WORDS[preset.method] + text
 
 
 def markdown() -> str:

@@ -1,9 +1,10 @@
-"""The stages of one ``convert --data`` run: the inputs of each, where it writes, and their order.
+"""The stages of one `convert` with ``data`` run: the inputs of each, where it writes, and their order.
 
 Must not know how a stage works, nor how a call is checked.
 """
 
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,19 +30,33 @@ from ptqpipe.conversion import command as conversion, named_source
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.prepare import best_with, prepare
 from ptqpipe.conversion.transform.factors import find_factors
-from ptqpipe.errors import AlreadyComplete, CheckpointError, PtqWarning
+from ptqpipe.errors import AlreadyComplete, CheckpointError, PtqWarning, arg
 from ptqpipe.models.source import Source
-from ptqpipe.pipeline import call
+from ptqpipe.pipeline import validate
 from ptqpipe.pipeline.budget.command import Budget, plan_mixed, write_recipe
+from ptqpipe.pipeline.disk_space import Disk, disk_of, memory_of, memory_text, pair_samples
 from ptqpipe.pipeline.ledger import Ledger
-from ptqpipe.pipeline.presets import Way, describe
-from ptqpipe.pipeline.room import Disk, disk_of, memory_of, memory_text, pair_samples
+from ptqpipe.pipeline.presets import QualityPreset, describe
 from ptqpipe.pipeline.tune.command import tune
 from ptqpipe.pipeline.tune.tune_options import TuneOptions
 from ptqpipe.quantization.learned_codes import ROUNDING_FILE
 from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.run.machine import Machine, compute_threads
+
+_TOGETHER = {"samples": ("samples", "seqlen", "seed")}  # one entry of a journal
+_RENAMED = {"for": "reader"}  # since journals have been written
+
+
+def _key(*options: str) -> str:
+    """The entry of options in the journals and records of runs: their bytes stay, whoever runs."""
+    *others, last = (f"--{name}" for name in options)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def described(key: str) -> str:
+    """What an entry of a journal is called in a message."""
+    return re.sub(r"--(\w+)", lambda option: arg(_RENAMED.get(option[1], option[1])), key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +74,7 @@ class Pipeline:
 
     path      of the model; ``floats`` what is quantized: the model, or the folder of the factors to fold into it
     folder    where the stages' outputs lie; ``begun`` the hidden folder that says that a run is unfinished
-    texts     files of --data, and behind them the model's own text once it is written
+    texts     files of ``data``, and behind them the model's own text once it is written
     disk      what it takes beside the output; ``memory`` about what each stage holds
     identity  what decides the bytes, by its name in a message
     ledger    what the stages have left in that folder, once the run is open
@@ -72,7 +87,7 @@ class Pipeline:
     recipe: RecipeOptions
     recipe_path: Path | None
     work: PipelineOptions
-    way: Way | None
+    preset: QualityPreset | None
     texts: list[str]
     needs_statistics: bool
     weights_bytes: int
@@ -97,11 +112,11 @@ class Pipeline:
         self.floats, self.begun = self.path, Paths.of(self.out).stages
         with Source.open(self.path) as source:
             self.identity = self._identity(source)
-            known, size = self.needs_statistics, self.weights_bytes
+            statistics, size = self.needs_statistics, self.weights_bytes
             self.pair_samples = pair_samples(source, self.work)
-            self.disk = disk_of(source, self.work, self.way, statistics=known, weights_bytes=size)
+            self.disk = disk_of(source, self.work, self.preset, statistics=statistics, weights_bytes=size)
             limit = self.machine.memory_bytes
-            self.memory = memory_text(memory_of(source, self.work, self.way, limit=limit), limit)
+            self.memory = memory_text(memory_of(source, self.work, self.preset, limit=limit), limit)
 
     @property
     def folder(self) -> Path:
@@ -116,26 +131,28 @@ class Pipeline:
     def _identity(self, source: Source) -> dict[str, str]:
         """What decides the bytes, by its name in a message; no folder's name is in it."""
         work, recipe = self.work, build_recipe(self.recipe, path=self.recipe_path)
-        field = [] if work.text_field is None else [f"--field {work.text_field}"]  # which part of the texts is read
-        own = [f"{call.SELF}={self._own_weight!r}"] if self.texts and self._own_weight is not None else []
-        given = {
-            "--data": [*([_content(name) for name in self.texts] or work.data), *own, *field],
-            "--quality": work.quality,
-            "--budget": work.budget,
-            "--formats": work.formats,
-            "--for": work.reader,
-            "--samples, --seqlen or --seed": [work.samples, work.seqlen, work.seed],
-        } | {f"--{name}": True for name in ("requantize", "untie") if getattr(work, name)}
+        field = (
+            [] if work.text_field is None else [f"{_key('field')} {work.text_field}"]
+        )  # which part of the texts is read
+        own = [f"{validate.SELF}={self._own_weight!r}"] if self.texts and self._own_weight is not None else []
+        values = {
+            "data": [*([_content(name) for name in self.texts] or work.data), *own, *field],
+            "quality": work.quality,
+            "budget": work.budget,
+            "formats": work.formats,
+            "for": work.reader,
+            "samples": [work.samples, work.seqlen, work.seed],
+        } | {name: True for name in ("requantize", "untie") if getattr(work, name)}
         named = {
             "the model": source.reader.fingerprint(),
             "the recipe": recipe.digest,
             "the version of ptqpipe": __version__,
         }
-        return named | {name: json.dumps(value) for name, value in given.items()}
+        return named | {_key(*_TOGETHER.get(name, (name,))): json.dumps(value) for name, value in values.items()}
 
     def steps(self) -> list[Step]:
         """The stages in their order."""
-        way, work = self.way, self.work
+        preset, work = self.preset, self.work
         steps: list[Step] = []
 
         def add(wanted: object, name: str, words: str, run: Callable[[], None]) -> None:
@@ -143,14 +160,19 @@ class Pipeline:
                 steps.append(Step(name, words, run))
 
         add(self._own_weight is not None, "generate", "the model generates text to calibrate on", self._generate)
-        turned = "learn rotations from the gradients at the inputs of layers, and fold them into the weights"
-        add(way and way.rotations, "rotate", turned, self._rotate)
-        known = self.needs_statistics and way is not None
-        add(known, "calibrate", "statistics of the inputs of every layer, a few kB each", self._calibrate)
-        folded = f"{way and way.transform}: find scaling factors, and fold them into the weights"
-        add(way and way.transform, "transform", folded, self._transform)
+        words = "learn rotations from the gradients at the inputs of layers, and fold them into the weights"
+        add(preset and preset.rotations, "rotate", words, self._rotate)
+        statistics = self.needs_statistics and preset is not None
+        add(statistics, "calibrate", "statistics of the inputs of every layer, a few kB each", self._calibrate)
+        folded = f"{preset and preset.transform}: find scaling factors, and fold them into the weights"
+        add(preset and preset.transform, "transform", folded, self._transform)
         add(work.budget, "plan", f"a format for every layer at {work.budget}", self._plan)
-        add(way and way.method, "tune", describe(Way(method=way.method if way else "")), self._tune)
+        add(
+            preset and preset.method,
+            "tune",
+            describe(QualityPreset(method=preset.method if preset else "")),
+            self._tune,
+        )
         add(True, "convert", f"into {self.out}", self._convert)
         add(True, "verify", "check hashes and recorded claims of the result", self._verify)
         add(work.eval, "eval", f"KL divergence from the original model on {', '.join(work.eval)}", self._eval)
@@ -162,16 +184,16 @@ class Pipeline:
         return self.out.parent / f"{self.out.name}.{ending}"
 
     def windows(self) -> dict[str, Any]:
-        """--samples, --seqlen and --seed as all stages take them."""
+        """``samples``, ``seqlen`` and ``seed`` as all stages take them."""
         return {name: getattr(self.work, name) for name in ("samples", "seqlen", "seed")}
 
     @property
     def _own_weight(self) -> float | None:
-        return call.own_weight(self.work.data)
+        return validate.own_weight(self.work.data)
 
     @property
     def _field(self) -> str | None:
-        """Of the rows of --data; those that the model has written have one of their own."""
+        """Of the rows of ``data``; those that the model has written have one of their own."""
         return None if self.texts == [str(self._own_text)] else self.work.text_field
 
     @property
@@ -181,7 +203,7 @@ class Pipeline:
     @property
     def stats(self) -> Path | None:
         """The statistics of the model that is quantized, if this run makes any."""
-        if not self.needs_statistics or self.way is None:
+        if not self.needs_statistics or self.preset is None:
             return None
         return self.folder / ("statistics-transformed" if self._scaled else "statistics")
 
@@ -202,14 +224,14 @@ class Pipeline:
 
     def _generate(self) -> None:
         if not self._own_text.exists():
-            count, _ = call.own_share(self.work.data, self.work.samples)
+            count, _ = validate.own_share(self.work.data, self.work.samples)
             options = GenerateOptions(**self.windows() | {"samples": count})
             generate(self.path, self._own_text, options=options, machine=self.computing)
         self.ledger.add(self._own_text)
         self.texts.append(f"{self._own_text}={self._own_weight!r}" if self.texts else str(self._own_text))
 
     def _rotate(self) -> None:
-        assert self.way is not None
+        assert self.preset is not None
         pairs, target = self.folder / "pairs", self.folder / "rotations"
         if not target.exists() or Paths.of(target).partial.exists():
             kinds = ("diagonal", "pairs")
@@ -220,10 +242,10 @@ class Pipeline:
                 done = calibrate(self.path, self.texts, pairs, options=options, mode="resume", machine=self.computing)
                 self.notes += [] if done is None else done.notes
             self.ledger.add(pairs / STATS_FILE)
-            asked: dict[str, Any] = {"learn": self.way.steps, "format": self._format, "untie": self.work.untie}
-            turning = TransformOptions(self.way.rotations, dtype="fp32", **asked)
+            options: dict[str, Any] = {"learn": self.preset.steps, "format": self._format, "untie": self.work.untie}
+            rotation = TransformOptions(self.preset.rotations, dtype="fp32", **options)
             with suppress(AlreadyComplete):
-                find_factors(self.path, target, stats=pairs, options=turning, mode="resume", machine=self.computing)
+                find_factors(self.path, target, stats=pairs, options=rotation, mode="resume", machine=self.computing)
         self.ledger.add(target / FOLDING_FILE)
         if pairs.exists() and self.work.work_dir is None:
             shutil.rmtree(pairs)
@@ -234,16 +256,16 @@ class Pipeline:
 
     def _gainless(self, foldings: Sequence[Mapping[str, Any]]) -> list[str]:
         """A line for each rotation that was learned and is not folded in."""
-        names = self.way.rotations.split(",") if self.way is not None and self.way.rotations else []
+        names = self.preset.rotations.split(",") if self.preset is not None and self.preset.rotations else []
         folded = {folding["transform"] for folding in foldings if "matrices" in folding}
         why = "what was learned gains nothing on the tokens that were held out"
         return [f"{name} is left out: {why}" for name in names if name not in folded]
 
     def _calibrate(self) -> None:
-        assert self.way is not None
+        assert self.preset is not None
         assert self.stats is not None
-        blocks = self.way.transform and not self._scaled
-        by_kl = self.work.budget is not None and self.way.method == "gptq"  # as the codes will be chosen
+        blocks = self.preset.transform and not self._scaled
+        by_kl = self.work.budget is not None and self.preset.method == "gptq"  # as the codes will be chosen
         kinds = ("diagonal", *(["block"] if blocks else []), *(["kl"] if by_kl else []))
         options = CalibrateOptions(**self.windows(), text_field=self._field, moments=kinds)
         with suppress(AlreadyComplete):
@@ -254,10 +276,10 @@ class Pipeline:
         self.ledger.add(self.stats / STATS_FILE)
 
     def _transform(self) -> None:
-        assert self.way is not None
+        assert self.preset is not None
         assert self.stats is not None
         target = self.folder / "factors"
-        options = TransformOptions(transforms=self.way.transform, format=self._format, dtype="fp32")
+        options = TransformOptions(transforms=self.preset.transform, format=self._format, dtype="fp32")
         with suppress(AlreadyComplete):
             find_factors(self.floats, target, stats=self.stats, options=options, mode="resume", machine=self.machine)
         self.ledger.add(target / FOLDING_FILE)
@@ -272,9 +294,9 @@ class Pipeline:
         self.ledger.add(target)
 
     def _find_plan(self, target: Path) -> None:
-        formats = call.formats_for(self.work.reader, self.work.formats)
+        formats = validate.formats_for(self.work.reader, self.work.formats)
         budget = Budget.parse(str(self.work.budget))
-        follows = self.way is not None and bool(self.way.method)
+        follows = self.preset is not None and bool(self.preset.method)
         plan = plan_mixed(
             self.path,
             budget,
@@ -291,7 +313,7 @@ class Pipeline:
         write_recipe(plan, target)
 
     def _tune(self) -> None:
-        assert self.way is not None
+        assert self.preset is not None
         target = self.folder / "codes"
         with suppress(AlreadyComplete):
             done = tune(
@@ -301,7 +323,7 @@ class Pipeline:
                 recipe=self.recipe,
                 recipe_path=self.recipe_file,
                 stats=self.stats if _static(self) else None,
-                options=TuneOptions(**self.windows(), text_field=self._field, method=self.way.method),
+                options=TuneOptions(**self.windows(), text_field=self._field, method=self.preset.method),
                 mode="resume",
                 machine=self.computing,
             )
@@ -309,7 +331,7 @@ class Pipeline:
         self.ledger.add(target / ROUNDING_FILE)
 
     def _convert(self) -> None:
-        codes = self.folder / "codes" if self.way is not None and self.way.method else None
+        codes = self.folder / "codes" if self.preset is not None and self.preset.method else None
         stats = self.stats if codes is None or _static(self) else None
         path = self.recipe_file if codes is None else None
         where: dict[str, Any] = {"recipe_path": path, "stats": stats, "rounding": codes}
@@ -323,11 +345,11 @@ class Pipeline:
 
     def _entry(self) -> dict[str, Any]:
         """What the record says of this run; nothing where it is the one of a plain conversion."""
-        if self.way is None and self.work.budget is None:
+        if self.preset is None and self.work.budget is None:
             return {}
-        asked = {"quality": self.work.quality or "best", "run": run_id_of(self.identity)}
-        entry: dict[str, Any] = {"pipeline": {**asked, "budget": self.work.budget}}
-        without = [] if self.way is None else list(self.way.without)
+        identity = {"quality": self.work.quality or "best", "run": run_id_of(self.identity)}
+        entry: dict[str, Any] = {"pipeline": {**identity, "budget": self.work.budget}}
+        without = [] if self.preset is None else list(self.preset.without)
         foldings: list[dict[str, Any]] = []
         if self.floats != self.path:
             folded = read_json_object(self.floats / FOLDING_FILE)
@@ -385,7 +407,7 @@ def _content(name: str) -> str:
 
 def _static(run: Pipeline) -> bool:
     """Whether the output has numbers of its own from the statistics: scales of inputs or of the KV cache, biases."""
-    return call.has_static(build_recipe(run.recipe, path=run.recipe_file))
+    return validate.has_static(build_recipe(run.recipe, path=run.recipe_file))
 
 
 def _without_algorithm(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from ptqpipe.checkpoint.regular_file import MAX_RECIPE_BYTES, read_regular_text
-from ptqpipe.errors import PtqError, RecipeError, UsageError, did_you_mean, one_line, read_failure
+from ptqpipe.errors import PtqError, RecipeError, UsageError, arg, did_you_mean, one_line, read_failure
 from ptqpipe.models.families import DEFAULT_KEEP, Keep
 from ptqpipe.numerics.schemes import SCHEMES, get_scheme
 from ptqpipe.recipe.options import ALGORITHMS, RecipeOptions
@@ -141,7 +141,7 @@ def load_recipe(path: Path) -> Recipe:
     try:
         raw = yaml.load(read_regular_text(file, limit=MAX_RECIPE_BYTES), Loader=_Loader)
     except FileNotFoundError:
-        remedy = f"{path} is a format: give --format {path}" if _key(str(path)) in SCHEMES else _near(path.name)
+        remedy = f"{path} is a format: give {arg('format', path)}" if _key(str(path)) in SCHEMES else _near(path.name)
         raise RecipeError(f"recipe {path} does not exist; {remedy}") from None
     except OSError as error:
         raise RecipeError(f"recipe {path} cannot be read: {read_failure(error)}") from None
@@ -175,15 +175,15 @@ def parse_recipe(raw: Any) -> Recipe:
     if top["version"] != 1 or top["version"] is True:
         raise RecipeError(f"version is {_shown(top['version'])}, expected 1")
     rules = tuple(_rule(item, index) for index, item in enumerate(_list(top.get("rules"), "rules")))
-    given = {key: _value(top[key], key, kind) for key, kind in plain.items() if key in top and key not in own}
-    given["description"] = _optional(top.get("description"), "description", str) or ""
+    values = {key: _value(top[key], key, kind) for key, kind in plain.items() if key in top and key not in own}
+    values["description"] = _optional(top.get("description"), "description", str) or ""
     if "keep" in top:
         extra = tuple(Keep(_text(item, "keep"), BY_RECIPE) for item in _list(top["keep"], "keep"))
-        given["keep"] = extra + DEFAULT_KEEP
+        values["keep"] = extra + DEFAULT_KEEP
     if "fuse" in top:
         groups = (_list(group, "fuse") for group in _list(top["fuse"], "fuse"))
-        given["fuse"] = tuple(tuple(_text(leaf, "fuse") for leaf in group) for group in groups)
-    return Recipe(rules, **given)
+        values["fuse"] = tuple(tuple(_text(leaf, "fuse") for leaf in group) for group in groups)
+    return Recipe(rules, **values)
 
 
 def _rule(item: Any, index: int) -> Rule:
@@ -199,9 +199,9 @@ def _rule(item: Any, index: int) -> Rule:
     name = _text(raw["format"], f"{where}.format")
     scheme = None if name.lower() == "keep" else get_scheme(name)
     algorithm = ALGORITHMS.get(str(raw.get("algorithm")))
-    given: dict[str, Any] = {} if algorithm is None else {"objective": algorithm.objective}
-    given |= {key: _value(raw[key], f"{where}.{key}", kind) for key, kind in plain.items() if key in raw}
-    return Rule(_text(raw["match"], f"{where}.match"), scheme, **given)
+    values: dict[str, Any] = {} if algorithm is None else {"objective": algorithm.objective}
+    values |= {key: _value(raw[key], f"{where}.{key}", kind) for key, kind in plain.items() if key in raw}
+    return Rule(_text(raw["match"], f"{where}.match"), scheme, **values)
 
 
 def _value(raw: Any, where: str, kind: Any) -> Any:
@@ -209,14 +209,14 @@ def _value(raw: Any, where: str, kind: Any) -> Any:
     return _READERS[kind](raw, where)
 
 
-def _mapping(raw: Any, where: str, known: set[str]) -> Mapping[str, Any]:
+def _mapping(raw: Any, where: str, allowed: set[str]) -> Mapping[str, Any]:
     if raw is None:
         raise RecipeError(f"{where} is empty; `ptqpipe recipes NAME` prints an example")
     if not isinstance(raw, Mapping):
         raise RecipeError(f"{where} must be a mapping of keys, got {type(raw).__name__}")
-    unknown = [str(key) for key in raw if key not in known]
+    unknown = [str(key) for key in raw if key not in allowed]
     if unknown:
-        remedy = did_you_mean(unknown[0], sorted(known), listed=True)
+        remedy = did_you_mean(unknown[0], sorted(allowed), listed=True)
         raise RecipeError(f"{where} has the unknown key {unknown[0]!r}; {remedy}")
     return raw
 
@@ -278,7 +278,9 @@ def build_recipe(options: RecipeOptions, *, path: Path | None = None, codes: Rec
            ``options`` name no other format
     """
     if path is not None and options.format is not None:
-        raise RecipeError(f"--format {options.format} and --recipe {path} contradict each other; give one of them")
+        raise RecipeError(
+            f"{arg('format', options.format)} and {arg('recipe', path)} contradict each other; give one of them"
+        )
     if path is not None:
         recipe = load_recipe(path)
     elif codes is not None:
@@ -289,19 +291,19 @@ def build_recipe(options: RecipeOptions, *, path: Path | None = None, codes: Rec
         recipe,
         rules=tuple(_with_options(rule, options) for rule in recipe.rules),
         keep=tuple(Keep(pattern, IGNORED) for pattern in options.ignore) + recipe.keep,
-        **_given(options, Recipe),
+        **_overrides(options, Recipe),
     )
 
 
 def _with_options(rule: Rule, options: RecipeOptions) -> Rule:
     """The rule with the options applied; an algorithm brings its usual weighting unless rule or call give one."""
-    given = _given(options, Rule)
+    values = _overrides(options, Rule)
     if options.algorithm in ALGORITHMS and rule.objective == "none":
-        given.setdefault("objective", ALGORITHMS[options.algorithm].objective)
-    return replace(rule, **given)
+        values.setdefault("objective", ALGORITHMS[options.algorithm].objective)
+    return replace(rule, **values)
 
 
-def _given(options: RecipeOptions, kind: type[Rule] | type[Recipe]) -> dict[str, Any]:
+def _overrides(options: RecipeOptions, kind: type[Rule] | type[Recipe]) -> dict[str, Any]:
     """The options that were given, of those that name a field of ``kind``."""
     names = {field.name for field in fields(kind)}
     return {name: value for name, value in options.overrides.items() if name in names}

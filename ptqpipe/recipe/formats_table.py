@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.errors import arg
 from ptqpipe.models.reader_facts import READERS, evidence
 from ptqpipe.numerics.schemes import SCHEMES, Activation, Scheme
 from ptqpipe.numerics.search import SEARCHES
@@ -28,12 +29,12 @@ PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 _COLUMNS = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TRT", "transformers": "HF"}
-_LEGEND = (
+_LEGEND = (  # with the spellings of `json` and `reader`
     "A name may be written in any case. element/block/scale[/global], such as e2m1/8/ue5m3, is a format, too. Bits are "
     "those of a weight of 4096 x 4096, scales included. The last columns say which programs take the format, from "
-    "the container that `convert --for` chooses (HF: transformers, TRT: TensorRT-LLM), and how that is known: run (it "
-    "computed with such a checkpoint), loads (its own loader takes every number, its kernels were not run), read (its "
-    "source code was read); `--json` has versions and dates. ptqpipe itself reads all of them. See docs/formats.md."
+    "the container that {reader} of convert chooses (HF: transformers, TRT: TensorRT-LLM), and how that is known: run "
+    "(it computed with such a checkpoint), loads (its own loader takes every number, its kernels were not run), read "
+    "(its source code was read); {json} has versions and dates. ptqpipe itself reads all of them. See docs/formats.md."
 )
 
 _ACTIVATIONS = {
@@ -112,7 +113,12 @@ def render() -> str:
         ]
         for one in content["formats"]
     ]
-    lines = [table(head, rows, left=len(head)), "", *textwrap.wrap(_LEGEND, LINE), ""]
+    lines = [
+        table(head, rows, left=len(head)),
+        "",
+        *textwrap.wrap(_LEGEND.format(reader=arg("reader"), json=arg("json")), LINE),
+        "",
+    ]
     for title in ("containers", "searches", "transforms"):
         width = max(len(one["name"]) for one in content[title])
         lines.append(f"{title}:")

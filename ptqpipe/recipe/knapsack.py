@@ -94,7 +94,7 @@ def _milp(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budg
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Standard output goes nowhere meanwhile: HiGHS of scipy 1.17 prints names of its functions there, past Python, and
-    they would stand in the middle of --json."""
+    they would stand in the middle of JSON."""
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)

@@ -3,6 +3,7 @@
 import textwrap
 from typing import Any
 
+from ptqpipe.errors import arg
 from ptqpipe.recipe.file import GROUPS, load_recipe, named_recipe, named_recipes
 
 
@@ -34,7 +35,7 @@ def render() -> str:
     for group, title in GROUPS.items():
         lines += ["", f"{title}:"] if lines else [f"{title}:"]
         for one in (one for one in rows if one["group"] == group):
-            text = f"{one['description']}{'; needs --stats' if one['needs_stats'] else ''}"
+            text = one["description"] + (f"; needs {arg('stats')}" if one["needs_stats"] else "")
             start = f"  {one['name']:<{width}}  "
             lines += textwrap.wrap(text, 80, initial_indent=start, subsequent_indent=" " * len(start))
     return "\n".join(lines)

@@ -219,8 +219,8 @@ class Recipe(CheckpointOptions):
         described = {"mtp": "keep", **described}  # which earlier versions did not say
         try:
             described["rules"] = [_without_low_rank(rule) for rule in described["rules"]]
-            said = {"rotate": None, **_by_field(described)}
-            values = {field.name: said[field.name] for field in fields(Recipe)}
+            content = {"rotate": None, **_by_field(described)}
+            values = {field.name: content[field.name] for field in fields(Recipe)}
             values["rules"] = tuple(Rule.from_json(rule) for rule in values["rules"])
             values["keep"] = tuple(Keep(str(keep[0]), str(keep[1]), *map(int, keep[2:])) for keep in values["keep"])
             values["fuse"] = tuple(tuple(map(str, leaves)) for leaves in values["fuse"])
@@ -318,9 +318,9 @@ def _shown(text: str) -> str:
     return one_line(repr(text), limit=200)
 
 
-def _values(given: Any, kind: type[CodeOptions] | type[CheckpointOptions]) -> dict[str, Any]:
+def _values(options: Any, kind: type[CodeOptions] | type[CheckpointOptions]) -> dict[str, Any]:
     """The values of the options of ``kind``, by name."""
-    return {_IN_JSON.get(field.name, field.name): getattr(given, field.name) for field in fields(kind)}
+    return {_IN_JSON.get(field.name, field.name): getattr(options, field.name) for field in fields(kind)}
 
 
 def _by_field(described: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def test_models_without_such_an_attention_are_refused(kind: str, tmp_path: Path)
         family_rows.make(tmp_path, kind)
     else:
         make_model(tmp_path, kind)
-    with pytest.raises(UsageError, match=r"no attention with k_proj and v_proj side by side.*leave --kv-cache out"):
+    with pytest.raises(UsageError, match=r"no attention with k_proj and v_proj side by side.*leave kv_cache out"):
         modules_of(tmp_path)
 
 

@@ -530,7 +530,7 @@ def test_a_unit_with_one_scale_is_counted_with_all_of_its_weights(tmp_path: Path
         assert job.id == "model.layers.0.mlp.gate_proj+up_proj"
         weights = 2 * 4096 * 128
         assert least - BASE_BYTES - WORKER_BYTES == weights * 2 + weights  # bfloat16, and codes of a byte
-        with pytest.raises(UsageError, match="weights share one scale in fp8_tensor; give --max-memory 551MiB"):
+        with pytest.raises(UsageError, match='weights share one scale in fp8_tensor; give max_memory="551MiB"'):
             convert(prepared, machine=Machine(1, memory_bytes=least - 1))
         assert not (tmp_path / "out").exists()
         convert(prepared, machine=Machine(1, memory_bytes=least))

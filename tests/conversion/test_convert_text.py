@@ -52,8 +52,8 @@ def test_static_input_scales_are_said_to_come_from_the_statistics_where_they_do(
 @pytest.mark.parametrize(
     ("scheme", "said"),
     [
-        ("nvfp4_w4a4", "activations up to 2928 do not clip, blocks below 0.1 lose precision (--input-amax)"),
-        ("fp8_static", "activations up to 336 do not clip, values below 0.012 lose precision (--input-amax)"),
+        ("nvfp4_w4a4", "activations up to 2928 do not clip, blocks below 0.1 lose precision (input_amax)"),
+        ("fp8_static", "activations up to 336 do not clip, values below 0.012 lose precision (input_amax)"),
     ],
 )
 def test_without_text_static_input_scales_are_said_to_be_one_constant(model: Path, scheme: str, said: str) -> None:
@@ -65,7 +65,7 @@ def test_without_text_static_input_scales_are_said_to_be_one_constant(model: Pat
 def test_where_memory_has_no_room_for_the_workers_that_were_asked_for_it_says_what_has(plain: Conversion) -> None:
     for tell in (header_text, plan_text):
         told = tell(plain, Machine(workers=64, memory_bytes=2 << 30))
-        found = re.search(r"(\d+) units at a time, not 64: --max-memory 2GiB .*; --max-memory (\d+)MiB would", told)
+        found = re.search(r'(\d+) units at a time, not 64: max_memory="2GiB" .*; max_memory="(\d+)MiB" would', told)
         assert found is not None, told
         assert int(found[1]) == ((2 << 30) - BASE_BYTES) // WORKER_BYTES
         assert "at a time" not in tell(plain, Machine(workers=64, memory_bytes=int(found[2]) << 20))

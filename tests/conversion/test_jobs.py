@@ -156,7 +156,7 @@ def test_records_come_in_the_order_of_the_jobs() -> None:
 
 
 def test_a_job_without_a_record_is_named() -> None:
-    with pytest.raises(OutputError, match=r"unit 'b' is missing.*--resume"):
+    with pytest.raises(OutputError, match=r"unit 'b' is missing.*resume=True"):
         records_of([named("a"), named("b")], {"a": {}})
 
 

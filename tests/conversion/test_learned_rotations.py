@@ -133,7 +133,7 @@ def test_rotations_are_learned_from_pairs_alone(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
     options = TransformOptions("rotate", rotation_size=32, learn=2, format="fp8")
     stats = make_statistics(model, tmp_path / "moments", token_ids())
-    with pytest.raises(UsageError, match=r"no pairs of .*--moments diagonal,pairs"):
+    with pytest.raises(UsageError, match=r"no pairs of .*moments=.diagonal,pairs"):
         transform(model, tmp_path / "out", stats=stats, options=options)
     stats = make_pairs(model, tmp_path / "stats")
     file = stats / "model.layers.1.pairs.safetensors"
@@ -191,7 +191,7 @@ def test_memory_that_does_not_hold_the_pairs_is_refused_before_anything_is_writt
     no_learning(monkeypatch)
     monkeypatch.setattr(learning, "BATCH", 1 << 20)
     with pytest.raises(
-        UsageError, match=r"--max-memory 1GiB is too small for the pairs.*give --max-memory \d+"
+        UsageError, match=r"max_memory=.1GiB. is too small for the pairs.*give max_memory=.\d+"
     ) as caught:
         transform(model, tmp_path / "out", stats=stats, options=OPTIONS, machine=Machine(memory_bytes=1 << 30))
     assert "\n" not in str(caught.value)

@@ -65,7 +65,7 @@ def test_experts_and_projections_are_quantized_and_what_joins_the_layer_is_not(
 def test_sglang_builds_the_layer_unquantized_beside_modelopt(make: Make, tmp_path: Path) -> None:
     for kind, mtp in (("deepseek_v3", "fp8"), ("qwen3_next", "nvfp4")):
         options = RecipeOptions("nvfp4_w4a4", container="modelopt", mtp=mtp)
-        with pytest.raises(UsageError, match=r"--reader sglang: .*SGLang builds it unquantized beside"):
+        with pytest.raises(UsageError, match=r"reader=.sglang.: .*SGLang builds it unquantized beside"):
             prepare(make(kind), options=options, out=tmp_path / "out", reader="sglang")
         if mtp == "nvfp4":
             prepare(make(kind), options=options, out=tmp_path / "out", reader="vllm").close()
@@ -82,11 +82,11 @@ def test_the_rule_of_the_layer_is_no_typo_of_the_recipe(make: Make, tmp_path: Pa
 
 def test_models_without_the_layer_are_refused_in_one_line(make: Make, tmp_path: Path) -> None:
     options = RecipeOptions("nvfp4", mtp="fp8")
-    with pytest.raises(UsageError, match=r"--mtp fp8: .* has no multi-token prediction layer; leave it out"):
+    with pytest.raises(UsageError, match=r"mtp=.fp8.: .* has no multi-token prediction layer; leave it out"):
         prepare(tiny.save(tmp_path / "llama", tiny.llama()), options=options, out=tmp_path / "out")
     without = families.make_model(tmp_path / "dropped", "glm4_moe")  # as transformers saves it
     with pytest.raises(UsageError, match=r"no tensor of the layers that num_nextn_predict_layers in its config.json"):
         prepare(without, options=options, out=tmp_path / "out")
     everything = RecipeOptions("nvfp4", ("model.layers.2.*",), mtp="fp8")
-    with pytest.raises(UsageError, match=r"--mtp fp8 would change nothing"):
+    with pytest.raises(UsageError, match=r"mtp=.fp8. would change nothing"):
         prepare(make("glm4_moe"), options=everything, out=tmp_path / "out")

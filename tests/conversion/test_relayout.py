@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import ptqpipe
 from ptqpipe.cli import main
-from ptqpipe.conversion import Done
+from ptqpipe.conversion import WriteResult
 from ptqpipe.conversion.dequantize import _rounded, dequantize
 from ptqpipe.conversion.relayout.command import relayout
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError, PtqError, UsageError
@@ -52,7 +52,7 @@ DIRECTIONS = [(name, container) for name, containers in GOLDEN.items() for conta
 OWN = {"ct": "compressed_tensors", "mo": "modelopt", "ds": "deepseek_fp8", "gptoss": "gptoss_mxfp4", "quark": ""}
 
 
-def run(ckpt: Path, out: Path, container: str, *, workers: int = 2) -> Done:
+def run(ckpt: Path, out: Path, container: str, *, workers: int = 2) -> WriteResult:
     done = relayout(ckpt, out, container=container, machine=Machine(workers=workers))
     assert done is not None
     return done

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 import ptqpipe
 from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint.layouts import container_names, quantization_config
-from ptqpipe.conversion import Done
+from ptqpipe.conversion import WriteResult
 from ptqpipe.conversion.relayout.command import relayout
 from ptqpipe.errors import FormatError, PtqError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
@@ -58,13 +58,13 @@ def attack(ckpt: Path, container: str, work: Path) -> dict[str, Any]:
     return line
 
 
-def _relayout(ckpt: Path, out: Path, container: str) -> Done:
+def _relayout(ckpt: Path, out: Path, container: str) -> WriteResult:
     done = relayout(ckpt, out, container=container, machine=Machine(workers=1))
     assert done is not None  # there is one rank
     return done
 
 
-def _unlike_decodes(ckpt: Path, done: Done) -> Iterator[str]:
+def _unlike_decodes(ckpt: Path, done: WriteResult) -> Iterator[str]:
     """Weights that do not decode to what they did; those of a stack that was split have other names."""
     with ptqpipe.load_tensors(ckpt) as before, ptqpipe.load_tensors(done.out) as after:
         for name in after:
@@ -144,7 +144,7 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
 }
 
 
-def _back(ckpt: Path, there: Done, work: Path, wrong: list[str]) -> dict[str, Any]:
+def _back(ckpt: Path, there: WriteResult, work: Path, wrong: list[str]) -> dict[str, Any]:
     """The way back to the layout that it came from."""
     try:
         back = _relayout(there.out, work / "back", there.source_container)

@@ -19,7 +19,7 @@ def work_of(text: Path, **more: Any) -> PipelineOptions:
     return PipelineOptions(data=(str(text),), samples=8, seqlen=LENGTH, **more)
 
 
-def made(model: Path, out: Path, work: PipelineOptions, scheme: str | None = None, **more: Any) -> stage.Made:
+def made(model: Path, out: Path, work: PipelineOptions, scheme: str | None = None, **more: Any) -> stage.PipelineResult:
     return stage.pipeline(model, recipe=RecipeOptions(scheme), out=out, work=work, machine=ONE, **more)
 
 

@@ -146,7 +146,7 @@ def test_an_output_of_another_call_is_refused_before_any_work(
     (tmp_path / ".out.stages" / "recipe.yaml").rename(tmp_path / "recipe.yaml")
     record = tmp_path / "out" / "ptqpipe.json"
     record.write_text(record.read_text().replace('"pipeline"', '"another"'))
-    with pytest.raises(WrongOutput, match="is no output of this run; --overwrite replaces it"):
+    with pytest.raises(WrongOutput, match="is no output of this run; overwrite=True replaces it"):
         made(model, tmp_path / "out", BUDGET, mode="resume")
     assert not (tmp_path / ".out.stages" / "recipe.yaml").exists()
 
@@ -161,7 +161,7 @@ def test_a_call_that_was_killed_before_it_had_begun_is_not_spoken_of(model: Path
         main, ["convert", str(model), "--budget", "6.5bits", "-o", str(tmp_path / "out"), "--resume"]
     )
     assert done.exit_code == 2
-    assert done.output.strip().endswith("is no output of this run; --overwrite replaces it, or choose another -o")
+    assert done.output.strip().endswith("is no output of this run; --overwrite replaces it, or choose another --out")
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     assert files_of(tmp_path / "out") == files
 

@@ -21,7 +21,7 @@ from ptqpipe.models.folded import encoded
 from ptqpipe.models.reader_facts import READERS
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.pipeline.prepare_stages import prepare
-from ptqpipe.pipeline.presets import FP8, TABLE, Way, kind_of, markdown
+from ptqpipe.pipeline.presets import FP8, TABLE, QualityPreset, kind_of, markdown
 from ptqpipe.quantization.transforms import learn_rotations
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.runtime import load_model
@@ -202,7 +202,7 @@ def test_a_head_that_becomes_a_tensor_of_its_own_lets_the_stream_be_rotated(
 def test_rotations_that_gain_nothing_are_left_out(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(TABLE[FP8], "best", Way("rotate", 1, method="gptq"))
+    monkeypatch.setitem(TABLE[FP8], "best", QualityPreset("rotate", 1, method="gptq"))
     monkeypatch.setattr(learn_rotations, "_RATE", 0.0)
     said: list[str] = []
     done = made(model, tmp_path / "out", work_of(text), "fp8", say=said.append)

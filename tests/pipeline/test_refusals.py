@@ -18,8 +18,8 @@ from ptqpipe.conversion.transform.command import Transformation
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline import command as stage, stages
+from ptqpipe.pipeline.disk_space import memory_of, pair_samples
 from ptqpipe.pipeline.prepare_stages import prepare
-from ptqpipe.pipeline.room import memory_of, pair_samples
 from ptqpipe.pipeline.tune import backwards, command as tune_stage
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from tests import tiny
@@ -148,10 +148,7 @@ def test_rotations_are_learned_from_as_many_rows_as_have_the_tokens_that_are_kep
         ("--data none.txt", "none.txt does not exist"),
         ("--data EMPTY", "is a folder without .txt, .jsonl, .ndjson, .jsonlines"),
         ("--data self --data TEXT --data self=2", "--data has self twice; give it once, self=2 for twice its share"),
-        (
-            "--data self --data TEXT --text-field text",
-            "--text-field text is not in the rows that --data self generates",
-        ),
+        ("--data self --data TEXT --field text", "--text-field text is not in the rows that --data self generates"),
         ("--data self --data none.txt", "none.txt does not exist"),
         ("--data TEXT --damping 0.1", "--damping is decided by --quality"),
         ("--data TEXT --stats s", "--stats is for a conversion alone"),
@@ -192,9 +189,9 @@ def test_a_folder_of_stages_in_the_model_or_the_output_is_refused_before_any_wor
     shutil.copytree(model, source)
     before = sorted(tmp_path.rglob("*"))
     for kept in (tmp_path / "out", tmp_path / "out" / "kept", tmp_path, source / "kept"):
-        with pytest.raises(UsageError, match="overlap; choose another --work-dir"):
+        with pytest.raises(UsageError, match="overlap; choose another work_dir"):
             made(source, tmp_path / "out", work_of(text, quality="fast", keep_stages=str(kept)))
-    with pytest.raises(UsageError, match="overlap; choose another -o"):
+    with pytest.raises(UsageError, match="overlap; choose another out"):
         made(source, source / "out", PipelineOptions(budget="6.5bits"))
     assert sorted(tmp_path.rglob("*")) == before
 

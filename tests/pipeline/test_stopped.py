@@ -160,7 +160,7 @@ def test_a_run_that_replaces_an_output_goes_on_where_it_was_stopped(
     work = work_of(text)
     ptqpipe.convert(model, format="fp8", out=tmp_path / "out", workers=1)
     former = files_of(tmp_path / "out")
-    with pytest.raises(WrongOutput, match="no unfinished run next to it and is no output of this run; --overwrite"):
+    with pytest.raises(WrongOutput, match="no unfinished run next to it and is no output of this run; overwrite=True"):
         made(model, tmp_path / "out", work, mode="resume")
     assert {path.name for path in tmp_path.iterdir()} == {"out"}  # it is told before any work
     with monkeypatch.context() as patch:
@@ -181,7 +181,7 @@ def test_the_stages_that_another_call_kept_are_not_taken_for_ones_own(model: Pat
     kept = str(tmp_path / "kept")
     made(model, tmp_path / "a", PipelineOptions(budget="6.5bits", work_dir=kept))
     recipe = (tmp_path / "kept" / "recipe.yaml").read_bytes()
-    with pytest.raises(UsageError, match="has the stages of a run with another value of --budget; name another folder"):
+    with pytest.raises(UsageError, match="has the stages of a run with another value of budget; name another folder"):
         made(model, tmp_path / "b", PipelineOptions(budget="9bits", work_dir=kept))
     made(model, tmp_path / "c", PipelineOptions(budget="6.5bits", work_dir=kept))
     assert (tmp_path / "kept" / "recipe.yaml").read_bytes() == recipe
@@ -209,6 +209,6 @@ def test_a_run_is_not_resumed_with_another_requantize(
         patch.setattr(stages, "verify", stops(stages.verify, at=1))
         with pytest.raises(KeyboardInterrupt):
             made(source, tmp_path / "out", works[first])
-    with pytest.raises(UsageError, match="was started with another value of --requantize"):
+    with pytest.raises(UsageError, match="was started with another value of requantize"):
         made(source, tmp_path / "out", works[not first], mode="resume")
     made(source, tmp_path / "out", works[first], mode="resume")

@@ -37,7 +37,7 @@ def test_the_models_own_text_is_half_of_what_four_bit_inputs_learn_from_unless_t
     assert weights_of(half.out) == weights_of(made(model, tmp_path / "asked", asked, "mxfp4").out)
     said: list[str] = []
     fields = made(model, tmp_path / "fields", work_of(text, field="input_ids"), "mxfp4", say=said.append)
-    assert "own text is left out: --text-field input_ids is in no row of it" in fields.record["pipeline"]["without"][0]
+    assert 'own text is left out: text_field="input_ids" is in no row of it' in fields.record["pipeline"]["without"][0]
     assert any("warning: the model's own text is left out" in line for line in said)
     assert not any("the model generates text to calibrate on" in line for line in said)
     assert weights_of(half.out) != weights_of(fields.out)

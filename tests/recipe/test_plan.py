@@ -164,7 +164,7 @@ def test_stacks_that_readers_know_as_a_whole_are_quantized_where_a_container_sto
     tensors[f"{moe}.output_linear.weight"] = torch.zeros(3, 128, 64, dtype=torch.bfloat16)
     tensors["model.layers.0.shared_mlp.input_linear.weight"] = torch.zeros(128, 128, dtype=torch.bfloat16)
     reasons = {k.name: k.reason for k in plan_of(tensors).kept}
-    assert "--container ptqpipe" in reasons[f"{moe}.input_linear.weight"]
+    assert "use container ptqpipe" in reasons[f"{moe}.input_linear.weight"]
     assert "model.layers.0.shared_mlp.input_linear.weight" not in reasons
     plan = plan_of(tensors, capabilities=Capabilities(stacks=True))
     members = [m for u in plan.units for m in u.members if m.weight == f"{moe}.output_linear.weight"]
@@ -204,7 +204,7 @@ def test_stacks_of_step_3_become_experts() -> None:
     assert shapes[f"{moe}.experts.2.down_proj.weight"] == (128, 64)
     assert shapes[f"{moe}.experts.2.up_proj.weight"] == (64, 128)
     other = plan_of(tensors, config={"model_type": "llama", "hidden_size": 128})
-    assert "--container ptqpipe" in {k.name: k.reason for k in other.kept}[f"{moe}.up_proj.weight"]
+    assert "use container ptqpipe" in {k.name: k.reason for k in other.kept}[f"{moe}.up_proj.weight"]
 
 
 def test_an_orientation_that_shapes_leave_open_is_kept_not_guessed() -> None:

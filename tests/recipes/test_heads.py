@@ -16,7 +16,7 @@ from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.models.families import in_mtp_layers
 from ptqpipe.models.reader_facts import READERS
 from ptqpipe.numerics.schemes import SCHEMES
-from ptqpipe.pipeline.call import for_reader
+from ptqpipe.pipeline.validate import for_reader
 from ptqpipe.recipe.file import load_recipe, named_recipes
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.recipe.recipe import matches
@@ -131,7 +131,7 @@ def test_the_readers_that_a_head_names_take_the_result_and_no_others_of_the_two(
             for call in head.commands if reader == "vllm" else head.commands[:1]:
                 planned(model, call, reader=reader).close()
         for reader in head.refused:
-            with pytest.raises(UsageError, match=f"--reader {reader}"):
+            with pytest.raises(UsageError, match=f'reader="{reader}"'):
                 planned(model, head.commands[0], reader=reader)
     if head.readers:
         assert head.readers | head.refused == {"vllm", "sglang"}

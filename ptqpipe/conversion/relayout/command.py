@@ -18,15 +18,15 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, TensorSpec, check_disjoint
 from ptqpipe.checkpoint.layouts import ConfigRequest, Container, PartKind, get_container
 from ptqpipe.conversion import (
+    CheckpointJob,
     CopyTensor,
-    Done,
-    Rewrite,
     Run,
+    WriteResult,
     check_read_back,
     merged,
     named_source,
     parts_of_stage,
-    rewrite,
+    write_checkpoint,
 )
 from ptqpipe.conversion.record import TAKEN_OVER, UNKNOWN, read_record, self_faults
 from ptqpipe.conversion.relayout.jobs import (
@@ -41,7 +41,7 @@ from ptqpipe.conversion.relayout.jobs import (
     warnings_of,
     weight_jobs,
 )
-from ptqpipe.errors import CheckpointError, FormatError, UsageError
+from ptqpipe.errors import CheckpointError, FormatError, UsageError, arg, usage
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.recipe.plan import is_matrix
@@ -54,7 +54,7 @@ _OF_EVERY_PART = (
 
 
 @dataclass(frozen=True)
-class Relayout(Rewrite[MoveWeight | CopyTensor]):
+class Relayout(CheckpointJob[MoveWeight | CopyTensor]):
     """A change of layout that is decided to the byte.
 
     dropped     tensors of the source that the layout has no place for; none of them is part of a weight's decode
@@ -85,16 +85,16 @@ class Relayout(Rewrite[MoveWeight | CopyTensor]):
 
     @property
     def run_parts(self) -> Mapping[str, str]:
-        """As `Rewrite`."""
+        """As `CheckpointJob`."""
         return parts_of_stage("relayout", self.head, layout=self.layout.digest)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """As `Rewrite`."""
+        """As `CheckpointJob`."""
         return tuple(warnings_of(self.source, self.container, self.container_name, self.jobs))
 
     def do(self, job: MoveWeight | CopyTensor, writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
-        """As `Rewrite`. CheckpointError for bytes that are not those that the source's record describes."""
+        """As `CheckpointJob`. CheckpointError for bytes that are not those that the source's record describes."""
         if isinstance(job, CopyTensor):
             return {"kept": {job.spec.name: self._keep(job, writer)}}
         moved = [(piece, move(piece, self.source, writer)) for piece in job.pieces]
@@ -142,7 +142,7 @@ class Relayout(Rewrite[MoveWeight | CopyTensor]):
             )
 
     def configs(self) -> dict[str, dict[str, Any]]:
-        """As `Rewrite`, as the target layout has them."""
+        """As `CheckpointJob`, as the target layout has them."""
         source = self.source
         kept = [job.spec for job in self.jobs if isinstance(job, CopyTensor)]
         modules = [spec.name.removesuffix(".weight") for spec in kept if is_matrix(spec.name, spec.dtype, spec.shape)]
@@ -152,7 +152,7 @@ class Relayout(Rewrite[MoveWeight | CopyTensor]):
         return self.container.configs(ConfigRequest(source.config, targets_of(self.jobs), kept_modules, provenance))
 
     def record(self, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """As `Rewrite`: the source's record, with this layout, the new hashes, and the run that it came from.
+        """As `CheckpointJob`: the source's record, with this layout, the new hashes, and the run that it came from.
 
         decode_rounds_differently  weights whose float32 decode is rounded differently, since their global scale was
                                    inverted
@@ -170,14 +170,14 @@ class Relayout(Rewrite[MoveWeight | CopyTensor]):
         }
 
 
-def relayout(ckpt: Path, out: Path, *, container: str, **run: Unpack[Run]) -> Done | None:
+def relayout(ckpt: Path, out: Path, *, container: str, **run: Unpack[Run]) -> WriteResult | None:
     """Rewrites a packed checkpoint in another container. The result on rank 0, None on the others.
 
     Raises UsageError for a plain checkpoint or the same container, FormatError for what the container cannot store,
     CheckpointError for damage, among it a payload that is not the one that the checkpoint's record describes.
     """
     with Source.open(Path(ckpt)) as source:
-        return rewrite(prepare(source, Path(out), container=container), **run)
+        return write_checkpoint(prepare(source, Path(out), container=container), **run)
 
 
 def prepare(source: Source, out: Path, *, container: str) -> Relayout:
@@ -185,14 +185,15 @@ def prepare(source: Source, out: Path, *, container: str) -> Relayout:
     name = container.lower().replace("-", "_")
     target = get_container(name)
     if source.container is None:
-        raise UsageError(f"{source.reader.path} is not quantized; `ptqpipe convert --container {name}` quantizes it")
+        convert = usage("convert", str(source.reader.path), container=name)
+        raise UsageError(f"{source.reader.path} is not quantized; {convert} quantizes it")
     if source.container_name == name:
-        raise UsageError(f"{source.reader.path} has the {name} layout already; choose another --container")
-    turned = next((weight for weight in source.stored.values() if weight.scheme.rotation), None)
-    if turned is not None and not target.CAPABILITIES.rotation:
+        raise UsageError(f"{source.reader.path} has the {name} layout already; choose another {arg('container')}")
+    rotated = next((weight for weight in source.stored.values() if weight.scheme.rotation), None)
+    if rotated is not None and not target.CAPABILITIES.rotation:
         raise FormatError(
-            f"{turned.weight} has rotated inputs (blocks of {turned.scheme.rotation}), which no reader of {name} "
-            "rotates; convert the source without --rotate"
+            f"{rotated.weight} has rotated inputs (blocks of {rotated.scheme.rotation}), which no reader of {name} "
+            f"rotates; convert the source without {arg('rotate')}"
         )
     check_disjoint(source.reader.path, out)
     source.reader.check_links()
@@ -206,14 +207,14 @@ def prepare(source: Source, out: Path, *, container: str) -> Relayout:
         stored = owners.get(tensor)
         if stored is not None and stored.weight in seen:
             continue
-        made: Sequence[MoveWeight | CopyTensor]
+        new_jobs: Sequence[MoveWeight | CopyTensor]
         if stored is None:
-            made = [kept_job(tensor, source, target, name, group=len(groups))]
+            new_jobs = [kept_job(tensor, source, target, name, group=len(groups))]
         else:
-            made = weight_jobs(stored, source, target, name, group=len(groups))
+            new_jobs = weight_jobs(stored, source, target, name, group=len(groups))
             seen.add(stored.weight)
-        jobs += made
-        groups.append(list({spec.name: spec for job in made for spec in specs_of(job)}.values()))
+        jobs += new_jobs
+        groups.append(list({spec.name: spec for job in new_jobs for spec in specs_of(job)}.values()))
         shard_of.append(shards.setdefault(entry.file, len(shards)))
     layout = ShardLayout.with_borders(groups, shard_of=shard_of)
     record = _old_record(source)
@@ -235,7 +236,7 @@ def _old_record(source: Source) -> Mapping[str, Any]:
     return record
 
 
-def render(done: Done) -> str:
+def render(done: WriteResult) -> str:
     """What was done, for a terminal."""
     record = done.record
     changed, irreversible = record["decode_rounds_differently"], record["reciprocal_is_not_exact"]
@@ -261,7 +262,7 @@ def render(done: Done) -> str:
     return "\n".join([*lines, *(f"note: {warning}" for warning in done.warnings)])
 
 
-def to_json(done: Done) -> dict[str, Any]:
+def to_json(done: WriteResult) -> dict[str, Any]:
     """The outcome as data."""
     record = done.record
     return done.to_json(

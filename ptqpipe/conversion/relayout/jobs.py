@@ -16,7 +16,7 @@ from ptqpipe.checkpoint import COPY_BYTES, CheckpointReader, CheckpointWriter, T
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
 from ptqpipe.checkpoint.layouts import Container, Part, PartKind, StoredWeight, Target, kv_scale, scale_codes
 from ptqpipe.conversion import CopyTensor
-from ptqpipe.errors import FormatError, NumericsError
+from ptqpipe.errors import FormatError, NumericsError, arg
 from ptqpipe.models.families import family_of
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import CODECS, Codec
@@ -130,8 +130,8 @@ def _read_rows(piece: WeightPiece, part: Part, reader: CheckpointReader) -> Iter
         last = min(first + run, count)
         span = (last - first - 1) * step + 1
         raw = torch.empty(span * row_bytes, dtype=torch.uint8)
-        at = (base + first * step) * row_bytes
-        reader.read_into(part.name, raw, start=at, stop=at + span * row_bytes)
+        begin = (base + first * step) * row_bytes
+        reader.read_into(part.name, raw, start=begin, stop=begin + span * row_bytes)
         yield raw.reshape(span, row_bytes)[::step].contiguous()
 
 
@@ -250,7 +250,7 @@ def _split(
     if f"{base}_bias" in source.reader.entries:
         raise FormatError(
             f"{stored.weight}: experts with biases have no names one by one that readers know; "
-            "use --container ptqpipe or gptoss_mxfp4"
+            f"use {arg('container', 'ptqpipe')} or gptoss_mxfp4"
         )
     rows, cols = stored.shape
     if leaf != "gate_up_proj":

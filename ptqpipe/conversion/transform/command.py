@@ -22,15 +22,15 @@ from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec, check_disjoint, resolve_source
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
 from ptqpipe.conversion import (
+    CheckpointJob,
     CopyTensor,
-    Done,
-    Rewrite,
     Run,
+    WriteResult,
     check_model,
     merged,
     named_source,
     parts_of_stage,
-    rewrite,
+    write_checkpoint,
 )
 from ptqpipe.conversion.dequantize import with_dtype
 from ptqpipe.conversion.options import TransformOptions
@@ -38,7 +38,7 @@ from ptqpipe.conversion.transform import plan
 from ptqpipe.conversion.transform.learn import LearningUnit, learn_units, learning_bytes, learning_units, matrices_of
 from ptqpipe.conversion.transform.plan import Component
 from ptqpipe.conversion.transform.weights import Weights, input_quantizer, make_problem, weight_quantizer
-from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.errors import NumericsError, UsageError, arg, usage
 from ptqpipe.models.folding import ROTATIONS, Edge, Op, Structure, find_structure, get_rotation, is_exact, move_factors
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
@@ -53,7 +53,7 @@ Folded = tuple[dict[str, Any], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class Transformation(Rewrite[Component | CopyTensor]):
+class Transformation(CheckpointJob[Component | CopyTensor]):
     """A transformation that is decided but for the factors.
 
     names       the transforms, in their order
@@ -101,18 +101,18 @@ class Transformation(Rewrite[Component | CopyTensor]):
 
     @property
     def run_parts(self) -> Mapping[str, str]:
-        """As `Rewrite`."""
+        """As `CheckpointJob`."""
         return parts_of_stage("transform", self.head, layout=self.layout.digest)
 
     def least_memory(self) -> tuple[int, Component | CopyTensor | None]:
-        """As `Rewrite`: what learning holds is let go of before the jobs begin."""
+        """As `CheckpointJob`: what learning holds is let go of before the jobs begin."""
         least, job = super().least_memory()
         if self.statistics is not None and self.units:
             least = max(least, BASE_BYTES + sum(learning_bytes(self.units, self.statistics)))
         return least, job
 
-    def begin(self, writer: CheckpointWriter, machine: Machine) -> None:
-        """As `Rewrite`: learns the rotations that an earlier run, or the first rank, has not learned."""
+    def before_jobs(self, writer: CheckpointWriter, machine: Machine) -> None:
+        """As `CheckpointJob`: learns the rotations that an earlier run, or the first rank, has not learned."""
 
         def commit(name: str, entry: Mapping[str, Any]) -> None:
             writer.commit(name, entry)
@@ -128,8 +128,8 @@ class Transformation(Rewrite[Component | CopyTensor]):
         if self.statistics is None:
             return
         self.learned.update({unit.id: former[unit.id] for unit in self.units if unit.id in former})
-        left = [unit for unit in self.units if unit.id not in former]
-        total, begun = (self.options.learn * sum(len(unit.inputs) for unit in units) for units in (self.units, left))
+        missing = [unit for unit in self.units if unit.id not in former]
+        total, begun = (self.options.learn * sum(len(unit.inputs) for unit in units) for units in (self.units, missing))
 
         def keep(unit: LearningUnit, entry: Mapping[str, Any]) -> None:
             commit(unit.id, dict(entry))
@@ -138,10 +138,10 @@ class Transformation(Rewrite[Component | CopyTensor]):
         shown = machine.progress and bool(begun)
         with counting_bar(total, "steps", shown=shown, title="learn", done=total - begun) as advance:
             weights = Weights(self.source.reader, self.origins)
-            learn_units(left, weights, self.statistics, self.options, machine=machine, advance=advance, keep=keep)
+            learn_units(missing, weights, self.statistics, self.options, machine=machine, advance=advance, keep=keep)
 
     def do(self, job: Component | CopyTensor, writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
-        """As `Rewrite`. NumericsError for numbers outside the range of the written dtype."""
+        """As `CheckpointJob`. NumericsError for numbers outside the range of the written dtype."""
         if isinstance(job, CopyTensor):
             return {"kept": {job.tensor: self.copy(job, writer)}}
         weights = Weights(self.source.reader, self.origins)
@@ -179,7 +179,7 @@ class Transformation(Rewrite[Component | CopyTensor]):
         return _entry(name, edge, solution), solution.factors
 
     def configs(self) -> dict[str, dict[str, Any]]:
-        """As `Rewrite`."""
+        """As `CheckpointJob`."""
         config = dict(self.source.reader.config)
         if self.dtype is not None:
             config = with_dtype(config, self.dtype)
@@ -188,8 +188,7 @@ class Transformation(Rewrite[Component | CopyTensor]):
         return {"config.json": config}
 
     def record(self, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """As `Rewrite`. ``rounding``: squared error of the one rounding to the written dtype, relative to the weights'
-        energy."""
+        """``rounding``: squared error of the one rounding to the written dtype, relative to the weights' energy."""
         written = merged(done, "members")
         squared = sum(facts["squared_error"] for facts in written.values())
         energy = sum(facts["energy"] for facts in written.values())
@@ -212,7 +211,7 @@ def transform(
     stats: Path | None = None,
     options: TransformOptions | None = None,
     **run: Unpack[Run],
-) -> Done | None:
+) -> WriteResult | None:
     """Writes an equivalent checkpoint. The result on rank 0, None on the others.
 
     Raises UsageError for what cannot be folded exactly, for missing statistics and for those of another model,
@@ -222,7 +221,7 @@ def transform(
         source = opened.enter_context(Source.open(resolve_source(str(model))))
         work = prepare(source, Path(out), opened, stats=stats, options=options or TransformOptions())
         check_memory(work, run.get("machine") or Machine())
-        return rewrite(work, **run)
+        return write_checkpoint(work, **run)
 
 
 def prepare(
@@ -260,23 +259,21 @@ def check_memory(work: Transformation, machine: Machine) -> None:
     least, _ = work.least_memory()
     if work.units and least > machine.memory_bytes:
         raise UsageError(
-            f"--max-memory {option_size(machine.memory_bytes)} is too small for the pairs that rotations are learned "
-            f"from; give --max-memory {option_size_above(least)}, or calibrate fewer tokens"
+            f"{arg('max_memory', option_size(machine.memory_bytes))} is too small for the pairs that rotations are "
+            f"learned from; give {arg('max_memory', option_size_above(least))}, or calibrate fewer tokens"
         )
 
 
 def _open_statistics(
     stats: Path | None, source: Source, names: Sequence[str], opened: ExitStack, *, learn: bool
 ) -> Statistics | None:
-    needing = "--learn" if learn else next((name for name in names if name in SCALINGS), None)
+    needing = arg("learn") if learn else next((name for name in names if name in SCALINGS), None)
     if needing is None:
         return None
     if stats is None:
-        moments = " --moments diagonal,pairs" if learn else ""
-        raise UsageError(
-            f"{needing} needs --stats; make them with: ptqpipe calibrate {source.reader.path} --data TEXT{moments} "
-            "-o STATS"
-        )
+        moments = "diagonal,pairs" if learn else None
+        calibrate = usage("calibrate", str(source.reader.path), data="TEXT", moments=moments, out="STATS")
+        raise UsageError(f"{needing} needs {arg('stats')}; make them with: {calibrate}")
     statistics = opened.enter_context(Statistics.open(Path(stats)))
     check_model(statistics, source)
     return statistics
@@ -317,7 +314,9 @@ def _beyond(spec: TensorSpec, rows: torch.Tensor) -> NumericsError:
     if not bool(torch.isfinite(rows).all()):
         return NumericsError(f"'{spec.name}' has NaN or inf; the source checkpoint is damaged")
     remedy = (
-        "use --dtype fp32" if spec.dtype == "F16" else "check its weights, or convert the model without a transform"
+        f"use {arg('dtype', 'fp32')}"
+        if spec.dtype == "F16"
+        else "check its weights, or convert the model without a transform"
     )
     return NumericsError(f"'{spec.name}' has numbers that {spec.dtype} cannot hold; {remedy}")
 
@@ -337,24 +336,25 @@ def _write(spec: TensorSpec, weights: Weights, writer: CheckpointWriter, *, exac
             written.put(rounded)
     ops: list[Op] = weights.ops.get(spec.name, [])
     if squared and exact and is_exact(ops):
-        remedy = "use --dtype fp32" if spec.dtype != "F32" else "transform it without --power-of-two"
+        of_two = spec.dtype == "F32"
+        remedy = f"transform it without {arg('power_of_two')}" if of_two else f"use {arg('dtype', 'fp32')}"
         raise NumericsError(f"'{spec.name}' leaves the range of {spec.dtype} by powers of two; {remedy}")
     return {"shape": list(spec.shape), "squared_error": squared, "energy": energy, "sha256": written.sha256}
 
 
-def render(done: Done) -> str:
+def render(done: WriteResult) -> str:
     """What was done, for a terminal."""
     record = done.record
-    how = "exact: every factor is a power of two" if record["exact"] else f"rounded once to {record['dtype']}"
+    rounding = "exact: every factor is a power of two" if record["exact"] else f"rounded once to {record['dtype']}"
     if not record["exact"] and record["rounding"] > FLOAT32_ROUNDING:
-        how += f", a relative MSE of {scientific(record['rounding'], 2)}"
+        rounding += f", a relative MSE of {scientific(record['rounding'], 2)}"
     return (
         f"Done: {done.out}: {' then '.join(record['transforms'])}, {len(record['foldings'])} foldings into "
-        f"{len(record['weights'])} tensors, {len(record['kept'])} kept; {how}; {done.cost}"
+        f"{len(record['weights'])} tensors, {len(record['kept'])} kept; {rounding}; {done.cost}"
     )
 
 
-def to_json(done: Done) -> dict[str, Any]:
+def to_json(done: WriteResult) -> dict[str, Any]:
     """The outcome as data."""
     record = done.record
     return done.to_json(

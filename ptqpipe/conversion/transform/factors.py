@@ -68,10 +68,10 @@ def find_factors(
 def _run(work: Transformation, folder: LayerFolder, machine: Machine) -> None:
     """Finds what is not in the journal yet."""
     jobs = _components(work)
-    left = [job for job in jobs if job.id not in folder.done]
+    missing = [job for job in jobs if job.id not in folder.done]
     former = [job for job in jobs if job.id in folder.done]
     lock = threading.Lock()
-    with one_thread_each(), progress_bar(left, shown=machine.progress, done=former) as advance:
+    with one_thread_each(), progress_bar(missing, shown=machine.progress, done=former) as advance:
 
         def do(job: Component) -> None:
             entry = {"foldings": _foldings(work, job)}
@@ -79,7 +79,7 @@ def _run(work: Transformation, folder: LayerFolder, machine: Machine) -> None:
                 folder.commit(job.id, entry)
             advance(job)
 
-        run_jobs(left, do, threads=work.share_of(machine, left).threads)
+        run_jobs(missing, do, threads=work.share_of(machine, missing).threads)
 
 
 def _foldings(work: Transformation, job: Component) -> list[dict[str, Any]]:

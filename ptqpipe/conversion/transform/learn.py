@@ -17,7 +17,7 @@ from ptqpipe.calibration.statistics import Statistics, of_all_experts
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.plan import block_of
 from ptqpipe.conversion.transform.weights import Weights, input_quantizer
-from ptqpipe.errors import NumericsError, OutputError, UsageError
+from ptqpipe.errors import NumericsError, OutputError, UsageError, arg
 from ptqpipe.models.folded import encoded
 from ptqpipe.models.folding import STREAM, Edge, Matrix, Norm, Structure, turns
 from ptqpipe.numerics.formats import Format
@@ -121,8 +121,8 @@ def _unit(
                 inputs.append(Input(edge, module))
     if without and not inputs:
         raise UsageError(
-            f"{statistics.path} has no pairs of '{without[0]}', which --learn needs; calibrate again with "
-            "--moments diagonal,pairs"
+            f"{statistics.path} has no pairs of '{without[0]}', which {arg('learn')} needs; calibrate again with "
+            f"{arg('moments', 'diagonal,pairs')}"
         )
     return LearningUnit(name, key, edges, tuple(inputs), tuple(without), channels // block, block)
 
@@ -139,14 +139,14 @@ def _module(member: Matrix, statistics: Statistics) -> str:
 
 def learning_bytes(units: Sequence[LearningUnit], statistics: Statistics) -> tuple[int, int]:
     """(bytes that are held while the largest unit is learned, what each thread needs beside them)."""
-    held, each = 0, WORKER_BYTES
+    shared, each = 0, WORKER_BYTES
     for unit in units:
         shapes = [shape for one in unit.inputs if (shape := statistics.pair_shape(one.module)) is not None]
         kept = sum(min(tokens, unit.most_tokens) * columns * 2 * 2 for tokens, columns in shapes)
         read = max((tokens * columns * 2 for tokens, columns in shapes), default=0)
-        held = max(held, kept + 2 * read + unit.count * unit.block**2 * 8 * STATES)
+        shared = max(shared, kept + 2 * read + unit.count * unit.block**2 * 8 * STATES)
         each = max([each, *(BATCH * columns * 4 * TEMPORARIES for _, columns in shapes)])
-    return held, each
+    return shared, each
 
 
 def learn_units(
@@ -170,8 +170,8 @@ def learn_units(
     quantize = input_quantizer(scheme.activation)
     assert quantize is not None  # `plan.check_options`
     rounding = Rounding(quantize, GROUP.get(scheme.activation) or 0, COARSE if scheme.activation.four_bits else 0.0)
-    held, each = learning_bytes(units, statistics)
-    threads = max(1, min(machine.workers, (machine.memory_bytes - BASE_BYTES - held) // each))
+    shared, each = learning_bytes(units, statistics)
+    threads = max(1, min(machine.workers, (machine.memory_bytes - BASE_BYTES - shared) // each))
     products = torch.bfloat16 if cpu_library.multiplies_bf16() else torch.float32
     for unit in units:
         if not unit.inputs:  # nothing that is quantized
@@ -209,19 +209,21 @@ def matrices_of(unit: LearningUnit, kept: Mapping[str, Any]) -> torch.Tensor:
     """float64 [count, block, block] of a unit, from its entry in the journal. OutputError where that is damaged."""
     raw = bytearray(base64.b64decode(str(kept["matrices"])))
     if len(raw) != unit.count * unit.block**2 * 8:
-        raise OutputError(f"the journal's matrices of the {unit.title} are damaged; --overwrite starts over")
+        raise OutputError(
+            f"the journal's matrices of the {unit.title} are damaged; {arg('overwrite', True)} starts over"
+        )
     return torch.frombuffer(raw, dtype=torch.float64).reshape(unit.count, unit.block, unit.block)
 
 
-def _entry(unit: LearningUnit, found: Learned) -> dict[str, Any]:
+def _entry(unit: LearningUnit, learned: Learned) -> dict[str, Any]:
     """What the record says: the loss (of KL divergence, in nats a token) without, with Hadamard and with these."""
     return {
         "transform": unit.transform,
         **({"edge": unit.key} if unit.key != STREAM else {}),
-        "block": found.matrices.shape[-1],
-        "plain_error": found.plain_error,
-        "hadamard_error": found.hadamard_error,
-        "error": found.error,
-        "sha256": hashlib.sha256(found.matrices.contiguous().numpy().tobytes()).hexdigest(),
+        "block": learned.matrices.shape[-1],
+        "plain_error": learned.plain_error,
+        "hadamard_error": learned.hadamard_error,
+        "error": learned.error,
+        "sha256": hashlib.sha256(learned.matrices.contiguous().numpy().tobytes()).hexdigest(),
         **({"without_pairs": list(unit.without)} if unit.without else {}),
     }

@@ -12,7 +12,7 @@ from ptqpipe.checkpoint import TensorSpec
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES, FLOATS
 from ptqpipe.conversion import CopyTensor
 from ptqpipe.conversion.options import TransformOptions
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.models.folding import BLOCKS, ROTATIONS, Edge, Matrix, Structure, get_rotation, grouped, rotated_tensors
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import Activation, get_scheme
@@ -41,18 +41,19 @@ class Component(Job):
 def check_options(options: TransformOptions, names: Sequence[str]) -> None:
     """UsageError for an option out of its range, and for scalings after a rotation."""
     if options.dtype is not None and options.dtype not in FLOATS:
-        raise UsageError(f"--dtype {options.dtype!r} is unknown; use {', '.join(FLOATS)}")
+        raise UsageError(f"{arg('dtype', options.dtype)} is unknown; use {', '.join(FLOATS)}")
     if options.rotation_size not in (None, *BLOCKS):
-        raise UsageError(f"--block {options.rotation_size} is no size of a rotation; use {', '.join(map(str, BLOCKS))}")
+        size = arg("rotation_size", options.rotation_size)
+        raise UsageError(f"{size} is no size of a rotation; use {', '.join(map(str, BLOCKS))}")
     if options.learn:
         _check_learning(options, names)
     if any(name in SCALINGS and get_scaling(name).NEEDS_QUANTIZER for name in names):
         get_scheme(options.format)
     if options.alpha is not None and not 0.0 <= options.alpha <= 1.0:
-        raise UsageError(f"--alpha {options.alpha:g} is outside 0 .. 1")
+        raise UsageError(f"{arg('alpha', options.alpha)} is outside 0 .. 1")
     unknown = next((kind for kind in options.fold_at or () if kind not in EDGE_KINDS), None)
     if unknown is not None:
-        raise UsageError(f"--edges {unknown!r} is unknown; use {', '.join(EDGE_KINDS)}")
+        raise UsageError(f"{arg('fold_at', unknown)} is unknown; use {', '.join(EDGE_KINDS)}")
     rotated = next((name for name in names if name in ROTATIONS), None)
     late = next((n for n in names if rotated and n in SCALINGS and names.index(n) > names.index(rotated)), None)
     if late is not None:
@@ -66,17 +67,17 @@ def _check_learning(options: TransformOptions, names: Sequence[str]) -> None:
     """UsageError where nothing would be learned, or not what the statistics are of."""
     scaling = next((name for name in names if name in SCALINGS), None)
     if options.learn < 0:
-        raise UsageError(f"--learn {options.learn} is no number of steps; expected 0 (Hadamard matrices) or more")
+        raise UsageError(f"{arg('learn', options.learn)} is no number of steps; expected 0 (Hadamard matrices) or more")
     if scaling is not None:
         raise UsageError(
-            f"--learn beside {scaling}: rotations are learned on statistics of the model as it is; rotate first, then "
-            f"calibrate the rotated model and apply {scaling} to that"
+            f"{arg('learn')} beside {scaling}: rotations are learned on statistics of the model as it is; rotate "
+            f"first, then calibrate the rotated model and apply {scaling} to that"
         )
     activation = get_scheme(options.format).activation
     if not (activation.four_bits or activation in EIGHT_BITS):
         raise UsageError(
-            f"--learn lowers the error of quantized inputs, but {options.format} has none in FP4 or FP8; name a "
-            "--format such as mxfp4, nvfp4_w4a4 or fp8"
+            f"{arg('learn')} lowers the error of quantized inputs, but {options.format} has none in FP4 or FP8; name "
+            f"a {arg('format')} such as mxfp4, nvfp4_w4a4 or fp8"
         )
 
 

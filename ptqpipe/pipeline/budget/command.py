@@ -6,6 +6,7 @@ budget into bytes, asks for the choice, and makes sure that the recipe does what
 
 import math
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +16,13 @@ from typing import Any
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import check_file, name_of, resolve_source, write_file
 from ptqpipe.conversion import check_model
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg, argv
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline.budget.cost import Costs, choose_moment, estimate, knows_outputs
 from ptqpipe.pipeline.budget.measure import Measurement, measure, sensitivity
 from ptqpipe.pipeline.budget.plan_units import DEFAULT_FORMATS, Group, find_groups, forecast, recipe_content, schemes_of
-from ptqpipe.pipeline.call import container_of_all, formats_for
 from ptqpipe.pipeline.options import PlanCommand
+from ptqpipe.pipeline.validate import container_of_all, formats_for
 from ptqpipe.recipe.file import recipe_text
 from ptqpipe.recipe.knapsack import Allocation, require_scipy, solve
 from ptqpipe.run.machine import Machine
@@ -50,17 +51,20 @@ class Budget:
             return cls(bits=float(match[1]))
         if _SMALL.fullmatch(text.strip()) is not None:
             raise UsageError(
-                f"--budget {text.strip()} is a number without a unit; write {text.strip()}bits, or a size such as 9GB"
+                f"{arg('budget', text.strip())} is a number without a unit; write {text.strip()}bits, or a size such "
+                "as 9GB"
             )
         if nbytes is None:
-            raise UsageError(f"--budget {text!r} is neither bits nor bytes; write 4.75bits, 9GB or 800MiB")
+            raise UsageError(f"{arg('budget', text)} is neither bits nor bytes; write 4.75bits, 9GB or 800MiB")
         return cls(nbytes=nbytes)
 
     def __post_init__(self) -> None:
         if (self.bits is None) == (self.nbytes is None):
-            raise UsageError("--budget is bits per weight or bytes, one of them: 4.75bits, 9GB")
+            raise UsageError(f"{arg('budget')} is bits per weight or bytes, one of them: 4.75bits, 9GB")
         if self.bits is not None and not 0 < self.bits <= 64:
-            raise UsageError(f"--budget {self.bits:g}bits is out of range; expected more than 0 and at most 64")
+            raise UsageError(
+                f"{arg('budget', f'{self.bits:g}bits')} is out of range; expected more than 0 and at most 64"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ class MixedPlan:
     """A decided plan, whose recipe is ``content``.
 
     chosen      group id -> the name of its option
-    how         what costs mean
+    meaning     what costs mean
     solution    the choice; one of ``curve``, the choices at other budgets, the smallest first
     file_bytes  of weights and index that the recipe converts to, exactly
     stats       the statistics that converting needs, None for none
@@ -79,7 +83,7 @@ class MixedPlan:
     groups: tuple[Group, ...]
     chosen: Mapping[str, str]
     costs: Costs
-    how: str
+    meaning: str
     solution: Allocation
     curve: tuple[Allocation, ...]
     file_bytes: int
@@ -165,28 +169,30 @@ def plan_mixed(
 
         options: Mapping[str, str] = {}
         if isinstance(sensitivity, Measurement):
-            costs, how = measure(source, groups, sensitivity, shown=machine.progress, begin=begin)
+            costs, meaning = measure(source, groups, sensitivity, shown=machine.progress, begin=begin)
         elif sensitivity is not None:
             with Statistics.open(sensitivity) as opened:
                 check_model(opened, source)
                 moment = choose_moment(opened, groups)
-                how = _how(moment, to_second_order=knows_outputs(opened, groups))
+                meaning = _meaning(moment, to_second_order=knows_outputs(opened, groups))
                 options = {"algorithm": "gptq"} if moment == "full_moment" else {"objective": "diagonal"}
                 follows = follows or moment == "full_moment"
                 begin()
                 costs = estimate(source, groups, stats=opened, machine=machine, follows=follows, rotations=rotations)
         else:
-            how = "squared error relative to the mean energy of the role (data-free)"
+            meaning = "squared error relative to the mean energy of the role (data-free)"
             begin()
             costs = estimate(source, groups, stats=None, machine=machine, rotations=rotations)
         stats = sensitivity if isinstance(sensitivity, Path) else None
-        return replace(_decide(source, groups, costs, how, limits, options, container), stats=stats)
+        return replace(_decide(source, groups, costs, meaning, limits, options, container), stats=stats)
 
 
-def _how(moment: str, *, to_second_order: bool) -> str:
+def _meaning(moment: str, *, to_second_order: bool) -> str:
     """What costs by statistics mean: of their ``moment`` of inputs and, to second order, of gradients at outputs."""
-    what, of = ("KL divergence to second order", "") if to_second_order else ("output error", " relative to the output")
-    return f"{what} of nearest codes{of}, {moment.replace('_', ' ')} of x"
+    what, relative = (
+        ("KL divergence to second order", "") if to_second_order else ("output error", " relative to the output")
+    )
+    return f"{what} of nearest codes{relative}, {moment.replace('_', ' ')} of x"
 
 
 def _header(source: Source, groups: Sequence[Group], formats: Sequence[str], limits: "_Limits") -> str:
@@ -204,8 +210,8 @@ def check_budget(model: Path, budget: Budget, formats: Sequence[str], *, requant
     with Source.open(model) as source:
         if budget.nbytes is not None and budget.nbytes >= source.reader.nbytes:
             raise UsageError(
-                f"--budget {option_size(budget.nbytes)} changes nothing: {model} has {disk_size(source.reader.nbytes)} "
-                "as it is; give a smaller budget"
+                f"{arg('budget', option_size(budget.nbytes))} changes nothing: {model} has "
+                f"{disk_size(source.reader.nbytes)} as it is; give a smaller budget"
             )
         _Limits.of(source, find_groups(source, schemes_of(formats), requantize=requantize), budget)
 
@@ -230,7 +236,8 @@ class _Limits:
             limit = math.floor(budget.bits * elements / 8)
             if least > limit:
                 bits = math.ceil(8e3 * least / elements) / 1e3
-                raise UsageError(f"--budget {budget.bits:g}bits is too small; the smallest possible is {bits:.3f}bits")
+                small = arg("budget", f"{budget.bits:g}bits")
+                raise UsageError(f"{small} is too small; the smallest possible is {bits:.3f}bits")
             _check_not_all_kept(groups, sizes, limit, f"{budget.bits:g}bits")
             return cls(sizes, limit, None, f"{budget.bits:g} bits per weight")
         assert budget.nbytes is not None
@@ -239,7 +246,8 @@ class _Limits:
         least = forecast(source, recipe_content(groups, smallest, description=""), groups, smallest).layout.file_bytes
         if least > budget.nbytes:
             size = f"{least} bytes ({disk_size(least)})"
-            raise UsageError(f"--budget {option_size(budget.nbytes)} is too small; the smallest possible is {size}")
+            small = arg("budget", option_size(budget.nbytes))
+            raise UsageError(f"{small} is too small; the smallest possible is {size}")
         fixed = least - sum(row[0] for row in sizes)
         slack = _SLACK + 4 * len(groups)  # header entries are estimates: begin above, exact sizes decide
         _check_not_all_kept(groups, sizes, budget.nbytes - fixed - slack, option_size(budget.nbytes))
@@ -255,8 +263,8 @@ def _check_not_all_kept(groups: Sequence[Group], sizes: Sequence[Sequence[int]],
     ]
     if None not in kept and sum(n for n in kept if n is not None) <= limit:
         raise UsageError(
-            f"--budget {budget} has room for every weight as it is, so nothing would be converted; give a smaller "
-            "budget, or leave keep out of --formats"
+            f"{arg('budget', budget)} has room for every weight as it is, so nothing would be converted; give a "
+            f"smaller budget, or leave keep out of {arg('formats')}"
         )
 
 
@@ -273,7 +281,7 @@ def _decide(
     source: Source,
     groups: list[Group],
     costs: Costs,
-    how: str,
+    meaning: str,
     limits: _Limits,
     options: Mapping[str, str],
     container: str | None,
@@ -289,7 +297,7 @@ def _decide(
         if solution is None:
             break
         chosen = _names(groups, solution)
-        description = f"Mixed precision for {limits.description}; {how}"
+        description = f"Mixed precision for {limits.description}; {meaning}"
         content = recipe_content(groups, chosen, description=description, options=options)
         content |= {} if container is None else {"container": container}
         outputs = forecast(source, content, groups, chosen)
@@ -298,7 +306,9 @@ def _decide(
             curve = _curve(rows, limits.sizes, solution)
             name = name_of(source.reader.path)
             warnings = tuple(outputs.container.warnings(outputs.targets, source.reader.config))
-            return MixedPlan(name, tuple(groups), chosen, costs, how, solution, curve, size, content, warnings=warnings)
+            return MixedPlan(
+                name, tuple(groups), chosen, costs, meaning, solution, curve, size, content, warnings=warnings
+            )
         limit = solution.nbytes - (1 if attempt < _ATTEMPTS // 2 else max(1, size - limits.file_budget))
     raise UsageError("no choice of formats was found within this budget; give a few kilobytes more")
 
@@ -328,8 +338,8 @@ def write_recipe(plan: MixedPlan, path: Path) -> None:
     """
     check_recipe_target(path)
     text = recipe_text(plan.content)
-    command = f"ptqpipe convert {plan.source} --recipe {path.name}"
-    command += "" if plan.stats is None else f" --stats {name_of(plan.stats)}"
+    options = argv(recipe=path.name, stats=None if plan.stats is None else name_of(plan.stats))
+    command = shlex.join(["ptqpipe", "convert", plan.source, *options])
     note = f"{_MARK}{plan.file_bytes} bytes of weights and index: {command}\n"
     write_file(path, note + text)
 

@@ -17,8 +17,8 @@ weights' part and all of the inputs'.
 
 Weights whose inputs will be rotated are compared rotated, with the moments of rotated inputs.
 
-The last is for statistics that know how much the model minds an error (``calibrate --moments kl``), and compares layers
-by what they cost the model. How is in ``error_metric.py``; what is measured with the model instead, in ``measure.py``.
+The last is for statistics with gradient moments (``moments="kl"`` of `calibrate`), and compares layers by what they
+cost the model. How is in ``error_metric.py``; what is measured with the model instead, in ``measure.py``.
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ from ptqpipe.calibration.inputs import InputStatistics, WeightGradients
 from ptqpipe.calibration.statistics import BLOCK, Statistics
 from ptqpipe.checkpoint.tensor_names import role_of
 from ptqpipe.conversion.input_moments import module_of
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import CheckpointError, UsageError, arg
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
@@ -79,7 +79,7 @@ def choose_moment(stats: Statistics, groups: Iterable[Group]) -> str:
 
 
 def knows_outputs(stats: Statistics, groups: Iterable[Group]) -> bool:
-    """Whether it is known of every weight how much the model minds an error at each of its outputs."""
+    """Whether the statistics have gradient moments for every weight."""
     return all(stats.output_moment(module_of(m), m.shape[0]) is not None for group in groups for m in group.members)
 
 
@@ -109,8 +109,8 @@ def estimate(
     least = BASE_BYTES + WORKER_BYTES + needs[most]
     if least > machine.memory_bytes:
         raise UsageError(
-            f"--max-memory {option_size(machine.memory_bytes)} is too small for {most}; give --max-memory "
-            f"{option_size_above(least)}"
+            f"{arg('max_memory', option_size(machine.memory_bytes))} is too small for {most}; give "
+            f"{arg('max_memory', option_size_above(least))}"
         )
     share = machine.divide_memory(0, len(jobs), reserved_bytes=needs[most])
     memory = MemoryPool(share.pool_bytes)
@@ -118,8 +118,8 @@ def estimate(
     def work(job: tuple[Group, Unit]) -> list[_Error]:
         with memory.reserve(needs[job[1].id]):
             share = GPTQ_SHARE if follows else 1.0
-            turned = {} if rotations is None else rotations
-            return _unit_errors(source, *job, stats=stats, moment=moment, both=both, share=share, rotations=turned)
+            by_role = {} if rotations is None else rotations
+            return _unit_errors(source, *job, stats=stats, moment=moment, both=both, share=share, rotations=by_role)
 
     errors: list[_Error] = []
     with (
@@ -180,8 +180,8 @@ def _unit_errors(
 def _metrics(
     stats: Statistics, unit: Unit, moment: str, blocks: Sequence[int], *, both: bool
 ) -> list[ByTokens | ByWindows]:
-    """Of every member, whose inputs are rotated by ``blocks`` (0: not), for ``both`` sides or for inputs alone; the
-    moment that several members share is read once."""
+    """Error metrics of a unit's members, inputs rotated by ``blocks`` (0: not): input moments, or input and gradient
+    moments if ``both``. The moment that several members share is read once."""
     moments: dict[tuple[str, int], torch.Tensor] = {}
     metrics: list[ByTokens | ByWindows] = []
     for member, block in zip(unit.members, blocks, strict=True):
@@ -253,13 +253,13 @@ def _scheme_errors(
     """Of each weight what its error costs; ``noise`` is the relative squared error of its inputs."""
     sums: dict[tuple[int, int], torch.Tensor] = {}
 
-    def take(member: int, row: int, q: QTensor) -> None:  # rows that come again replace what they gave before
+    def write_rows(member: int, row: int, q: QTensor) -> None:  # rows that come again replace what they gave before
         metric = metrics[member]
         if metric is not None:
             w = weights[member].rows(row, row + q.shape[0]).float()
             sums[(member, row)] = metric.sums(q.dequantize() - w, w, row, noise)
 
-    result = quantize_as(weights, unit, scheme, take)
+    result = quantize_as(weights, unit, scheme, write_rows)
     totals = []
     for index, (member, metric, error) in enumerate(zip(unit.members, metrics, result.errors, strict=True)):
         if metric is None:
@@ -269,7 +269,7 @@ def _scheme_errors(
             if not total.is_finite():
                 raise CheckpointError(
                     f"what the statistics say of '{module_of(member)}' is too large or too small for a cost; calibrate "
-                    "again, check the model's weights, or plan without --stats"
+                    f"again, check the model's weights, or plan without {arg('stats')}"
                 )
         totals.append((member.weight, total))
     return totals
@@ -297,7 +297,7 @@ def _sum(errors: Sequence[_Error], *, relative: bool, both: bool) -> dict[tuple[
     for e in errors:
         signals[e.role][e.weight] = e.total.whole
         of_weights[e.weight].append(e.total)
-    mean = {role: sum(of.values()) / len(of) for role, of in signals.items()}
+    mean = {role: sum(energies.values()) / len(energies) for role, energies in signals.items()}
     others = joint(of_weights.values())
     parts: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for e in errors:

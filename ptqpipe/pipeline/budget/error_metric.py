@@ -142,8 +142,10 @@ def joint(options: Iterable[Sequence[Total]]) -> torch.Tensor | None:
 
     CheckpointError where they are not of the same windows.
     """
-    known = [[total.follows for total in of_weight if total.follows is not None] for of_weight in options]
-    largest = [max(of_weight, key=lambda follows: float(follows.square().sum())) for of_weight in known if of_weight]
+    follows_of = [[total.follows for total in of_weight if total.follows is not None] for of_weight in options]
+    largest = [
+        max(of_weight, key=lambda follows: float(follows.square().sum())) for of_weight in follows_of if of_weight
+    ]
     if len({len(follows) for follows in largest}) > 1:
         raise CheckpointError("the statistics have gradients of weights over different windows; calibrate again")
     if not largest:

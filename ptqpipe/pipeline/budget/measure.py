@@ -19,7 +19,7 @@ from ptqpipe.check.evaluate.cache import KeptLogits
 from ptqpipe.check.evaluate.scores import score
 from ptqpipe.check.evaluate.tokenized_text import read_text
 from ptqpipe.checkpoint.regular_file import MAX_JSON_BYTES, read_regular
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Scheme
@@ -56,10 +56,10 @@ def sensitivity(
     """
     if text is None:
         if tokens is not None or seqlen is not None:
-            raise UsageError("--max-tokens and --seqlen belong to --measure; add it")
+            raise UsageError(f"{arg('max_tokens')} and {arg('seqlen')} belong to {arg('measure')}; add it")
         return stats
     if stats is not None:
-        raise UsageError("--stats and --measure are two kinds of sensitivity; give one of them")
+        raise UsageError(f"{arg('stats')} and {arg('measure')} are two kinds of sensitivity; give one of them")
     record = out.with_name(f"{out.name}.measured.jsonl")
     return Measurement(text, record, DEFAULT_TOKENS if tokens is None else tokens, seqlen)
 
@@ -79,11 +79,11 @@ def measure(
     """
     path = source.reader.path
     if measurement.tokens < 2:
-        raise UsageError(f"--max-tokens {measurement.tokens}: expected 2 or more")
+        raise UsageError(f"{arg('max_tokens', measurement.tokens)}: expected 2 or more")
     config = read_config(path)
     if measurement.seqlen is not None:
         if measurement.seqlen < 2:
-            raise UsageError(f"--seqlen {measurement.seqlen}: expected 2 or more")
+            raise UsageError(f"{arg('seqlen', measurement.seqlen)}: expected 2 or more")
         check_length(config, measurement.seqlen)
     text = read_text(measurement.text, lambda: load_tokenizer(path), max_tokens=measurement.tokens)
     window = measurement.seqlen or min(default_length(config), len(text.tokens))
@@ -95,25 +95,25 @@ def measure(
         "begin": text.begin,
         "measure": "mean KL, one group at a time",
     }
-    known = _read_record(measurement.record, header)
-    todo = [(g, o.scheme) for g in groups for o in g.options if o.scheme and (g.id, o.name) not in known]
+    measured = _read_record(measurement.record, header)
+    todo = [(g, o.scheme) for g in groups for o in g.options if o.scheme and (g.id, o.name) not in measured]
     begin(text.notes)
     if todo:
         model = load(path, packed=False, dtype=torch.float32, activations="none")
         reference = KeptLogits(model, text.tokens, window, begin=text.begin)
-        bar = counting_bar(len(todo) + len(known), "measurements", shown=shown, done=len(known))
+        bar = counting_bar(len(todo) + len(measured), "measurements", shown=shown, done=len(measured))
         with open(measurement.record, "a", encoding="utf-8") as file, bar as advance:
-            if not known and file.tell() == 0:
+            if not measured and file.tell() == 0:
                 _append(file, header)
             for group, scheme in todo:
                 with _quantized(model, source, group, scheme):
                     scores = score(model, text.tokens, window=window, begin=text.begin, reference=reference)
                 assert scores.kl is not None
                 kl = float(scores.kl.double().mean())
-                known[(group.id, scheme.name)] = max(kl, 0.0)
+                measured[(group.id, scheme.name)] = max(kl, 0.0)
                 _append(file, {"group": group.id, "scheme": scheme.name, "kl": kl})
                 advance(1, f"{group.id} in {scheme.name}")
-    costs = {(g.id, o.name): known[(g.id, o.name)] for g in groups for o in g.options if o.scheme is not None}
+    costs = {(g.id, o.name): measured[(g.id, o.name)] for g in groups for o in g.options if o.scheme is not None}
     name = measurement.text.name
     return costs, f"mean KL to the float model on {len(text.tokens)} tokens of {name}, one group at a time (measured)"
 
@@ -136,7 +136,7 @@ def _read_record(path: Path, header: Mapping[str, Any]) -> dict[tuple[str, str],
     try:
         lines = [json.loads(line) for line in whole.splitlines()]
         same = not lines or lines[0] == header
-        known = {(str(e["group"]), str(e["scheme"])): max(float(e["kl"]), 0.0) for e in lines[1:]}
+        measured = {(str(e["group"]), str(e["scheme"])): max(float(e["kl"]), 0.0) for e in lines[1:]}
     except (ValueError, KeyError, TypeError):
         raise UsageError(
             f"{path} is no record of measurements, or damaged; move it away, or name another file"
@@ -145,7 +145,7 @@ def _read_record(path: Path, header: Mapping[str, Any]) -> dict[tuple[str, str],
         raise UsageError(f"{path} holds measurements of another model, text or window; remove it, or name another file")
     if whole != raw:
         os.truncate(path, len(whole))
-    return known
+    return measured
 
 
 @contextmanager
@@ -170,8 +170,8 @@ def _quantized(model: Any, source: Source, group: Group, scheme: Scheme) -> Iter
 def _decoded(weights: Sequence[SourceRows], unit: Unit, scheme: Scheme) -> list[torch.Tensor]:
     weights_decoded = [torch.empty(member.shape) for member in unit.members]
 
-    def take(member: int, row: int, q: QTensor) -> None:
+    def write_rows(member: int, row: int, q: QTensor) -> None:
         weights_decoded[member][row : row + q.shape[0]] = q.dequantize()
 
-    quantize_as(weights, unit, scheme, take)
+    quantize_as(weights, unit, scheme, write_rows)
     return weights_decoded

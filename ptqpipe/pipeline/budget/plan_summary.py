@@ -40,7 +40,7 @@ def render(plan: MixedPlan) -> str:
     within = "" if plan.solution.gap < NO_GAP else f" to within {scientific(plan.solution.gap, 2)}"
     return "\n".join(
         [
-            f"{plan.source}: {len(plan.groups)} groups, {plan.elements:,} numbers; cost: {plan.how}",
+            f"{plan.source}: {len(plan.groups)} groups, {plan.elements:,} numbers; cost: {plan.meaning}",
             table(["role", "format", "weights", "params", "layers"], rows, left=2),
             "",
             "What other budgets would give (sizes of the groups; * is the plan):",
@@ -70,7 +70,7 @@ def to_json(plan: MixedPlan) -> dict[str, Any]:
     """The plan as data: every group's choice and costs, the curve."""
     return {
         "model": plan.source,
-        "how": plan.how,
+        "how": plan.meaning,
         "bits_per_weight": plan.bits(plan.solution),
         "bytes": plan.file_bytes,
         "cost": plan.solution.cost,

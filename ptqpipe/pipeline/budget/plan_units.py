@@ -16,7 +16,7 @@ from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.layouts import Container, Part
 from ptqpipe.checkpoint.tensor_names import expert_of, experts_of
 from ptqpipe.conversion import Outputs, container_of, outputs_of
-from ptqpipe.errors import FormatError, RecipeError, UsageError
+from ptqpipe.errors import FormatError, RecipeError, UsageError, arg
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import Scheme, get_scheme
@@ -72,7 +72,7 @@ def schemes_of(names: Sequence[str]) -> tuple[Scheme | None, ...]:
     """Schemes by name, None for keep. UsageError for fewer than two, FormatError for unknown ones."""
     schemes = tuple(dict.fromkeys(None if name.lower() == KEEP else get_scheme(name) for name in names))
     if len(schemes) < 2 or all(scheme is None for scheme in schemes):
-        raise UsageError(f"--formats {','.join(names)}: a choice needs two or more, one of them a format")
+        raise UsageError(f"{arg('formats', ','.join(names))}: a choice needs two or more, one of them a format")
     return schemes
 
 
@@ -94,18 +94,18 @@ def find_groups(source: Source, schemes: Sequence[Scheme | None], *, requantize:
         by_group[unit.id if expert_of(unit.id) is None else experts_of(unit.id)].append(unit)
     groups = []
     for key, units in by_group.items():
-        given = _given(units, schemes, source)
-        if not any(given):  # they are kept whatever the plan says
+        candidates = _candidates(units, schemes, source)
+        if not any(candidates):  # they are kept whatever the plan says
             continue
         if not requantize:
-            given = [scheme for scheme in given if scheme is None or _holds(scheme, units, source)]
-            if not any(given):
+            candidates = [scheme for scheme in candidates if scheme is None or _holds(scheme, units, source)]
+            if not any(candidates):
                 source.check_requantizable()
-        groups.append(_group(key, tuple(units), source, given, container))
+        groups.append(_group(key, tuple(units), source, candidates, container))
     return groups
 
 
-def _given(units: Sequence[Unit], schemes: Sequence[Scheme | None], source: Source) -> list[Scheme | None]:
+def _candidates(units: Sequence[Unit], schemes: Sequence[Scheme | None], source: Source) -> list[Scheme | None]:
     """Those of the schemes that a recipe gives these weights: some are kept unless a format has enough bits."""
 
     def gives(scheme: Scheme) -> bool:
@@ -133,7 +133,7 @@ def _group(
     if not options:
         shape = units[0].members[0].shape
         raise UsageError(
-            f"{key} ({shape[0]}x{shape[1]}) fits none of the formats; add keep or fp8_dynamic to --formats"
+            f"{key} ({shape[0]}x{shape[1]}) fits none of the formats; add keep or fp8_dynamic to {arg('formats')}"
         )
     return Group(key, units, tuple(sorted(options, key=lambda option: option.nbytes)))
 
@@ -213,13 +213,13 @@ def forecast(source: Source, content: Mapping[str, Any], groups: Sequence[Group]
     RecipeError where the recipe does not give every group its option: names that no pattern tells apart.
     """
     outputs = outputs_of(source, parse_recipe(dict(content)).for_model(source.reader.config))
-    given = {member.weight: unit.scheme.name for unit in outputs.plan.units for member in unit.members}
+    schemes_by_weight = {member.weight: unit.scheme.name for unit in outputs.plan.units for member in unit.members}
     for group in groups:
         for member in group.members:
-            if given.get(member.weight, KEEP) != chosen[group.id]:
+            if schemes_by_weight.get(member.weight, KEEP) != chosen[group.id]:
                 raise RecipeError(
-                    f"the recipe would make {member.weight} {given.get(member.weight, KEEP)}, the plan says "
-                    f"{chosen[group.id]}; no pattern tells its name from others; plan it with "
+                    f"the recipe would make {member.weight} {schemes_by_weight.get(member.weight, KEEP)}, the plan "
+                    f"says {chosen[group.id]}; no pattern tells its name from others; plan it with "
                     "fewer formats"
                 )
     return outputs

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
-from ptqpipe.errors import CheckpointError, RecipeError, UsageError, did_you_mean
+from ptqpipe.errors import CheckpointError, RecipeError, UsageError, arg, did_you_mean
 from ptqpipe.models.families import OUTSIDE, check_config, family_of, head_counts, uncounted_layers
 from ptqpipe.models.slices import Member, Shapes, Slice
 from ptqpipe.numerics.formats import Format
@@ -65,7 +65,7 @@ def find_candidates(
             candidates[name] = Member(name, (shape[1], shape[0]), Slice(name, transposed=True))
         else:
             reasons[name] = (
-                "Conv1D keeps its weight as [in, out], which no reader of this layout expects; --container ptqpipe"
+                "Conv1D keeps its weight as [in, out], which no reader of this layout expects; use container ptqpipe"
             )
     return candidates, reasons
 
@@ -101,7 +101,7 @@ def _expert_members(
     family = family_of(config)
     single = family.single_experts(base)
     if "experts" not in name.split(".") and not (able.matrices and (able.stacks or single)):
-        return [], "a stack of experts that its model's readers know as a whole; use --container ptqpipe"
+        return [], "a stack of experts that its model's readers know as a whole; use container ptqpipe"
     if dtype not in FLOAT_DTYPES or leaf not in (*_PROJECTIONS, *_LINEARS):
         return [], "a 3-D tensor that is no stack of expert projections"
     transposed = _stack_transposed(parent, leaf, tensors, config)
@@ -113,7 +113,7 @@ def _expert_members(
         slices = [Slice(name, expert=e, transposed=transposed) for e in experts]
         return [Member(name, (rows, cols), part, stack=shape[0]) for part in slices], ""
     if any(f"{parent}.{projection}_bias" in tensors for projection in _PROJECTIONS):  # of either: they have one reader
-        return [], "readers know no names of single experts with biases; use --container gptoss_mxfp4 or ptqpipe"
+        return [], "readers know no names of single experts with biases; use container gptoss_mxfp4 or ptqpipe"
     if rows % len(single):
         return [], "an odd number of rows cannot be gate and up"
     members = []
@@ -274,11 +274,11 @@ def unmatched_patterns(plan: Plan, recipe: Recipe) -> list[str]:
 
 
 def check_ignored(plan: Plan, patterns: Iterable[str]) -> None:
-    """UsageError for a pattern of --ignore that names no module of the model, with the nearest one that does."""
+    """UsageError for a pattern of ``ignore`` that names no module of the model, with the nearest one that does."""
     for pattern in patterns:
         if not _matches_any(pattern, plan):
             hint = pattern_hint(pattern, plan) or f"names are like {plan.units[0].members[0].module!r}"
-            raise UsageError(f"--ignore {pattern!r} matches nothing in the model; {hint}")
+            raise UsageError(f"{arg('ignore', [pattern])} matches nothing in the model; {hint}")
 
 
 def pattern_hint(pattern: str, plan: Plan) -> str:

@@ -260,7 +260,7 @@ def test_costs_with_statistics_are_relative_output_errors(model: Path, tmp_path:
     """By converting everything to the format and weighting the errors of the decode."""
     stats = write_statistics(tmp_path / "stats", model)
     plan = plan_mixed(model, Budget(bits=6), sensitivity=stats)
-    assert "second moment" in plan.how
+    assert "second moment" in plan.meaning
     prepared = prepare(model, out=tmp_path / "out")
     try:
         convert(prepared)

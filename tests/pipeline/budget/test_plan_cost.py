@@ -102,7 +102,7 @@ def test_a_limit_below_what_one_unit_needs_is_refused_with_what_it_needs(
         groups = groups_of(source)
         small = Machine(1, memory_bytes=least - 1)
         with pytest.raises(
-            UsageError, match=rf"too small for model.layers.0.mlp.down_proj; give --max-memory {-(-least >> 20)}MiB"
+            UsageError, match=rf"too small for model.layers.0.mlp.down_proj; give max_memory=.{-(-least >> 20)}MiB"
         ):
             cost.estimate(source, groups, stats=opened, machine=small)
         assert cost.estimate(source, groups, stats=opened, machine=Machine(1, memory_bytes=least))

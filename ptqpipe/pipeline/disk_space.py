@@ -27,11 +27,12 @@ from ptqpipe.checkpoint.tensor_names import layer_of
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.learn import ELEMENTS, STATES, TEMPORARIES
 from ptqpipe.conversion.transform.plan import matrix_bytes
+from ptqpipe.errors import arg
 from ptqpipe.models.folding import find_structure
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
-from ptqpipe.pipeline.call import own_weight
-from ptqpipe.pipeline.presets import Way
+from ptqpipe.pipeline.presets import QualityPreset
+from ptqpipe.pipeline.validate import own_weight
 from ptqpipe.quantization.transforms import BATCH, transform_names
 from ptqpipe.recipe.options import PipelineOptions
 from ptqpipe.recipe.weight_map import WeightMap
@@ -84,7 +85,9 @@ class Disk(NamedTuple):
         return ", ".join(f"{disk_size(nbytes)} of {what}" for what, nbytes in parts.items() if nbytes)
 
 
-def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistics: bool, weights_bytes: int) -> Disk:
+def disk_of(
+    source: Source, work: PipelineOptions, preset: QualityPreset | None, *, statistics: bool, weights_bytes: int
+) -> Disk:
     """What a run needs beside its output.
 
     statistics     whether it makes any for what it writes
@@ -95,46 +98,48 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
     known = bool(vocabulary) and all(text.is_file() for text in texts)  # a data set's size is not
     letters = sum(text.stat().st_size for text in texts) if known else 0  # at least one to a token
     logits = min(CACHE_BYTES, letters * (MOST * vocabulary + 4)) if known else CACHE_BYTES * bool(texts)
-    if way is None:
+    if preset is None:
         return Disk(logits=logits)
-    gptq, turned = way.method == "gptq", bool(way.rotations)
+    gptq, turned = preset.method == "gptq", bool(preset.rotations)
     planes = [(shape, shape[0] if len(shape) > 2 else 1) for _, shape in source.tensors.values() if len(shape) > 1]
-    each = _STATISTICS * (statistics + turned) + (_STATISTICS + _BLOCKS + _FACTOR if way.transform else 0)
+    each = _STATISTICS * (statistics + turned) + (_STATISTICS + _BLOCKS + _FACTOR if preset.transform else 0)
     channels = sum(max(shape[-2:]) * count for shape, count in planes)
     tokens = max(_tokens(config, work))
     own_text = _TOKEN * tokens if own_weight(work.data) is not None else 0
     return Disk(
-        max((weights_bytes or source.reader.nbytes) if way.method else 0, _slopes(source, work) * gptq)
+        max((weights_bytes or source.reader.nbytes) if preset.method else 0, _slopes(source, work) * gptq)
         + _gradients(source) * gptq,
-        channels * each + _MATRIX * sum(count for _, count in planes) + own_text + _matrices(source, way),
+        channels * each + _MATRIX * sum(count for _, count in planes) + own_text + _matrices(source, preset),
         4 * sum(_inputs(source)) * _pairs(source, work) * turned,
-        4 * _config_number(config, *_HIDDEN) * max(_states(source, work, way)[-2:]),
+        4 * _config_number(config, *_HIDDEN) * max(_states(source, work, preset)[-2:]),
         logits,
     )
 
 
-def memory_of(source: Source, work: PipelineOptions, way: Way | None, *, limit: int) -> dict[str, tuple[int, str]]:
-    """Stage -> (bytes at its peak, what takes them), for those that --max-memory does not limit.
+def memory_of(
+    source: Source, work: PipelineOptions, preset: QualityPreset | None, *, limit: int
+) -> dict[str, tuple[int, str]]:
+    """Stage -> (bytes at its peak, what takes them), for those that ``max_memory`` does not limit.
 
-    limit  of --max-memory, up to which hidden states stay in memory
+    limit  of ``max_memory``, up to which hidden states stay in memory
     """
     peaks: dict[str, tuple[int, str]] = {}
     config = source.reader.config
     whole = _PROCESS + 4 * sum(prod(shape) for _, shape in source.tensors.values())
     if own_weight(work.data) is not None:
         peaks["generate"] = whole, "the whole model in float32, without its keys and values"
-    if way is not None:
-        name = "tune" if way.method else "calibrate"
-        *backward, least = (4 * _config_number(config, *_HIDDEN) * n for n in _states(source, work, way))
-        more = 4 * max(_tokens(config, work)) * _width(source) if way.method == "gptq" else 0
+    if preset is not None:
+        name = "tune" if preset.method else "calibrate"
+        *backward, least = (4 * _config_number(config, *_HIDDEN) * n for n in _states(source, work, preset))
+        more = 4 * max(_tokens(config, work)) * _width(source) if preset.method == "gptq" else 0
         forward = min(least + more, max(least, limit)), least  # as much more as there is room for
         hidden = max(next((n for n in each if n <= limit), 0) for each in (backward, forward))
-        if way.rotations:
+        if preset.rotations:
             peaks["rotate"] = (
                 _PROCESS + _learning(source, work),
                 "inputs and gradients of all layers that read the residual stream",
             )
-        peaks[name] = _PROCESS + hidden + _largest_layer(source, way.method), "one decoder layer at a time"
+        peaks[name] = _PROCESS + hidden + _largest_layer(source, preset.method), "one decoder layer at a time"
     if work.eval:
         window = min(DEFAULT_LENGTH, _config_number(config, *_POSITIONS) or DEFAULT_LENGTH)
         scoring = scoring_bytes(_config_number(config, "vocab_size") or 1, window)
@@ -145,7 +150,7 @@ def memory_of(source: Source, work: PipelineOptions, way: Way | None, *, limit: 
 def memory_text(found: dict[str, tuple[int, str]], limit: int) -> str:
     """The estimates in words."""
     stages = [f"{name} about {memory_size(nbytes)} ({why})" for name, (nbytes, why) in found.items()]
-    return ", ".join([*stages, f"convert at most {memory_size(limit)} (--max-memory)"])
+    return ", ".join([*stages, f"convert at most {memory_size(limit)} ({arg('max_memory')})"])
 
 
 def _width(source: Source) -> int:
@@ -187,11 +192,11 @@ def _seqlen(config: Mapping[str, Any], work: PipelineOptions) -> int:
     return work.seqlen or min(DEFAULT_LENGTH, _config_number(config, *_POSITIONS) or DEFAULT_LENGTH)
 
 
-def _states(source: Source, work: PipelineOptions, way: Way) -> tuple[int, ...]:
+def _states(source: Source, work: PipelineOptions, preset: QualityPreset) -> tuple[int, ...]:
     """How many hidden states there are at once: in the reverse pass before GPTQ in order, where memory has room for
     those of every layer and where not, and in GPTQ in order; else those that enter a layer."""
     count, (few, every) = _layers(source), _tokens(source.reader.config, work)
-    if way.method != "gptq":
+    if preset.method != "gptq":
         return (every,)
     forward = 3 + (STREAMS if any(_is_expert(name) for name, _ in _members(source)) else 0)
     return streams(count, 1) * few, streams(count, least_step(count)) * few, forward * every
@@ -245,13 +250,13 @@ def _pairs(source: Source, work: PipelineOptions) -> int:
     return min(tokens, most_pairs(sum(_inputs(source))))
 
 
-def _matrices(source: Source, way: Way) -> int:
+def _matrices(source: Source, preset: QualityPreset) -> int:
     """What the matrices of rotations take as text, in the journal and in both files that have them."""
-    if not way.rotations:
+    if not preset.rotations:
         return 0
-    options = TransformOptions(way.rotations, learn=way.steps)
+    options = TransformOptions(preset.rotations, learn=preset.steps)
     structure = find_structure(source.tensors, source.reader.config)
-    return 3 * matrix_bytes(transform_names(way.rotations), structure, options)
+    return 3 * matrix_bytes(transform_names(preset.rotations), structure, options)
 
 
 def _learning(source: Source, work: PipelineOptions) -> int:

@@ -9,7 +9,7 @@ from math import ceil
 from pathlib import Path
 
 from ptqpipe.calibration.rows import files_of, weighted
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg, usage
 from ptqpipe.models.reader_facts import container_for, formats_of
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.pipeline.budget.plan_units import DEFAULT_FORMATS, KEEP
@@ -21,13 +21,13 @@ SELF = "self"
 _BY_QUALITY = ("algorithm", "objective", "damping", "refine_passes")
 
 
-def check_alone(**given: object) -> None:
+def check_alone(**alone: object) -> None:
     """UsageError for options of a conversion alone that are given to a run of several stages."""
-    first = next((name for name, value in given.items() if value), None)
+    first = next((name for name, value in alone.items() if value), None)
     if first is not None:
         raise UsageError(
-            f"--{first.replace('_', '-')} is for a conversion alone; leave it out, or --data, --budget, --eval and "
-            "--report"
+            f"{arg(first)} is for a conversion alone; leave it out, or {arg('data')}, {arg('budget')}, {arg('eval')} "
+            f"and {arg('report')}"
         )
 
 
@@ -35,60 +35,71 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
     """UsageError for options that contradict each other, and for texts that do not exist."""
     if work.quality is not None and not work.data:
         raise UsageError(
-            f"--quality {work.quality} says how much is computed with data; add --data FILE, or --data self"
+            f"{arg('quality', work.quality)} says how much is computed with data; add {arg('data', 'FILE')}, or "
+            f"{arg('data', SELF)}"
         )
     if work.untie and not work.data:
         raise UsageError(
-            "--untie is for the rotations that --quality best learns from data; add --data FILE, or --data self"
+            f"{arg('untie', True)} is for the rotations that {arg('quality', 'best')} learns from data; add "
+            f"{arg('data', 'FILE')}, or {arg('data', SELF)}"
         )
     windows = {name: getattr(work, name) for name in ("samples", "seqlen", "seed")}
     chosen = next((name for name, value in windows.items() if value != getattr(PipelineOptions(), name)), None)
     if chosen is not None and not work.data:
-        raise UsageError(f"--{chosen} {windows[chosen]} says how --data is read; add --data FILE, or leave it out")
+        raise UsageError(_about_data(arg(chosen, windows[chosen])))
     if work.text_field is not None and not (work.data or work.eval):
-        raise UsageError(f"--field {work.text_field} says how --data is read; add --data FILE, or leave it out")
+        raise UsageError(_about_data(arg("text_field", work.text_field)))
     if work.text_field is not None and own_weight(work.data) is not None and len(work.data) > 1:
         raise UsageError(
-            f"--field {work.text_field} is not in the rows that --data self generates; leave one of them out"
+            f"{arg('text_field', work.text_field)} is not in the rows that {arg('data', SELF)} generates; leave one of "
+            "them out"
         )
     if work.formats is not None and work.budget is None:
-        raise UsageError("--formats names what --budget chooses from; add --budget, or give one --format")
-    given = "--recipe" if recipe_path is not None else "--format" if recipe.format is not None else ""
+        raise UsageError(
+            f"{arg('formats')} names what {arg('budget')} chooses from; add {arg('budget')}, or give one "
+            f"{arg('format')}"
+        )
+    decider = arg("recipe") if recipe_path is not None else arg("format") if recipe.format is not None else ""
     if recipe.overrides.get("mtp") not in (None, "keep"):
-        given = f"--mtp {recipe.mtp}"
-    if work.budget is not None and given:
-        raise UsageError(f"--budget chooses the formats, and {given} does; give one of them")
+        decider = arg("mtp", recipe.mtp)
+    if work.budget is not None and decider:
+        raise UsageError(f"{arg('budget')} chooses the formats, and {decider} does; give one of them")
     decided = next((name for name in _BY_QUALITY if work.data and recipe.overrides.get(name) is not None), None)
     if decided is not None:
         raise UsageError(
-            f"--{decided.replace('_', '-')} is decided by --quality where there is --data; leave it out, or use "
-            "`ptqpipe calibrate` and `ptqpipe convert --stats`"
+            f"{arg(decided)} is decided by {arg('quality')} where there is {arg('data')}; leave it out, "
+            f"or use {usage('calibrate', 'MODEL', data='FILE', out='FOLDER')}, then "
+            f"{usage('convert', 'MODEL', stats='FOLDER')}"
         )
     built = build_recipe(recipe, path=recipe_path)
     if not work.data and (built.kv_cache != "none" or built.bias_correction):
-        option = "--kv-cache" if built.kv_cache != "none" else "--bias-correction"
-        raise UsageError(f"{option} needs statistics of a text; add --data FILE, or --data self")
+        option = arg("kv_cache" if built.kv_cache != "none" else "bias_correction")
+        raise UsageError(f"{option} needs statistics of a text; add {arg('data', 'FILE')}, or {arg('data', SELF)}")
     if work.quality == "fast" and built.rotations:
         raise UsageError(
-            "--quality fast weights scales by moments of each input alone, which do not say those of rotated ones; use "
-            "--quality good or best, or leave --rotate out"
+            f"{arg('quality', 'fast')} weights scales by moments of each input alone, which do not say those of "
+            f"rotated ones; use {arg('quality')} good or best, or leave {arg('rotate')} out"
         )
-    files_of(work.eval, option="--eval")
+    files_of(work.eval, option="eval")
+
+
+def _about_data(option: str) -> str:
+    return f"{option} says how {arg('data')} is read; add {arg('data', 'FILE')}, or leave it out"
 
 
 def texts_of(data: Sequence[str]) -> list[str]:
-    """The files and data sets of --data, each with a weight where they are mixed with the model's own text: a folder
+    """The files and data sets of ``data``, each with a weight where they are mixed with the model's own text: a folder
     stands for the texts in it. UsageError where it has none, and for a file that does not exist."""
     texts = [name for name in data if not _is_own(name)]
     if len(data) - len(texts) > 1:
-        raise UsageError("--data has self twice; give it once, self=2 for twice its share of the windows")
+        raise UsageError(f"{arg('data')} has self twice; give it once, self=2 for twice its share of the windows")
     if not texts or len(texts) == len(data):
         return files_of(texts)
     return files_of([name if weighted(name)[1] is not None else f"{name}=1" for name in texts])
 
 
 def own_weight(data: Sequence[str]) -> float | None:
-    """The weight of the text that the model writes itself; None where --data has none of it."""
+    """The weight of the text that the model writes itself; None where ``data`` has none of it."""
     return next((weighted(name)[1] or 1.0 for name in data if _is_own(name)), None)
 
 
@@ -107,9 +118,9 @@ def formats_for(reader: str | None, formats: tuple[str, ...] | None) -> tuple[st
     does not run."""
     if reader is None:
         return formats or DEFAULT_FORMATS
-    known = formats_of(reader)
+    supported = formats_of(reader)
     if formats is None:
-        return tuple(name for name in DEFAULT_FORMATS if name in known or name == KEEP)
+        return tuple(name for name in DEFAULT_FORMATS if name in supported or name == KEEP)
     for name in formats:
         if name.lower() != KEEP:
             container_for(reader, [get_scheme(name)])
