@@ -64,8 +64,8 @@ class Entry:
     formats     that it does
     calibrated  whether its weights depend on the calibration text
     options     of `ptqpipe convert`, or of the peer's script
-    transform   ptqpipe: what `transform --transforms` does first, on statistics of the model; then it is calibrated again,
-                unless tuned
+    transform   ptqpipe: what `transform --transforms` does first, on statistics of the model; then it is calibrated
+                again, unless tuned
     learn       ptqpipe: whether rotations are learned and folded before all this, on statistics of their own
     tune        ptqpipe: options of `tune`, whose codes are converted; None: no tuning
     quality     ptqpipe: `convert --data TEXT --quality` of this name, one command; None: the stages one by one. Under

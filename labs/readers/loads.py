@@ -324,7 +324,7 @@ def _known(results: Path | None) -> set[tuple[str, ...]]:
 
 
 def main(reader: str, child: str, description: str, argv: list[str] | None = None) -> int:
-    """Parses the options, checks, prints; 1 where a tensor was left out or changed and ``convert --reader`` allows it."""
+    """Parses the options, checks, prints; 1 where a tensor that ``convert --reader`` allows was left out or changed."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, nargs="*")
     parser.add_argument("--families", nargs="*", metavar="KIND", help="tiny models of the families in tests/ [all]")

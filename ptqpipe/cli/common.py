@@ -207,7 +207,7 @@ def resume_hint(out: Path, mode: str) -> Iterator[None]:
 
     A line on stderr tells when ``--resume`` finds nothing, neither unfinished nor complete, and the run starts anew.
     """
-    from ptqpipe.conversion import is_unfinished
+    from ptqpipe.conversion.job import is_unfinished
 
     left = is_unfinished(out)
     if mode == "resume" and not is_unfinished(out, alive=True) and not out.exists() and ranks_of().rank == 0:

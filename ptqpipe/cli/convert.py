@@ -19,8 +19,8 @@ from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.run.options import MachineOptions, WritingOptions
 
 if TYPE_CHECKING:
-    from ptqpipe.conversion import Run
     from ptqpipe.conversion.conversion import Conversion
+    from ptqpipe.conversion.job import Run
     from ptqpipe.run.machine import Machine
 
 

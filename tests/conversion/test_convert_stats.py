@@ -20,10 +20,11 @@ from safetensors import safe_open
 import ptqpipe
 from ptqpipe.check.verify import report as verify_text
 from ptqpipe.check.verify.command import verify
-from ptqpipe.conversion import QuantizeUnit, convert_summary as convert_text
+from ptqpipe.conversion import convert_summary as convert_text
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.convert_summary import plan_text, warnings_of
+from ptqpipe.conversion.planned_outputs import QuantizeUnit
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import PtqError, RecipeError, UsageError
 from ptqpipe.numerics.qtensor import QTensor

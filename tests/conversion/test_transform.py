@@ -17,7 +17,7 @@ import ptqpipe
 from ptqpipe.checkpoint import OF_WEIGHTS, TensorSpec
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.cli import main
-from ptqpipe.conversion import WriteResult
+from ptqpipe.conversion.job import WriteResult
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.command import _beyond, transform
 from ptqpipe.conversion.transform.factors import find_factors

@@ -148,7 +148,10 @@ def test_rotations_are_learned_from_as_many_rows_as_have_the_tokens_that_are_kep
         ("--data none.txt", "none.txt does not exist"),
         ("--data EMPTY", "is a folder without .txt, .jsonl, .ndjson, .jsonlines"),
         ("--data self --data TEXT --data self=2", "--data has self twice; give it once, self=2 for twice its share"),
-        ("--data self --data TEXT --field text", "--text-field text is not in the rows that --data self generates"),
+        (
+            "--data self --data TEXT --text-field text",
+            "--text-field text is not in the rows that --data self generates",
+        ),
         ("--data self --data none.txt", "none.txt does not exist"),
         ("--data TEXT --damping 0.1", "--damping is decided by --quality"),
         ("--data TEXT --stats s", "--stats is for a conversion alone"),
