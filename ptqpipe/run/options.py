@@ -6,12 +6,12 @@ has its parameters from there (``cli/parameters.py``), Python its signatures (``
 two spells as its own. Nothing here imports torch: ``ptqpipe --help`` reads these classes.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import Field, dataclass, field, fields
 from inspect import get_annotations
 from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
 
-from ptqpipe.errors import RecipeError, UsageError, arg
+from ptqpipe.errors import RecipeError, UsageError, arg, did_you_mean
 
 T = TypeVar("T")
 Mode = Literal["new", "resume", "overwrite"]
@@ -82,7 +82,8 @@ def options_of(owner: type) -> Iterator[Field[Any]]:
     """The options of a class, its own before those of its bases, which come in the order of the class's line."""
     by_name = {one.name: one for one in fields(owner)}
     order = dict.fromkeys(name for base in owner.__mro__ for name in get_annotations(base))
-    return (by_name[name] for name in order if name in by_name and described(by_name[name]) is not None)
+    known = (by_name[name] for name in order if name in by_name)
+    return (one for one in known if (row := described(one)) is not None and row.help)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,14 @@ class Options:
         for one in options_of(type(self)):
             check_value(one.name, getattr(self, one.name), described(one), UsageError)
         return self
+
+
+def check_names(options: Iterable[str], known: Iterable[str], *, what: str) -> None:
+    """UsageError for the first name that is not ``known``, with the nearest that is."""
+    known = list(known)
+    for name in options:
+        if name not in known:
+            raise UsageError(f"{what} has no option {name!r}; {did_you_mean(name, sorted(known))}")
 
 
 def check_value(name: str, value: Any, row: Option | None, error: type[UsageError | RecipeError]) -> None:

@@ -18,8 +18,9 @@ from ptqpipe.models.families import DEFAULT_FUSE, Keep
 from ptqpipe.numerics.schemes import SCHEMES, get_scheme
 from ptqpipe.recipe import file
 from ptqpipe.recipe.file import build_recipe, load_recipe, named_recipes, parse_recipe
-from ptqpipe.recipe.options import CheckpointOptions, CodeOptions, RecipeOptions, described, recipe_fields, recipe_path
+from ptqpipe.recipe.options import CheckpointOptions, CodeOptions, RecipeOptions, described, recipe_path
 from ptqpipe.recipe.recipe import Recipe, Rule, matches
+from ptqpipe.run.options import options_of
 
 
 def rules(*pairs: tuple[str, str]) -> list[dict[str, str]]:
@@ -409,12 +410,12 @@ def test_a_record_without_a_field_is_refused() -> None:
 
 def test_every_option_sets_the_field_of_its_name(plain: Path) -> None:
     values: dict[str, Any] = {
-        "container": "ptqpipe", "search": "absmax", "global_scale": "absmax", "input_amax": 5.0, "shard_bytes": 9,
-        "algorithm": "gptq", "weighting": "block", "damping": 0.5, "refine": 1, "input_scale": "mse", "headroom": 2.0,
-        "kv_cache": "fp8", "bias_correction": True, "mtp": "nvfp4",
+        "container": "ptqpipe", "scale_search": "absmax", "global_scale": "absmax", "input_amax": 5.0, "shard_size": 9,
+        "algorithm": "gptq", "objective": "block", "damping": 0.5, "refine_passes": 1, "input_scale": "mse",
+        "headroom": 2.0,        "kv_cache": "fp8", "bias_correction": True, "mtp": "nvfp4",
         "rotate": "down_proj:64",
     }  # fmt: skip
-    assert values.keys() == recipe_fields().keys()
+    assert {*values, "format", "ignore"} == {one.name for one in options_of(RecipeOptions)}
     bare = Recipe((Rule("*", get_scheme("nvfp4")),))
     for name, value in values.items():
         recipe = build_recipe(RecipeOptions(**{name: value}), path=plain)
@@ -437,11 +438,9 @@ def test_schemes_of_two_containers_need_one_named() -> None:
 
 
 def test_python_and_the_command_line_offer_every_option() -> None:
-    options = {"scheme", "ignore", *recipe_fields()}
-    python = {"scheme" if name == "format" else name for name in inspect.signature(ptqpipe.convert).parameters}
-    command = {"shard_bytes" if p.name == "shard_size" else p.name for p in main.commands["convert"].params}
-    assert options - python == set()
-    assert options - command == set()
+    options = {one.name for one in options_of(RecipeOptions)}
+    assert options - inspect.signature(ptqpipe.convert).parameters.keys() == set()
+    assert options - {one.name for one in main.commands["convert"].params} == set()
 
 
 @pytest.mark.parametrize(
