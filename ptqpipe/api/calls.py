@@ -15,9 +15,9 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 from ptqpipe.api.kinds import check_kinds
 from ptqpipe.checkpoint import resolve_source
 from ptqpipe.errors import UsageError
-from ptqpipe.recipe.options import recipe_path, spelled
+from ptqpipe.recipe.options import recipe_path
 from ptqpipe.run.machine import Machine, machine_for
-from ptqpipe.run.options import MachineOptions, Option, Options, check_names, described, options_of, type_of
+from ptqpipe.run.options import MachineOptions, Option, Options, check_names, described, options_of, spelled, type_of
 from ptqpipe.run.quantities import bytes_of
 
 P = ParamSpec("P")

@@ -308,13 +308,3 @@ def recipe_path(given: str | Path | None) -> Path | None:
         return None
     path = Path(given)
     return path.absolute() if str(given).startswith("./") else path
-
-
-_LONG = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-def spelled(dtype: str, *, long: bool) -> str:
-    """A float type's name in its long spelling, float32, or its short one, fp32, whichever is given. Other words stay
-    as they are."""
-    short = next((short for short, name in _LONG.items() if dtype == name), dtype)
-    return _LONG.get(short, short) if long else short

@@ -11,7 +11,7 @@ from dataclasses import Field, dataclass, field, fields
 from inspect import get_annotations
 from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
 
-from ptqpipe.errors import RecipeError, UsageError, arg, did_you_mean
+from ptqpipe.errors import RecipeError, UsageError, arg, did_you_mean, nearest
 
 T = TypeVar("T")
 Mode = Literal["new", "resume", "overwrite"]
@@ -114,14 +114,26 @@ def check_value(name: str, value: Any, row: Option | None, error: type[UsageErro
     if row is None or value is None:
         return
     values: Sequence[Any] = value if isinstance(value, tuple) else (value,)
-    spelled = arg(name) if error is UsageError else name
+    option = arg(name) if error is UsageError else name
     for one in values:
-        if row.choices and one not in row.choices:
-            raise error(f"{spelled} {one!r} is unknown; use {', '.join(row.choices)}")
+        if row.choices and (spelled(one, long=False) if row.kind == "dtype" else one) not in row.choices:
+            meant = nearest(str(one), row.choices)
+            remedy = f"{f'did you mean {meant}? ' if meant else ''}use {', '.join(row.choices)}"
+            raise error(f"{option} {one!r} is unknown; {remedy}")
         if row.bounds is not None and not row.bounds[0] <= one <= row.bounds[1]:
             least, most = row.bounds
             hint = f" ({row.usual})" if row.usual else ""
-            raise error(f"{spelled} {one} is out of range; use {least:g} to {most:g}{hint}")
+            raise error(f"{option} {one} is out of range; use {least:g} to {most:g}{hint}")
+
+
+_LONG = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def spelled(dtype: str, *, long: bool) -> str:
+    """A float type's name in its long spelling, float32, or its short one, fp32, whichever is given. Other words stay
+    as they are."""
+    short = next((short for short, name in _LONG.items() if dtype == name), dtype)
+    return _LONG.get(short, short) if long else short
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,7 @@ def test_codes_are_tuned_on_images(tmp_path: Path) -> None:
         tune(folder, [str(data)], tmp_path / "other", options=replace(options, metric="kl"))
     blocks = done.content["blocks"].values()
     assert [record["start_loss"] > 0 for record in blocks] == [True, True]
-    out = ptqpipe.convert(folder, out=tmp_path / "out", rounding=tmp_path / "codes", workers=1)
+    out = ptqpipe.convert(folder, out=tmp_path / "out", codes=tmp_path / "codes", workers=1)
     assert verify(out.out, source=folder, workers=1).ok
 
 

@@ -88,7 +88,7 @@ def test_tune_chooses_the_codes_of_the_layer_behind_the_tuned_model(
     options = TuneOptions(samples=4, seqlen=16, method=method, steps=2)
     given = RecipeOptions("nvfp4", mtp="nvfp4", scale_search="absmax", global_scale="absmax")
     tune(model, [str(data)], tmp_path / "codes", recipe=given, options=options)
-    out = ptqpipe.convert(model, out=tmp_path / "out", rounding=tmp_path / "codes", workers=1).out
+    out = ptqpipe.convert(model, out=tmp_path / "out", codes=tmp_path / "codes", workers=1).out
     plain = ptqpipe.convert(model, out=tmp_path / "plain", format="nvfp4", mtp="nvfp4", workers=1).out
     name = f"{families.mtp_base('glm4_moe')}self_attn.o_proj.weight"
     tuned, nearest = (load_file(folder / "model.safetensors") for folder in (out, plain))

@@ -226,7 +226,7 @@ def test_patterns_match_names_globs_and_anchored_expressions(pattern: str, modul
         ({"version": 1, "rules": [{"match": "*", "format": "nvfp4", "global_scale": "x"}]}, "global_scale 'x'"),
         ({"version": 1, "rules": rules(("*", "nvfp4")), "input_amax": -1}, "use a number above 0 and below 1e30"),
         ({"version": 1, "rules": rules(("*", "nvfp4")), "input_amax": True}, "must be a number"),
-        ({"version": 1, "rules": rules(("*", "nvfp4")), "shard_bytes": "x"}, "must be of type int"),
+        ({"version": 1, "rules": rules(("*", "nvfp4")), "shard_size": "x"}, "must be of type int"),
         ({"version": 1, "rules": rules(("*", "nvfp4")), "fuse": [["a", "b"], ["b", "c"]]}, "'b' in two groups"),
         ({"version": 1, "rules": rules(("*", "nvfp4")), "keep": [""]}, "keep must be text"),
     ],
@@ -301,7 +301,7 @@ def test_options_override_the_recipe_file(plain: Path) -> None:
     options = RecipeOptions(container="modelopt", scale_search="absmax", global_scale="absmax", shard_size=5)
     recipe = build_recipe(options, path=plain)
     assert (recipe.container, recipe.shard_size) == ("modelopt", 5)
-    assert (recipe.rules[0].search, recipe.rules[0].global_scale) == ("absmax", "absmax")
+    assert (recipe.rules[0].scale_search, recipe.rules[0].global_scale) == ("absmax", "absmax")
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_a_record_says_every_field_in_this_spelling_and_order() -> None:
         fuse=(("a", "b"),),
         container="Compressed-Tensors",
         input_amax=336.0,
-        shard_bytes=7,
+        shard_size=7,
         description="text",
     )
     assert json.dumps(recipe.to_json()) == RECORDED
