@@ -193,7 +193,7 @@ def _keep(run: Pipeline, held: ExitStack) -> None:
     output."""
     folder, call_file = run.folder, run.folder / CALL_FILE
     for place, name in ((run.path, "the source"), (run.out, "the output")):
-        check_disjoint(Paths.of(place).out, folder, names=f"the stages' folder and {name}", option="--keep-stages")
+        check_disjoint(Paths.of(place).out, folder, names=f"the stages' folder and {name}", option="work_dir")
     with output_errors(folder):
         others = folder.is_dir() and any(folder.glob("[!.]*"))
     if others and not call_file.exists():

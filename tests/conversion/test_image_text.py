@@ -132,7 +132,7 @@ def test_a_rule_gives_the_tower_fp8_and_images_are_seen_with_it(tmp_path: Path) 
 def test_a_model_that_needs_an_image_is_refused_with_what_works(kind: str, tmp_path: Path) -> None:
     config = transformers.CONFIG_MAPPING[kind]().to_diff_dict()
     tiny.save(tmp_path, {"a.weight": torch.zeros(16, 16)}, config={**config, "model_type": kind})
-    with pytest.raises(CheckpointError, match=r"generates no text without an image.*without --data and --stats.*vLLM"):
+    with pytest.raises(CheckpointError, match=r"generates no text without an image.*without data and stats.*vLLM"):
         check_load(tmp_path)
 
 

@@ -303,7 +303,7 @@ def test_powers_of_two_that_leave_the_range_of_the_dtype_are_refused(tmp_path: P
 REFUSED: list[tuple[str, str, TransformOptions, str]] = [
     ("mean subtraction", "gpt2", TransformOptions("rotate_residual", block=16), "subtracts the mean"),
     ("norms after sublayers", "gemma2", TransformOptions("rotate_residual", block=16, untie=True), "stands between"),
-    ("tied", "llama_tied", TransformOptions("rotate", block=16), "--untie"),
+    ("tied", "llama_tied", TransformOptions("rotate", block=16), "untie=True"),
     ("tied for readers", "gemma", TransformOptions("rotate", block=16, untie=True), "whatever config.json says"),
     ("hidden size", "llama", TransformOptions("rotate_residual", block=128), "no multiple of the block of 128"),
     ("head size", "llama", TransformOptions("rotate_values", block=64), "have 32 channels"),

@@ -156,7 +156,7 @@ def test_rotations_are_learned_from_as_many_rows_as_have_the_tokens_that_are_kep
         ("--eval EMPTY", "is a folder without .txt, .jsonl, .ndjson, .jsonlines"),
         ("--for vllm --format mxfp4a16", "vllm does not run mxfp4a16; it runs nvfp4, nvfp4_w4a4, mxfp4,"),
         ("--for sglang --format mxfp8 --data TEXT", "sglang does not run mxfp8"),
-        ("--for trtllm --format nvfp4_w4a4 --container compressed_tensors", "contradicts --for trtllm"),
+        ("--for trtllm --format nvfp4_w4a4 --container compressed_tensors", "contradicts --reader trtllm"),
         ("--for sglang --budget 5bits --formats nvfp4,mxfp4", "sglang does not run mxfp4"),
     ],
 )
@@ -189,9 +189,9 @@ def test_a_folder_of_stages_in_the_model_or_the_output_is_refused_before_any_wor
     shutil.copytree(model, source)
     before = sorted(tmp_path.rglob("*"))
     for kept in (tmp_path / "out", tmp_path / "out" / "kept", tmp_path, source / "kept"):
-        with pytest.raises(UsageError, match="overlap; choose another --keep-stages"):
+        with pytest.raises(UsageError, match="overlap; choose another work_dir"):
             made(source, tmp_path / "out", work_of(text, quality="fast", keep_stages=str(kept)))
-    with pytest.raises(UsageError, match="overlap; choose another -o"):
+    with pytest.raises(UsageError, match="overlap; choose another out"):
         made(source, source / "out", PipelineOptions(budget="6.5bits"))
     assert sorted(tmp_path.rglob("*")) == before
 
