@@ -177,7 +177,7 @@ def test_a_gpu_whose_number_is_not_there_is_refused(model: Path, tmp_path: Path)
 def test_an_option_goes_by_the_keyword_of_the_function_that_was_called(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^none.txt does not exist; give eval a \.txt"):
         ptqpipe.convert(model, out=tmp_path / "q", eval="none.txt")
-    with pytest.raises(UsageError, match=r"^reader='vllmm' is unknown; did you mean vllm\?"):
+    with pytest.raises(UsageError, match=r'^reader="vllmm" is unknown; did you mean vllm\?'):
         ptqpipe.plan(model, "5bits", tmp_path / "r.yaml", reader="vllmm")
     with pytest.raises(UsageError, match=r"^cache_size 'much' is not a size; write 2GiB"):
         ptqpipe.evaluate(model, cache_size="much", out=tmp_path / "e.json")

@@ -287,7 +287,7 @@ def test_a_killed_run_continues_to_the_same_statistics(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, str(tmp_path / "llama"), str(data), str(out)]
     assert subprocess.run(command, timeout=120, check=False, env=_environment()).returncode == -signal.SIGKILL
     assert not out.exists()
-    with pytest.raises(OutputError, match="--resume continues it"):
+    with pytest.raises(OutputError, match="resume=True continues it"):
         run(tmp_path, name="killed")
     with pytest.raises(OutputError, match="the settings changed"):
         run(tmp_path, name="killed", mode="resume", moments=("diagonal",))

@@ -222,7 +222,7 @@ def test_a_place_where_nothing_can_be_written_is_named_before_any_work(
     before = {path.name for path in folder.iterdir()}
     said = refused(*call, "-o", f"{out}{ENDINGS.get(call[0], '')}", code=2)
     assert PLACES[out] in said
-    assert "another -o" in said
+    assert "another --out" in said
     assert {path.name for path in folder.iterdir()} == before
 
 

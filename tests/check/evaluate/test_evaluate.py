@@ -256,7 +256,7 @@ def test_the_default_name_lies_beside_the_checkpoint(checkpoints: dict[str, Path
         (["--data", "BINARY"], "is not UTF-8"),
         (["--data", "RANGE"], "token 99999, outside the model's vocabulary"),
         (["--tasks", "pika"], "task 'pika' is unknown; near it are"),
-        (["--tasks", "local_piqa"], "--task-data DIR"),
+        (["--tasks", "local_piqa"], "with --task-data"),
         (["--data", "TEXT", "--seqlen", "100000"], "positions; choose a smaller one"),
         (["--data", "TEXT", "--seqlen", "8", "--stride", "9"], "--stride 9"),
         (["--data", "TEXT", "--device", "tpu"], "device 'tpu' is unknown"),
