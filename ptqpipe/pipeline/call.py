@@ -70,7 +70,7 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
             "--quality fast weights scales by moments of each input alone, which do not say those of rotated ones; use "
             "--quality good or best, or leave --rotate out"
         )
-    files_of(work.eval, option="--eval")
+    files_of(work.eval, option="eval")
 
 
 def texts_of(data: Sequence[str]) -> list[str]:

@@ -5,7 +5,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 
 
 class Method(NamedTuple):
@@ -94,20 +94,22 @@ class TuneOptions:
 def settings_of(steps: int | None, *, seed: int) -> Settings:
     """The settings with this many steps, the usual number for None. UsageError for fewer than one."""
     if steps is not None and steps < 1:
-        raise UsageError(f"--steps {steps} is too few; use 1 or more")
+        raise UsageError(f"{arg('steps', steps)} is too few; use 1 or more")
     return Settings(seed=seed) if steps is None else Settings(steps=steps, seed=seed)
 
 
 def check(options: TuneOptions) -> None:
     """UsageError for a method or a metric that there is not, and for a share out of range."""
     if options.method not in METHODS:
-        raise UsageError(f"--method {options.method!r} is unknown; use {', '.join(METHODS)}")
+        raise UsageError(f"{arg('method', options.method)} is unknown; use {', '.join(METHODS)}")
     if options.metric not in (None, *METRICS):
-        raise UsageError(f"--metric {options.metric!r} is unknown; use {', '.join(METRICS)}")
+        raise UsageError(f"{arg('metric', options.metric)} is unknown; use {', '.join(METRICS)}")
     unknown = [kind for kind in options.train if kind not in TRAIN]
     if unknown:
-        raise UsageError(f"--train {unknown[0]!r} is unknown; use {', '.join(TRAIN)}, with commas")
+        raise UsageError(f"{arg('train', unknown[0])} is unknown; use {', '.join(TRAIN)}, with commas")
     if options.train and options.descent is None:
-        raise UsageError("--train belongs to --method kl; add it, or leave --train out")
+        raise UsageError(f"{arg('train')} belongs to {arg('method', 'kl')}; add it, or leave {arg('train')} out")
     if not 0.0 <= options.share <= 1.0:
-        raise UsageError(f"--share {options.share} is out of range; use 0 (no compensation) to 1 (full compensation)")
+        raise UsageError(
+            f"{arg('feedback', options.share)} is out of range; use 0 (no compensation) to 1 (full compensation)"
+        )
