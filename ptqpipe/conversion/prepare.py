@@ -49,13 +49,13 @@ def best_with(
     if not options.stated & {"algorithm", "objective"}:
         with Statistics.open(stats) as statistics:
             usable = [name for name, row in ALGORITHMS.items() if not row.moment or statistics.has_any(row.moment)]
-        options = replace(options, algorithm=usable[-1])
+        options = options.but(algorithm=usable[-1])
     if (
         options.algorithm == "rtn"
         and "objective" not in options.stated
         and options.scale_search in (AUTO, "exact", "brute_force")
     ):
-        options = replace(options, objective="diagonal")
+        options = options.but(objective="diagonal")
     return options
 
 

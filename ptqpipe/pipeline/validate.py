@@ -131,7 +131,7 @@ def for_reader(reader: str, recipe: RecipeOptions, recipe_path: Path | None) -> 
     it."""
     built = build_recipe(recipe, path=recipe_path)
     container = None if built.container is None else built.container_name
-    return replace(recipe, container=container_for(reader, built.schemes(), container=container))
+    return recipe.but(container=container_for(reader, built.schemes(), container=container))
 
 
 def container_of_all(reader: str, formats: Sequence[str]) -> str:

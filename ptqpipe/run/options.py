@@ -114,16 +114,16 @@ def check_value(name: str, value: Any, row: Option | None, error: type[UsageErro
     if row is None or value is None:
         return
     values: Sequence[Any] = value if isinstance(value, tuple) else (value,)
-    option = arg(name) if error is UsageError else name
     for one in values:
+        option = arg(name, one) if error is UsageError else f"{name} {one!r}"
         if row.choices and (spelled(one, long=False) if row.kind == "dtype" else one) not in row.choices:
             meant = nearest(str(one), row.choices)
             remedy = f"{f'did you mean {meant}? ' if meant else ''}use {', '.join(row.choices)}"
-            raise error(f"{option} {one!r} is unknown; {remedy}")
+            raise error(f"{option} is unknown; {remedy}")
         if row.bounds is not None and not row.bounds[0] <= one <= row.bounds[1]:
             least, most = row.bounds
             hint = f" ({row.usual})" if row.usual else ""
-            raise error(f"{option} {one} is out of range; use {least:g} to {most:g}{hint}")
+            raise error(f"{option} is out of range; use {least:g} to {most:g}{hint}")
 
 
 _LONG = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -212,7 +212,7 @@ def _prepare(ckpt: str, source: str | None, options: EvalOptions, progress: bool
     words = path if other is None or (path / "tokenizer_config.json").exists() else other
     tokenizer = cache(lambda: load_tokenizer(words))  # files of tokens need none
     data = options.data if options.data or options.tasks else (str(SAMPLE),)
-    check_once(data, arg("data"))
+    check_once(data, "data")
     texts = tuple(read_text(name, tokenizer, field=options.text_field, max_tokens=options.max_tokens) for name in data)
     for text in texts:
         _check_tokens(text, int(config.get_text_config().vocab_size))

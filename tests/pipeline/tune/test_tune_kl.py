@@ -202,11 +202,11 @@ def test_a_run_that_is_stopped_again_and_again_goes_on_to_the_same_codes(
     [
         (
             {"options": replace(OPTIONS, samples=16)},
-            "needs held-out samples.*give --samples 33 or more",
+            "needs held-out samples.*give samples=33 or more",
         ),
         (
             {"machine": Machine(workers=1, memory_bytes=700 << 20)},
-            "--max-memory 700MiB is too small for --method kl.*or --",
+            'max_memory="700MiB" is too small for method="kl".*or method=',
         ),
     ],
     ids=["data", "memory"],
@@ -226,5 +226,5 @@ def test_a_window_longer_than_the_sample_text_is_one_line(
     short = tmp_path / "sample.txt"
     short.write_text("Too short.")
     monkeypatch.setattr(end_to_end, "SAMPLE", short)
-    with pytest.raises(UsageError, match="less than --seqlen 64; lower --seqlen"):
+    with pytest.raises(UsageError, match="less than seqlen=64; lower seqlen"):
         run(text, tmp_path / "out")
