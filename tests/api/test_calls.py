@@ -224,7 +224,7 @@ def test_errors_are_those_of_the_command_line_in_pythons_words(model: Path, tmp_
         ),
         "stats needs source": (UsageError, lambda: ptqpipe.verify(out, stats=tmp_path)),
         "does not exist, and is not a hub name": (UsageError, lambda: ptqpipe.verify("no/such/folder")),
-        "dtype='int4' is unknown": (UsageError, lambda: ptqpipe.dequantize(out, tmp_path / "f", dtype="int4")),
+        'dtype="int4" is unknown': (UsageError, lambda: ptqpipe.dequantize(out, tmp_path / "f", dtype="int4")),
         "device 'gpu' is unknown; use cpu, cuda": (UsageError, lambda: ptqpipe.convert(model, out=out, device="gpu")),
     }
     ptqpipe.convert(model, format="nvfp4", out=out, workers=1)
