@@ -62,12 +62,12 @@ class Entry:
 ENTRIES = (
     Entry("ptqpipe", "nvfp4", "exact scales, searched global scale", "--format nvfp4"),
     Entry("ptqpipe", "nvfp4", "exact scales, abs-max global scale", "--format nvfp4 --global-scale absmax"),
-    Entry("ptqpipe", "nvfp4", "abs-max", "--format nvfp4 --global-scale absmax --search absmax"),
+    Entry("ptqpipe", "nvfp4", "abs-max", "--format nvfp4 --global-scale absmax --scale-search absmax"),
     Entry("llmcompressor", "nvfp4", "model_free_ptq NVFP4A16", "NVFP4A16"),
     Entry("modelopt", "nvfp4", "W4A16_NVFP4", "mtq.W4A16_NVFP4_CFG"),
     Entry("modelopt", "nvfp4", "MSE sweep over E4M3 scales", SWEEP),
     Entry("ptqpipe", "fp8", "per channel, exact", "--format fp8"),
-    Entry("ptqpipe", "fp8", "per channel, abs-max", "--format fp8 --search absmax"),
+    Entry("ptqpipe", "fp8", "per channel, abs-max", "--format fp8 --scale-search absmax"),
     Entry("llmcompressor", "fp8", "model_free_ptq FP8_DYNAMIC", "FP8_DYNAMIC"),
     Entry("modelopt", "fp8", "FP8_PER_CHANNEL_PER_TOKEN", "mtq.FP8_PER_CHANNEL_PER_TOKEN_CFG"),
 )

@@ -23,7 +23,7 @@ family without a row here is converted by the rules for every model.
 
 Every row is tested with a tiny model in its vendor's layout: `convert`, `verify --source` and, if transformers supports
 the family, both loaders (`tests/models/test_family_rows.py`). A rule of a recipe that names a part quantizes it even if
-it usually stays unquantized; `--for READER` refuses that if the reader is known to fail.
+it usually stays unquantized; `--reader READER` refuses that if the reader is known to fail.
 
 Patterns in the tables are regular expressions for module names. *Below, or in*: the part stays unquantized only in
 formats of fewer bits, or in this format (empty: in all). *Transforms*: whether `transform` supports the
@@ -70,7 +70,7 @@ def _loaded() -> list[str]:
         "`sglang_families.jsonl`). No kernel was run. Not found are tensors whose bytes lie in none of the",
         "reader's parameters of that layer, and scales whose rows do not lie in the order of their codes. Pairs that",
         "are not listed were not tried, or stopped at what only a machine without a GPU lacks; widths of 64 to 128,",
-        "which some of the refusals are about, are those of the tiny models. *Said before*: `convert --for` refuses",
+        "which some of the refusals are about, are those of the tiny models. *Said before*: `convert --reader` refuses",
         "the pair, with the reason, before any work. `sglang_kept.jsonl` has SGLang's with a layer kept",
         "(`--ignore`), and those of families that are not below, `sglang_drafts.jsonl` the models that it",
         "drafts with, of kept and FP8 multi-token prediction layers: all that is not refused lands.",

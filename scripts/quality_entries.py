@@ -64,8 +64,8 @@ class Entry:
     formats     that it does
     calibrated  whether its weights depend on the calibration text
     options     of `ptqpipe convert`, or of the peer's script
-    transform   ptqpipe: what `transform --apply` does first, on statistics of the model; then it is calibrated again,
-                unless tuned
+    transform   ptqpipe: what `transform --transforms` does first, on statistics of the model; then it is calibrated
+                again, unless tuned
     learn       ptqpipe: whether rotations are learned and folded before all this, on statistics of their own
     tune        ptqpipe: options of `tune`, whose codes are converted; None: no tuning
     quality     ptqpipe: `convert --data TEXT --quality` of this name, one command; None: the stages one by one. Under
@@ -108,27 +108,27 @@ def _ours(name: str, *options: str, **more: str | tuple[str, ...] | bool | int |
 
 
 ENTRIES = (
-    _ours("absmax", "--search", "absmax", "--global-scale", "absmax", calibrated=False, formats=(*NV, "fp8")),
-    _ours("floor", "--search", "ocp_floor", calibrated=False, formats=("mxfp4a16", "mxfp4")),
-    _ours("exact", "--search", "exact", calibrated=False),
-    _ours("enlarged", "--search", "enlarged", calibrated=False, formats=("mxfp4a16", "mxfp4")),
-    _ours("inputs alone", "--search", "exact", calibrated=False, formats=QUANTIZED_INPUTS, floats=True),
+    _ours("absmax", "--scale-search", "absmax", "--global-scale", "absmax", calibrated=False, formats=(*NV, "fp8")),
+    _ours("floor", "--scale-search", "ocp_floor", calibrated=False, formats=("mxfp4a16", "mxfp4")),
+    _ours("exact", "--scale-search", "exact", calibrated=False),
+    _ours("enlarged", "--scale-search", "enlarged", calibrated=False, formats=("mxfp4a16", "mxfp4")),
+    _ours("inputs alone", "--scale-search", "exact", calibrated=False, formats=QUANTIZED_INPUTS, floats=True),
     _ours("gptq, own text", "--algorithm", "gptq", calibrated=False, own_text=True),
     _ours("gptq in order, own text", tune=ONE_SIDED, calibrated=False, own_text=True),
     _ours("two-sided gptq in order, own text", tune=TWO_SIDED, calibrated=False, own_text=True),
-    _ours("exact, inputs", "--algorithm", "rtn", "--weighting", "none", formats=("nvfp4_w4a4",)),
-    _ours("exact, diagonal", "--algorithm", "rtn", "--weighting", "diagonal"),
-    _ours("exact, 16x16", "--algorithm", "rtn", "--weighting", "block", formats=FP4),
+    _ours("exact, inputs", "--algorithm", "rtn", "--objective", "none", formats=("nvfp4_w4a4",)),
+    _ours("exact, diagonal", "--algorithm", "rtn", "--objective", "diagonal"),
+    _ours("exact, 16x16", "--algorithm", "rtn", "--objective", "block", formats=FP4),
     _ours("gptq", "--algorithm", "gptq"),
     _ours("two-sided gptq", "--algorithm", "gptq", moments="diagonal,full,kl", formats=FP4),
-    _ours("awq", "--algorithm", "rtn", "--weighting", "diagonal", transform="awq", formats=FP4),
+    _ours("awq", "--algorithm", "rtn", "--objective", "diagonal", transform="awq", formats=FP4),
     _ours("awq + gptq", "--algorithm", "gptq", transform="awq", formats=FP4),
     _ours("aqas + gptq", "--algorithm", "gptq", transform="aqas", formats=QUANTIZED_INPUTS),
     *(_ours(f"convert --quality {quality}", quality=quality) for quality in ("fast", "good", "best")),
     _ours("convert --quality best --untie", "--untie", quality="best", formats=QUANTIZED_INPUTS),
     _ours("convert --data self", calibrated=False, own_text=True, quality="best"),
     _ours("convert --data FILE --data self", own_text=True, quality="best"),
-    _ours("convert --budget 4.75bits", "--budget", "4.75bits", "--for", "vllm", quality="best", formats=("nvfp4",)),
+    _ours("convert --budget 4.75bits", "--budget", "4.75bits", "--reader", "vllm", quality="best", formats=("nvfp4",)),
     _ours("gptq in order", tune=ONE_SIDED),
     _ours("two-sided gptq in order", tune=TWO_SIDED),
     _ours("awq + gptq in order", transform="awq", tune=ONE_SIDED, formats=("nvfp4", "mxfp4a16")),
@@ -178,7 +178,7 @@ ENTRIES = (
             ("two-sided gptq in order, head and embedding trained", TRAINED),
         )
     ),
-    _ours("rotated, exact", "--search", "exact", calibrated=False, formats=("mxfp4",), rotate=DOWN_64),
+    _ours("rotated, exact", "--scale-search", "exact", calibrated=False, formats=("mxfp4",), rotate=DOWN_64),
     _ours("rotated, gptq", "--algorithm", "gptq", formats=("mxfp4",), rotate=DOWN_64),
     _ours("rotated, two-sided gptq in order", tune=TWO_SIDED, formats=("mxfp4",), rotate=DOWN_64),
     _ours("rotated, convert --quality best", quality="best", formats=("mxfp4",), rotate=DOWN_64),
@@ -282,13 +282,13 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
     if entry.learn:
         turned, gradients = (job.out.with_name(job.out.name + tail) for tail in ("-turned", "-gradients"))
         steps.append(calibrate_command(source, gradients, job, "diagonal,pairs"))
-        fold = [*tool, "transform", str(source), "--apply", "rotate", "--learn", str(LEARNED[job.fmt])]
+        fold = [*tool, "transform", str(source), "--transforms", "rotate", "--learn", str(LEARNED[job.fmt])]
         fold += ["--stats", str(gradients), "--format", job.fmt, "--untie", "--dtype", "fp32", "-o", str(turned)]
         steps.append([*fold, *job.machine[:2], "-q"])
         source, stats = turned, job.out.with_name(job.out.name + "-stats")
         steps += [calibrate_command(source, stats, job)] if entry.transform else []
     if entry.transform:
-        fold = [*tool, "transform", str(source), "--apply", entry.transform, "--stats", str(stats)]
+        fold = [*tool, "transform", str(source), "--transforms", entry.transform, "--stats", str(stats)]
         steps.append(
             [*fold, "--format", job.fmt, "--untie", "--dtype", "fp32", "-o", str(floats), *job.machine[:2], "-q"]
         )
@@ -298,7 +298,7 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
         chosen = ["--samples", str(rows), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
         learn = [*tool, "tune", str(source), "--data", *data, "--format", job.fmt, *chosen]
         steps.append([*learn, *job.convert, *entry.tune, *rotated, "-o", str(codes), *quiet])
-        known, rotated = ["--rounding", str(codes)], []  # the codes bring their recipe
+        known, rotated = ["--codes", str(codes)], []  # the codes bring their recipe
     elif entry.transform or entry.own_text or entry.moments:
         steps.append(calibrate_command(source, again, job, *([entry.moments] if entry.moments else [])))
         known = ["--stats", str(again)]

@@ -45,10 +45,10 @@ def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
 def test_a_matrix_of_several_runs_of_rows_is_one_tensor() -> None:
     """More weights than one run has: the runs are joined, and each is what it is alone."""
     w = torch.randn(3000, 2048, generator=torch.Generator().manual_seed(1)).bfloat16()
-    q = ptqpipe.quantize(w, "mxfp4", search="exact")
+    q = ptqpipe.quantize(w, "mxfp4", scale_search="exact")
     assert q.shape == (3000, 2048)
-    assert torch.equal(q.data[:16], ptqpipe.quantize(w[:16], "mxfp4", search="exact").data)
-    assert torch.equal(q.data[-16:], ptqpipe.quantize(w[-16:], "mxfp4", search="exact").data)
+    assert torch.equal(q.data[:16], ptqpipe.quantize(w[:16], "mxfp4", scale_search="exact").data)
+    assert torch.equal(q.data[-16:], ptqpipe.quantize(w[-16:], "mxfp4", scale_search="exact").data)
 
 
 def _fake() -> torch.Tensor:

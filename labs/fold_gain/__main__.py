@@ -5,7 +5,7 @@
 
 Prints one JSON line for each format and fold: mean KL x 1000 to the float model on two texts, of codes that
 `tune --method gptq` finds (with ``--nearest``: of nearest codes at exact scales), inputs quantized as the format says.
-Every fold starts from what `transform --apply aqas` makes, and leaves the float model's outputs as they are:
+Every fold starts from what `transform --transforms aqas` makes, and leaves the float model's outputs as they are:
 
     none      AQAS alone
     sorted    channels of each MLP by E[x^2]

@@ -87,7 +87,7 @@ def commands(model: Path, scratch: Path, data: Path) -> Iterator[tuple[str, Call
         "generate": ("generate", model, *SHORT, "-o", scratch / "own.jsonl"),
         "tune": ("tune", model, "--data", data, *SHORT, "-o", scratch / "codes"),
         "plan": ("plan", model, "--budget", "6.5bits", "-o", scratch / "recipe.yaml"),
-        "transform": ("transform", model, "--apply", "rotate_values", "--block", "16", "-o", scratch / "turned"),
+        "transform": ("transform", model, "--transforms", "rotate_values", "--block", "16", "-o", scratch / "turned"),
         "convert": ("convert", model, "-o", out, "-q"),
         "convert with statistics": ("convert", model, "--stats", stats, "-o", scratch / "better", "-q"),
         "verify": ("verify", out, "--source", model),

@@ -131,7 +131,7 @@ def whole_commands(args: argparse.Namespace, rows: list[list[int]], peers: Itera
     data = ["--data", str(file), "--samples", str(args.samples), "--seqlen", str(args.seqlen), "--workers", "1", "-q"]
     data += ["--device", args.device]
     own = ["-P", "-m", "ptqpipe", "convert", str(source), "-o", str(out), "--format", args.format, *data, "--quality"]
-    found = {"good": [*own, "good"], "best": [*own, "best", "--keep-stages", str(args.scratch / "stages")]}
+    found = {"good": [*own, "good"], "best": [*own, "best", "--work-dir", str(args.scratch / "stages")]}
     for tool in peers:
         entry = next(e for e in ENTRIES if (e.tool, e.name) == (tool, METHODS[tool]))
         found[tool] = peer_command(Job(entry, args.format, source, out, file, 0, len(rows), args.seqlen, ()))

@@ -9,7 +9,7 @@ permutes). The names say nothing, so that this holds for every family. One JSON 
     missing   those that it left out or changed
     unfilled  matrices of its model, or parts of them, into which nothing was put
     problem   what it said where it refused
-    refused   what ``convert --for`` says instead of writing it for this reader
+    refused   what ``convert --reader`` says instead of writing it for this reader
 
 A pair that the file of ``--results`` has a line of is not tried again: a run that was broken off goes on.
 """
@@ -251,7 +251,7 @@ def family_models(kinds: Iterable[str], scratch: Path, *, drafts: bool = False) 
 
 
 def outputs_of(reader: str) -> list[str]:
-    """SCHEME@CONTAINER of everything that ``convert --for`` writes for a reader."""
+    """SCHEME@CONTAINER of everything that ``convert --reader`` writes for a reader."""
     from ptqpipe.models.reader_facts import READERS
 
     return [f"{scheme}@{container}" for scheme, found in READERS[reader].items() for container in found]
@@ -299,7 +299,7 @@ def checks(
 def refusal(
     reader: str, model: Path, scheme: str, container: str, ignore: Iterable[str] = (), mtp: str = "keep"
 ) -> str:
-    """What ``convert --for`` says instead of writing a model in a format for a reader; empty where it writes it."""
+    """What ``convert --reader`` says instead of writing a model in a format for a reader; empty where it writes it."""
     from ptqpipe.conversion.prepare import prepare
     from ptqpipe.errors import UsageError
     from ptqpipe.pipeline.validate import for_reader
@@ -324,7 +324,7 @@ def _known(results: Path | None) -> set[tuple[str, ...]]:
 
 
 def main(reader: str, child: str, description: str, argv: list[str] | None = None) -> int:
-    """Parses the options, checks, prints; 1 where a tensor was left out or changed and ``convert --for`` allows it."""
+    """Parses the options, checks, prints; 1 where a tensor that ``convert --reader`` allows was left out or changed."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, nargs="*")
     parser.add_argument("--families", nargs="*", metavar="KIND", help="tiny models of the families in tests/ [all]")

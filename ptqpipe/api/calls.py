@@ -84,7 +84,7 @@ def options_from(kind: type[T], options: Mapping[str, Any], **more: Any) -> T:
     UsageError for a value that is none of an option's choices or out of its bounds.
     """
     rows = {one.name: described(one) for one in fields(kind)}
-    values = {name: value for name, value in (options | more).items() if name in rows and value is not None}
+    values = {name: value for name, value in {**options, **more}.items() if name in rows and value is not None}
     return kind(**{name: _value(kind, name, rows[name], value) for name, value in values.items()}).check()
 
 

@@ -18,8 +18,9 @@ from ptqpipe.api.result import Result
 from ptqpipe.calibration import command as calibrate_stage, own_text as generate_stage, summary as calibrate_text
 from ptqpipe.calibration.options import CalibrateCommand, CalibrateOptions, GenerateCommand, GenerateOptions
 from ptqpipe.checkpoint import Finished
-from ptqpipe.conversion import WriteResult, command as convert_stage
+from ptqpipe.conversion import command as convert_stage
 from ptqpipe.conversion.convert_summary import converted_text, missing_config
+from ptqpipe.conversion.job import WriteResult
 from ptqpipe.conversion.options import TransformCommand, TransformOptions
 from ptqpipe.conversion.prepare import best_with, prepare
 from ptqpipe.conversion.push import also_complete, check_push, push
@@ -103,7 +104,7 @@ def _convert(model: str | Path, options: ConvertCommand, machine: Machine) -> Re
     recipe = options.part(RecipeOptions)
     if options.reader is not None:
         recipe = for_reader(options.reader, recipe, options.recipe)
-    where = {"recipe_path": options.recipe, "stats": options.stats, "rounding": options.codes}
+    where: dict[str, Any] = {"recipe_path": options.recipe, "stats": options.stats, "rounding": options.codes}
     best = best_with(recipe, **where)
     with prepare(
         model, options=best, out=options.out, reader=options.reader, requantize=options.requantize, **where

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from ptqpipe.api.calls import command, folder_of
-from ptqpipe.errors import FormatError
+from ptqpipe.errors import FormatError, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import FORMATS, Format, get_format
 from ptqpipe.numerics.qtensor import QTensor
@@ -19,7 +19,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @command()
 def quantize(
-    w: torch.Tensor, format: str | Format = "nvfp4", *, search: str = AUTO, search_global_scale: bool = True
+    w: torch.Tensor, format: str | Format = "nvfp4", *, scale_search: str = AUTO, global_scale: str = "search"
 ) -> QTensor:
     """Quantizes one ``[N, K]`` float matrix exactly as ``convert`` would quantize it in a unit of its own.
 
@@ -36,6 +36,8 @@ def quantize(
         raise FormatError(
             f"quantize takes a format by its name, got {type(fmt).__name__}; `ptqpipe formats` lists them"
         )
+    if global_scale not in ("search", "absmax"):
+        raise UsageError(f"global_scale is {global_scale!r}, expected search or absmax")
     _check_matrix(w)
     fmt.scale_shape((w.shape[0], w.shape[1]))
     runs: dict[tuple[int, int], QTensor] = {}
@@ -44,7 +46,7 @@ def quantize(
         fmt,
         ["the tensor"],
         lambda member, row, q: runs.__setitem__((member, row), q),
-        options=CodeOptions(search=search, global_scale="search" if search_global_scale else "absmax"),
+        options=CodeOptions(scale_search=scale_search, global_scale=global_scale),
         device=w.device,
     )
     check_decode(task.names, rtn.quantize(task).errors, fmt)

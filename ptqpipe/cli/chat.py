@@ -69,7 +69,7 @@ def chat(options: ChatCommand, terminal: Terminal) -> None:
             service = ServeOptions(ckpt=str(resolve_source(options.ckpt)), port=0, max_num_seqs=1, **of_service)
             url = stack.enter_context(serving(service, log=say if sys.stderr.isatty() else lambda line: None))
         assert url is not None  # one of both, as checked above
-        sampling = {name: getattr(given, name) for name in ("temperature", "top_p", "max_tokens", "seed")}
+        sampling = {name: getattr(options, name) for name in ("temperature", "top_p", "max_tokens", "seed")}
         conversation = Conversation(url, api_key=options.api_key, sampling=sampling, system=options.system)
         if sys.stdin.isatty():
             talk(conversation, say=write, note=say)

@@ -124,12 +124,16 @@ def command(
     params += [_JSON] * json + [_QUIET] * quiet
 
     def decorate(function: Callable[[C, Terminal], None]) -> click.Command:
-        names = {one.name for one in fields(options)}  # type: ignore[arg-type]  # C is a dataclass
+        names = {one.name for one in fields(options)}
 
         def call(as_json: bool = False, quiet: bool = False, **values: Any) -> None:
-            chosen = options(**{name: value for name, value in values.items() if name in names})
-            with _errors_in_one_line(lambda: leaves if isinstance(leaves, str) else leaves(chosen)):
-                function(chosen, Terminal(as_json, quiet))
+            with _errors_in_one_line():
+                chosen = options(**{name: value for name, value in values.items() if name in names})
+                try:
+                    function(chosen, Terminal(as_json, quiet))
+                except KeyboardInterrupt:
+                    say(f"\nInterrupted: {leaves if isinstance(leaves, str) else leaves(chosen)}.")
+                    sys.exit(INTERRUPTED)
 
         call.__doc__ = function.__doc__
         call.__click_params__ = params[::-1]  # type: ignore[attr-defined]
@@ -143,8 +147,8 @@ _QUIET = click.Option(["-q", "--quiet"], is_flag=True, help="Show no progress ba
 
 
 @contextmanager
-def _errors_in_one_line(leaves: Callable[[], str]) -> Iterator[None]:
-    """PtqError, disk errors and Ctrl-C as one line and an exit code; anything else is a bug, with its trace."""
+def _errors_in_one_line() -> Iterator[None]:
+    """PtqError and disk errors as one line and an exit code; anything else is a bug, with its trace."""
     try:
         yield
     except AlreadyComplete as done:
@@ -156,9 +160,6 @@ def _errors_in_one_line(leaves: Callable[[], str]) -> Iterator[None]:
     except OSError as error:
         message = ": ".join(str(part) for part in (error.filename, failure(error)) if part)
         _fail(_out_of_resources(error) or one_line(message), 1)
-    except KeyboardInterrupt:
-        say(f"\nInterrupted: {leaves()}.")
-        sys.exit(INTERRUPTED)
     except BaseException as error:
         if (reason := _out_of_resources(error)) is None:
             raise
@@ -206,7 +207,7 @@ def resume_hint(out: Path, mode: str) -> Iterator[None]:
 
     A line on stderr tells when ``--resume`` finds nothing, neither unfinished nor complete, and the run starts anew.
     """
-    from ptqpipe.conversion import is_unfinished
+    from ptqpipe.conversion.job import is_unfinished
 
     left = is_unfinished(out)
     if mode == "resume" and not is_unfinished(out, alive=True) and not out.exists() and ranks_of().rank == 0:

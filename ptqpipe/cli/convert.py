@@ -16,11 +16,11 @@ from ptqpipe.conversion.options import DequantizeCommand, RelayoutCommand, Trans
 from ptqpipe.errors import UsageError, arg
 from ptqpipe.pipeline.options import ConvertCommand, DemoCommand
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
-from ptqpipe.run.options import MachineOptions, RestartOptions
+from ptqpipe.run.options import MachineOptions, WritingOptions
 
 if TYPE_CHECKING:
-    from ptqpipe.conversion import Run
     from ptqpipe.conversion.conversion import Conversion
+    from ptqpipe.conversion.job import Run
     from ptqpipe.run.machine import Machine
 
 
@@ -53,7 +53,7 @@ def convert(options: ConvertCommand, terminal: Terminal) -> None:
     from ptqpipe.run.machine import without_collections
 
     mode, machine, recipe = options.mode, terminal.machine(options, device=options.device), options.part(RecipeOptions)
-    where = {"recipe_path": options.recipe, "stats": options.stats, "rounding": options.codes}
+    where: dict[str, Any] = {"recipe_path": options.recipe, "stats": options.stats, "rounding": options.codes}
     if options.reader is not None:
         recipe = for_reader(options.reader, recipe, options.recipe)
     wanted: dict[str, Any] = {"out": options.out, "reader": options.reader, "requantize": options.requantize}
@@ -142,11 +142,7 @@ def _stop_is_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-class _Writing(MachineOptions, RestartOptions):
-    """The options of what writes a checkpoint."""
-
-
-def _run(options: _Writing, terminal: Terminal) -> "Run":
+def _run(options: WritingOptions, terminal: Terminal) -> "Run":
     """What a stage that writes a checkpoint takes besides its own options: mode, machine, ranks and log."""
     return {"mode": options.mode, "machine": terminal.machine(options), "ranks": ranks_of(), "log": terminal.log}
 

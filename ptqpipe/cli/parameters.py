@@ -154,8 +154,10 @@ class Dtype(click.ParamType[str]):
         return "|".join(self._accepted)
 
 
-def names_in(value: str) -> tuple[str, ...]:
+def names_in(value: str | tuple[str, ...]) -> tuple[str, ...]:
     """The type of a value with several names: they stand between commas, without spaces and empty ones."""
+    if isinstance(value, tuple):  # a default
+        return value
     return tuple(name for name in value.replace(" ", "").split(",") if name)
 
 
@@ -202,7 +204,7 @@ def _option(one: Field[Any], row: Option, kind: Any) -> click.Option:
         type=_type(row, get_args(kind)[0] if several else kind),
         multiple=several,
         required=needed,
-        default=None if needed or several else one.default,
+        **({} if needed else {"default": one.default}),
         metavar=row.metavar or None,
         envvar=row.envvar or None,
         help=text + (f"  [default: {default}]" if default and not needed else ""),
@@ -228,7 +230,7 @@ def _type(row: Option, kind: Any) -> Any:
     if row.choices:
         return HintedChoice(list(row.choices))
     if row.bounds is not None and kind is int:
-        return click.IntRange(*map(int, row.bounds))
+        return click.IntRange(int(row.bounds[0]), int(row.bounds[1]))
     return _PATH if kind is Path else kind
 
 

@@ -95,7 +95,8 @@ def _handed_to_vllm(options: ServeCommand, terminal: Terminal) -> bool:
         raise UsageError(f"unexpected argument {options.vllm_flags[0]!r}; only --engine vllm takes more than CKPT")
     if foreign := sorted(stated & set(_OF_VLLM)):
         raise UsageError(
-            f"{', '.join(map(arg, foreign))}: for --engine vllm alone; torchrun starts our own engine on several machines"
+            f"{', '.join(map(arg, foreign))}: for --engine vllm alone; torchrun starts our own engine on several "
+            "machines"
         )
     return False
 

@@ -5,8 +5,9 @@ What ``prepare.py`` has decided from headers runs here; the jobs are those of ``
 
 from typing import Unpack
 
-from ptqpipe.conversion import QuantizeUnit, Run, WriteResult, write_checkpoint
 from ptqpipe.conversion.conversion import Conversion
+from ptqpipe.conversion.job import Run, WriteResult, write_checkpoint
+from ptqpipe.conversion.planned_outputs import QuantizeUnit
 from ptqpipe.errors import UsageError, arg
 from ptqpipe.run.machine import Machine
 from ptqpipe.run.quantities import option_size, option_size_above

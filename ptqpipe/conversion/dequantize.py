@@ -17,7 +17,7 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, TensorSpec, check_disjoint
 from ptqpipe.checkpoint.dtypes import FLOATS
 from ptqpipe.checkpoint.layouts import DECODED_ROLES, PartKind, StoredWeight, kv_scale, without_quantization
-from ptqpipe.conversion import (
+from ptqpipe.conversion.job import (
     CheckpointJob,
     CopyTensor,
     Run,

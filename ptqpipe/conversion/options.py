@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ptqpipe.run.options import MachineOptions, Options, RestartOptions, argument, option, required
+from ptqpipe.run.options import Options, WritingOptions, argument, option, required
 
 STORED_FLOATS = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RelayoutCommand(MachineOptions, RestartOptions):
+class RelayoutCommand(WritingOptions):
     """The options of `relayout`."""
 
     ckpt: Path = argument(kind="model")
@@ -18,7 +18,7 @@ class RelayoutCommand(MachineOptions, RestartOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DequantizeCommand(MachineOptions, RestartOptions):
+class DequantizeCommand(WritingOptions):
     """The options of `dequantize`."""
 
     ckpt: Path = argument(kind="model")
@@ -75,7 +75,7 @@ class TransformOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformCommand(TransformOptions, MachineOptions, RestartOptions):
+class TransformCommand(TransformOptions, WritingOptions):
     """The options of `transform`."""
 
     model: str = argument()

@@ -15,18 +15,10 @@ from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import check_disjoint, name_of, resolve_source
 from ptqpipe.checkpoint.adapter import ADAPTER_CONFIG
 from ptqpipe.checkpoint.layouts import get_container
-from ptqpipe.conversion import (
-    InputScales,
-    Outputs,
-    WriteCacheScales,
-    check_cached,
-    check_model,
-    check_read_back,
-    container_of,
-    open_statistics,
-    outputs_of,
-)
 from ptqpipe.conversion.conversion import Conversion
+from ptqpipe.conversion.input_moments import InputScales, check_model, open_statistics
+from ptqpipe.conversion.kv_cache import WriteCacheScales, check_cached
+from ptqpipe.conversion.planned_outputs import Outputs, check_read_back, container_of, outputs_of
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError, arg
 from ptqpipe.models.families import doubts, is_known, issues_of
 from ptqpipe.models.source import Source

@@ -17,9 +17,9 @@ from ptqpipe.check.evaluate import perplexity, score
 from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import RECORD_FILE, Paths, check_place, locked, output_errors
 from ptqpipe.checkpoint.regular_file import read_json
-from ptqpipe.conversion import WriteResult
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.convert_summary import by_role
+from ptqpipe.conversion.job import WriteResult
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import CheckpointError, OutputExists, arg
 from ptqpipe.models.source import Source

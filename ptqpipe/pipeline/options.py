@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
-from ptqpipe.run.options import MachineOptions, Options, RestartOptions, argument, option, required
+from ptqpipe.run.options import MachineOptions, Options, WritingOptions, argument, option, required
 
 STATS = "Folder of statistics that `ptqpipe calibrate` wrote."
 RECIPE = "A recipe, instead of {format}: one that `ptqpipe recipes` lists, or a YAML file."
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertCommand(RecipeOptions, PipelineOptions, MachineOptions, RestartOptions):
+class ConvertCommand(RecipeOptions, PipelineOptions, WritingOptions):
     """The options of `convert`."""
 
     model: str = argument()

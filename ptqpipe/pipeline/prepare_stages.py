@@ -12,9 +12,10 @@ from ptqpipe.calibration.kv import check_seen
 from ptqpipe.calibration.rows import weighted
 from ptqpipe.check.evaluate.tokenized_text import check_text
 from ptqpipe.checkpoint import Mode, check_disjoint, name_of, resolve_source
-from ptqpipe.conversion import cache_specs, container_of
 from ptqpipe.conversion.convert_summary import missing_config, warnings_of
+from ptqpipe.conversion.kv_cache import cache_specs
 from ptqpipe.conversion.options import TransformOptions
+from ptqpipe.conversion.planned_outputs import container_of
 from ptqpipe.conversion.prepare import prepare as prepare_conversion
 from ptqpipe.conversion.transform.plan import foldable_rotations, matrix_bytes
 from ptqpipe.errors import PtqError, UsageError, arg

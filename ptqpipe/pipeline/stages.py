@@ -26,7 +26,8 @@ from ptqpipe.check.options import EvalOptions
 from ptqpipe.check.report.command import make_report
 from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, has_begun, read_json_object, run_id_of
-from ptqpipe.conversion import command as conversion, named_source
+from ptqpipe.conversion import command as conversion
+from ptqpipe.conversion.job import named_source
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.prepare import best_with, prepare
 from ptqpipe.conversion.transform.factors import find_factors

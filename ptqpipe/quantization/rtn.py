@@ -121,7 +121,7 @@ def _global_scales(
     enlarged = [enlarge(s, rule.factor) for s in samples]
 
     def totals(scales: Sequence[torch.Tensor]) -> list[float]:
-        errors_of_each = (total_errors(s, fmt, search=rule.scale_search, global_scales=scales) for s in enlarged)
+        errors_of_each = (total_errors(s, fmt, search=rule.search, global_scales=scales) for s in enlarged)
         return [sum(errors) for errors in zip(*errors_of_each, strict=True)]
 
     exact = exact_global(amax * rule.factor, fmt, enlarged)
@@ -135,7 +135,7 @@ def _global_scales(
 def _result(
     task: Task, rule: _Rule, errors: tuple[WeightError, ...], g: torch.Tensor | None, versus_plain: float
 ) -> UnitResult:
-    proven = get_search(rule.scale_search).proven
+    proven = get_search(rule.search).proven
     promises = (Promise(scales=proven, codes=True, factor=rule.factor),) * len(errors)
     fields = {"enlarged": rule.factor} if task.search == "enlarged" else {}
     return UnitResult(None if g is None else float(g), versus_plain, errors, proven, promises, (fields,) * len(errors))
@@ -163,7 +163,7 @@ def _pass(task: Task, rule: _Rule, g: torch.Tensor | None, compare: torch.Tensor
             if rule.factor != 1 and (memory is None or memory.numel() < w.numel()):
                 memory = torch.empty(w.numel(), device=w.device)
             enlarged = enlarge(w, rule.factor, memory=memory)
-            q = quantize_rows(enlarged, fmt, search=rule.scale_search, global_scale=g)
+            q = quantize_rows(enlarged, fmt, search=rule.search, global_scale=g)
             task.sink(index, start, q)
             error, power = measure(q, w)
             squared, energy = squared + error, energy + power
@@ -172,7 +172,7 @@ def _pass(task: Task, rule: _Rule, g: torch.Tensor | None, compare: torch.Tensor
             elif compare is not None:
                 minimized += measure(q, enlarged)[0]
             if compare is not None:
-                compared += total_error(enlarged, fmt, search=rule.scale_search, global_scale=compare)
+                compared += total_error(enlarged, fmt, search=rule.search, global_scale=compare)
         sums.append(_Sums(squared, energy, minimized))
     return sums, compared
 
@@ -212,7 +212,7 @@ def _versus_absmax(sample: torch.Tensor, fmt: Format, *, rule: _Rule, g: torch.T
     plain = absmax_global(amax, fmt) if fmt.has_global else None
     baseline = total_error(sample, fmt, search="absmax", global_scale=plain)
     if rule.factor == 1:
-        own = total_error(sample, fmt, search=rule.scale_search, global_scale=g)
+        own = total_error(sample, fmt, search=rule.search, global_scale=g)
     else:
         own = measure(rule.quantize(sample, fmt, g), sample)[0]
     return own / baseline if baseline else 1.0

@@ -50,7 +50,7 @@ class Option(NamedTuple):
 
 def option(default: T, help: str = "", **more: Any) -> T:
     """A field of a dataclass that is an `Option` with this default."""
-    return field(default=default, metadata={"option": Option(help, **more)})  # type: ignore[return-value]
+    return field(default=default, metadata={"option": Option(help, **more)})
 
 
 def required(help: str, **more: Any) -> Any:
@@ -149,3 +149,8 @@ class RestartOptions(Options):
         if self.resume and self.overwrite:
             raise UsageError(f"{arg('resume')} and {arg('overwrite')} contradict each other; give one of them")
         return "resume" if self.resume else "overwrite" if self.overwrite else "new"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritingOptions(MachineOptions, RestartOptions):
+    """The options of what writes a checkpoint."""

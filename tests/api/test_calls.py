@@ -103,7 +103,7 @@ def test_the_tables_of_options_are_keywords() -> None:
         ("give --data FILE: text, about --seqlen tokens", "give data=FILE: text, about seqlen tokens"),
         ("--max-memory 350MiB is too small", 'max_memory="350MiB" is too small'),
         ("--format nvfp4 contradicts it, leave --format out", 'format="nvfp4" contradicts it, leave format out'),
-        ("remedy is --algorithm rtn --weighting diagonal", 'remedy is algorithm="rtn" weighting="diagonal"'),
+        ("remedy is --algorithm rtn --objective diagonal", 'remedy is algorithm="rtn" weighting="diagonal"'),
         ("keep it: --ignore '*down_proj'", "keep it: ignore='*down_proj'"),
         ("--stats needs --source", "stats needs source"),
         ("--shard-size 1GB or `ptqpipe plan --all`", 'shard_bytes="1GB" or `ptqpipe plan --all`'),
@@ -136,9 +136,9 @@ def test_what_can_be_no_path_is_refused_by_its_name(call: Callable[[], object], 
 WEIGHT: Any = torch.ones(16, 32)
 api: Any = ptqpipe
 WRONG_KINDS: dict[str, tuple[Callable[..., object], str]] = {
-    "text for bool": (lambda: api.quantize(WEIGHT, search_global_scale="no"), "'no', expected True or False$"),
+    "global scale": (lambda: api.quantize(WEIGHT, global_scale="no"), "'no', expected search or absmax$"),
     "no format": (lambda: api.quantize(WEIGHT, 5), "a format by its name, got int"),
-    "search": (lambda: api.quantize(WEIGHT, search=3), "^search is 3, expected a text$"),
+    "search": (lambda: api.quantize(WEIGHT, scale_search=3), "^scale_search is 3, expected a text$"),
     "load_model": (lambda: api.load_model(5), "^ckpt is 5, expected a path$"),
     "format": (lambda: api.convert(MODEL, format=["nvfp4"]), r"^format is \['nvfp4'\], expected a text$"),
     "ignore": (lambda: api.convert(MODEL, ignore=[5]), r"^ignore is \[5\], expected names"),

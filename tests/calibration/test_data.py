@@ -245,7 +245,7 @@ def bad_files() -> Iterator[tuple[str, bytes | None, str]]:
     yield "binary.txt", b"ab\xff", r"binary\.txt is not UTF-8 text \(byte 2\)"
     yield "bad.jsonl", b'{"text": "w1"}\n{"text": \n', r"bad\.jsonl, line 2 is not JSON"
     yield "list.jsonl", b"[1]\n", r"list\.jsonl, line 1 is list, expected an object"
-    yield "field.jsonl", b'\n{"id": 3}\n', r"field\.jsonl, line 2 has id, not any of messages, .*--field"
+    yield "field.jsonl", b'\n{"id": 3}\n', r"field\.jsonl, line 2 has id, not any of messages, .*--text-field"
     yield "number.jsonl", b'{"text": 5}\n', r"number\.jsonl, line 1, 'text' is int, expected a text"
     yield "negative.jsonl", b'{"input_ids": [1, -2]}\n', r"line 1 has token id -2"
     yield "short.txt", b"w1 w2", r"give 3 tokens, 0 windows of 4, expected 1; give more data"
@@ -275,7 +275,7 @@ def test_too_few_rows_of_one_length_say_what_to_ask_for(tokenizer: Path, tmp_pat
 
 def test_a_missing_field_is_named(tokenizer: Path, tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", {"text": "w1"}, {"txt": "w2"})
-    with pytest.raises(UsageError, match=r"line 2 has txt, not 'text'; choose one with --field"):
+    with pytest.raises(UsageError, match=r"line 2 has txt, not 'text'; choose one with --text-field"):
         sampled(file, tokenizer, field="text")
 
 

@@ -13,7 +13,7 @@ import ptqpipe
 from ptqpipe.calibration.kv import check_seen
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint.layouts import get_container
-from ptqpipe.conversion import cache_specs
+from ptqpipe.conversion.kv_cache import cache_specs
 from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.runtime.loading import read_config

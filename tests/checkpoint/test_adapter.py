@@ -118,7 +118,7 @@ def test_an_adapter_beside_a_model_stays_behind_with_its_config(tmp_path: Path) 
     folder = tiny.save(tmp_path / "model", tiny.llama(layers=1))
     adapter(folder, "LORA", "adapter_model.safetensors")
     adapter(folder, "LORA", "extra.safetensors", config=False)  # under another name: its tensors say it
-    done = CliRunner().invoke(main, ["convert", str(folder), "--search", "absmax", "-o", str(tmp_path / "out")])
+    done = CliRunner().invoke(main, ["convert", str(folder), "--scale-search", "absmax", "-o", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     assert "adapter_config.json: not carried over, of an adapter, which is not merged into the model" in done.output
     assert not [path.name for path in (tmp_path / "out").iterdir() if "adapter" in path.name]

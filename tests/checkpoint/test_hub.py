@@ -49,7 +49,7 @@ CALLS = [
     (f"generate {FLOATS} {SMALL} -o own.jsonl -q", {FLOATS}),
     (f"tune {FLOATS} --data text.jsonl {SMALL} --method layerwise -o codes -q", {FLOATS}),
     (f"plan {FLOATS} --budget 6bits -o recipe.yaml -q", {FLOATS}),
-    (f"transform {FLOATS} --apply rotate --untie -o rotated -q", {FLOATS}),
+    (f"transform {FLOATS} --transforms rotate --untie -o rotated -q", {FLOATS}),
     (f"verify {PACKED} --source {FLOATS} -q", {PACKED, FLOATS}),
     (f"inspect {PACKED}", {PACKED}),
     (f"diff {PACKED} {FLOATS}", {PACKED, FLOATS}),

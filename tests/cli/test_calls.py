@@ -99,7 +99,7 @@ def test_every_example_of_the_help_is_a_call_that_parses(tmp_path: Path, monkeyp
         ("eval", "model", "--data", "file"),
         ("calibrate", "model", "--data", "file", "-o", "out"),
         ("dequantize", "model"),
-        ("transform", "model", "--apply", "rotate", "-o", "out"),
+        ("transform", "model", "--transforms", "rotate", "-o", "out"),
     ],
 )
 def test_float_types_have_one_spelling_and_take_the_other(here: Path, command: tuple[str, ...]) -> None:
@@ -193,7 +193,7 @@ def test_long_lines_go_on_at_a_word_and_rows_of_tables_stay() -> None:
 
 LONG_ERRORS = [
     ("convert", "model", "--algorithm", "awq", "-o", "out"),  # click's own
-    ("convert", "model", "--budget", "1GB", "--for", "nothing"),
+    ("convert", "model", "--budget", "1GB", "--reader", "nothing"),
     ("recipes", "nothing"),
     ("--owerwrite-what-lies-there-already-and-say-nothing-about-what-was-there-before", "model"),
 ]

@@ -50,7 +50,7 @@ def test_ctrl_c_in_a_dry_run_ends_without_a_trace(here: Path, monkeypatch: pytes
         (("calibrate", "model", "--data", "file", "-o", "out"), "calibration.command.calibrate", "nothing is written"),
         (("tune", "model", "--data", "file", "-o", "out"), "pipeline.tune.command.tune", "nothing is written"),
         (
-            ("transform", "model", "--apply", "rotate", "-o", "out"),
+            ("transform", "model", "--transforms", "rotate", "-o", "out"),
             "conversion.transform.command.transform",
             "nothing is written",
         ),

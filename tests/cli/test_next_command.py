@@ -145,7 +145,7 @@ def test_the_command_that_tune_prints_writes_the_format_that_was_tuned(
 
 
 def test_what_tune_gained_is_said_instead_of_the_weights_error(model: Path, w4a4: Path, tmp_path: Path) -> None:
-    told = ran("convert", model, "--rounding", w4a4, "-o", tmp_path / "out", "-q")
+    told = ran("convert", model, "--codes", w4a4, "-o", tmp_path / "out", "-q")
     blocks = json.loads((w4a4 / "rounding.json").read_text())["blocks"].values()
     ratios = [entry["learned_loss"] / entry["start_loss"] if entry["kept"] else 1.0 for entry in blocks]
     words = "held-out samples" if all(entry["held_out"] for entry in blocks) else "the calibration samples"
@@ -154,7 +154,7 @@ def test_what_tune_gained_is_said_instead_of_the_weights_error(model: Path, w4a4
     assert line in told
     assert "SQNR dB" not in told
     assert "proven" not in told
-    found = json.loads(ran("convert", model, "--rounding", w4a4, "-o", tmp_path / "json", "--json"))
+    found = json.loads(ran("convert", model, "--codes", w4a4, "-o", tmp_path / "json", "--json"))
     assert list(found["tuned_blocks"].values()) == ratios
     assert "SQNR dB" not in ran("verify", tmp_path / "out", "--source", model)
 
@@ -163,7 +163,7 @@ def test_container_and_ignored_modules_come_with_the_codes(model: Path, text: Pa
     words = ("--format", "nvfp4_w4a4", "--container", "modelopt", "--ignore", ATTENTION)
     printed = tune(model, text, tmp_path / "codes", *words)
     pasted(printed, "-o", tmp_path / "out")
-    ran("convert", model, "--rounding", tmp_path / "codes", *words, "-o", tmp_path / "told")
+    ran("convert", model, "--codes", tmp_path / "codes", *words, "-o", tmp_path / "told")
     (tmp_path / "api").mkdir()
     ptqpipe.convert(model, rounding=tmp_path / "codes", out=tmp_path / "api" / "out")
     for folder in (tmp_path / "out", tmp_path / "told", tmp_path / "api" / "out"):
@@ -179,7 +179,7 @@ def test_codes_can_be_written_in_another_container_that_holds_the_same_weights(
     model: Path, w4a4: Path, tmp_path: Path
 ) -> None:
     for container in ("modelopt", "compressed_tensors"):
-        ran("convert", model, "--rounding", w4a4, "--container", container, "-o", tmp_path / container)
+        ran("convert", model, "--codes", w4a4, "--container", container, "-o", tmp_path / container)
     a, b = (ptqpipe.load_tensors(tmp_path / name) for name in ("modelopt", "compressed_tensors"))
     with a, b:
         for name in record(tmp_path / "modelopt")["weights"]:
@@ -193,15 +193,13 @@ def test_static_input_scales_of_tuned_codes_are_those_of_their_statistics(
     printed = ran("tune", model, "--data", text, "--format", "nvfp4_w4a4", *FEW, "--stats", stats,
                   "-o", tmp_path / "codes")  # fmt: skip
     last = printed.splitlines()[-1]
-    assert last == f"Next: ptqpipe convert '{model}' --rounding {tmp_path}/codes --stats '{stats}'"
+    assert last == f"Next: ptqpipe convert '{model}' --codes {tmp_path}/codes --stats '{stats}'"
     pasted(printed, "-o", tmp_path / "out")
     assert record(tmp_path / "out")["statistics"]["digest"] == json.loads((stats / "stats.json").read_text())["digest"]
-    assert "give the --stats that tune had" in refused(
-        "convert", model, "--rounding", w4a4_stats, "-o", tmp_path / "no"
-    )
+    assert "give the --stats that tune had" in refused("convert", model, "--codes", w4a4_stats, "-o", tmp_path / "no")
     other = tmp_path / "other"
     ran("calibrate", model, "--data", text, *FEW, "--seed", "3", "-o", other)
-    words = ("convert", model, "--rounding", w4a4_stats, "-o", tmp_path / "no")
+    words = ("convert", model, "--codes", w4a4_stats, "-o", tmp_path / "no")
     assert f"{other} holds others" in refused(*words, "--stats", other)
     assert "--headroom 2.0 contradicts" in refused(*words, "--stats", stats, "--headroom", "2")
     assert not (tmp_path / "no").exists()
@@ -211,7 +209,7 @@ def test_codes_that_started_from_statistics_do_not_need_them_where_inputs_have_n
     model: Path, text: Path, stats: Path, tmp_path: Path
 ) -> None:
     tune(model, text, tmp_path / "codes", "--stats", stats)
-    ran("convert", model, "--rounding", tmp_path / "codes", "-o", tmp_path / "out")
+    ran("convert", model, "--codes", tmp_path / "codes", "-o", tmp_path / "out")
     ran("verify", tmp_path / "out", "--source", model)
 
 
@@ -224,7 +222,7 @@ def test_codes_that_started_from_statistics_do_not_need_them_where_inputs_have_n
         (("--ignore", "*0.mlp.up_proj"), "tuned with '.*0.mlp.*weight' in nvfp4_w4a4, this call has it kept"),
         (("--ignore", "re:.*1.mlp.down_proj"), "tuned with '.*1.mlp.down_proj.weight' in nvfp4_w4a4, .* kept"),
         (("--input-amax", "100"), "--input-amax 100.0 contradicts .*, which was tuned with the format's own"),
-        (("--search", "absmax"), "--search absmax would change nothing: .* has the codes of every weight"),
+        (("--scale-search", "absmax"), "--scale-search absmax would change nothing: .* has the codes of every weight"),
         (("--global-scale", "absmax"), "--global-scale absmax would change nothing"),
     ],
 )
@@ -232,7 +230,7 @@ def test_what_contradicts_the_codes_is_refused_in_one_line(
     model: Path, words: tuple[str, ...], message: str, w4a4: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    line = refused("convert", model, "--rounding", w4a4, *words, "-o", out)
+    line = refused("convert", model, "--codes", w4a4, *words, "-o", out)
     assert re.search(message, line), line
     assert not list(tmp_path.iterdir())
 
@@ -240,7 +238,7 @@ def test_what_contradicts_the_codes_is_refused_in_one_line(
 def test_statistics_are_refused_for_codes_that_were_tuned_at_constant_input_scales(
     model: Path, w4a4: Path, stats: Path, tmp_path: Path
 ) -> None:
-    line = refused("convert", model, "--rounding", w4a4, "--stats", stats, "-o", tmp_path / "out")
+    line = refused("convert", model, "--codes", w4a4, "--stats", stats, "-o", tmp_path / "out")
     assert "was tuned without statistics" in line
 
 
@@ -271,7 +269,7 @@ def test_a_container_that_holds_other_weights_is_refused(tmp_path: Path) -> None
     tokens = write_windows(tmp_path / "tokens.jsonl", windows)
     data = ("--data", tokens, "--samples", "3", "--seqlen", windows.shape[1], "--method", "gptq")
     ran("tune", model, *data, "--format", "fp8", "-q", "-o", tmp_path / "codes")
-    words = ("convert", model, "--rounding", tmp_path / "codes", "-o", tmp_path / "out")
+    words = ("convert", model, "--codes", tmp_path / "codes", "-o", tmp_path / "out")
     ran(*words)
     line = refused(*words, "--container", "deepseek_fp8", "--overwrite")
     assert "deepseek_fp8" in line
@@ -291,7 +289,7 @@ def test_codes_whose_recipe_is_gone_or_of_another_version_are_one_line(
     else:
         content["recipe"] = None if damage == "null" else {"rules": "*"}
     file.write_text(json.dumps(content))
-    line = refused("convert", model, "--rounding", folder, "-o", tmp_path / "out", code=1)
+    line = refused("convert", model, "--codes", folder, "-o", tmp_path / "out", code=1)
     assert "rounding.json" in line
     assert line.strip().endswith("tune again")
     with pytest.raises(CheckpointError):
@@ -334,7 +332,7 @@ def test_nearest_codes_with_statistics_have_weighted_scales_as_the_help_says(
 ) -> None:
     ran("convert", model, "--stats", stats, "--algorithm", "rtn", "-o", tmp_path / "out")
     assert {entry["weighting"] for entry in record(tmp_path / "out")["weights"].values()} == {"diagonal"}
-    ran("convert", model, "--stats", stats, "--algorithm", "rtn", "--weighting", "none", "-o", tmp_path / "none")
+    ran("convert", model, "--stats", stats, "--algorithm", "rtn", "--objective", "none", "-o", tmp_path / "none")
     assert not [entry for entry in record(tmp_path / "none")["weights"].values() if "weighting" in entry]
 
 
@@ -351,7 +349,7 @@ def test_the_commands_that_generate_transform_and_plan_print_do_their_work(
     assert (tmp_path / "own text-stats" / "stats.json").is_file()
     pasted(again, "-o", tmp_path / "own")
     assert record(tmp_path / "own")["statistics"]["data"]["samples"] == 8
-    printed = ran("transform", model, "--apply", "smoothquant", "--stats", stats, "--format", "nvfp4_w4a4",
+    printed = ran("transform", model, "--transforms", "smoothquant", "--stats", stats, "--format", "nvfp4_w4a4",
                   "-o", tmp_path / "a model")  # fmt: skip
     pasted(printed, "-o", tmp_path / "smooth")
     assert {entry["scheme"] for entry in record(tmp_path / "smooth")["weights"].values()} == {"nvfp4_w4a4"}

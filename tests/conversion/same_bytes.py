@@ -42,11 +42,14 @@ CONTAINERS: dict[str, tuple[str, ...]] = {
     "fp8_block": ("deepseek_fp8", "compressed_tensors", "modelopt"),
     "e2m1/8/ue5m3": ("ptqpipe",),
 }
-WITHOUT = ("", "--search absmax --global-scale absmax")
-EXACT = {"mxfp4": ("--search exact",), "mxfp4a16": ("--search exact",)}  # where the default is another search
+WITHOUT = ("", "--scale-search absmax --global-scale absmax")
+EXACT = {
+    "mxfp4": ("--scale-search exact",),
+    "mxfp4a16": ("--scale-search exact",),
+}  # where the default is another search
 WITH = (
-    "--algorithm rtn --weighting block",
-    "--algorithm rtn --weighting diagonal",
+    "--algorithm rtn --objective block",
+    "--algorithm rtn --objective diagonal",
     "--algorithm gptq",
 )  # FP8: no blocks
 CALIBRATED = ("nvfp4", "nvfp4_w4a4", "mxfp4", "fp8_dynamic", "fp8_static", "fp8_block")

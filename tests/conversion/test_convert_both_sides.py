@@ -15,8 +15,8 @@ from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.calibration.store import outputs_of
 from ptqpipe.check.evaluate.tokenized_text import SAMPLE
 from ptqpipe.check.verify.command import verify
-from ptqpipe.conversion import module_of
 from ptqpipe.conversion.command import convert
+from ptqpipe.conversion.input_moments import module_of
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.numerics.qtensor import QTensor

@@ -57,7 +57,7 @@ def with_codes(root: Path) -> list[str]:
     options = TuneOptions(samples=8, seqlen=32)
     recipe = RecipeOptions(format="nvfp4")
     tune.tune(DEMO, [str(text)], root / "codes", recipe=recipe, options=options, machine=Machine(workers=1))
-    return [str(DEMO), "--rounding", str(root / "codes"), "--format", "nvfp4"]
+    return [str(DEMO), "--codes", str(root / "codes"), "--format", "nvfp4"]
 
 
 def convert(arguments: list[str], out: Path, *how: str, resume: bool = False) -> int:

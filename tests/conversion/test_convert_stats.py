@@ -20,10 +20,11 @@ from safetensors import safe_open
 import ptqpipe
 from ptqpipe.check.verify import report as verify_text
 from ptqpipe.check.verify.command import verify
-from ptqpipe.conversion import QuantizeUnit, convert_summary as convert_text
+from ptqpipe.conversion import convert_summary as convert_text
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.convert_summary import plan_text, warnings_of
+from ptqpipe.conversion.planned_outputs import QuantizeUnit
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import PtqError, RecipeError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
@@ -237,7 +238,7 @@ def test_weighted_scales_are_proven_and_said_to_be(model: Path, stats: Path, tmp
     told = invoked("convert", model, "-o", tmp_path / "out", *words, "-q")
     assert columns(told)[:4] == ["role", "format", "proven", "output error"]
     assert "optimal" in told
-    block = json.loads(invoked("convert", model, "-o", tmp_path / "b", *words, "--weighting", "block", "--json"))
+    block = json.loads(invoked("convert", model, "-o", tmp_path / "b", *words, "--objective", "block", "--json"))
     assert {row["proven"] for row in block["roles"]} == {None}
 
 
@@ -559,7 +560,7 @@ def test_verify_with_statistics_finds_codes_that_do_not_follow_from_them(
 @pytest.mark.usefixtures("forks")
 def test_python_and_the_command_line_do_the_same_with_statistics(model: Path, stats: Path, tmp_path: Path) -> None:
     done = ptqpipe.convert(model, stats=stats, refine=2, container="ptqpipe", out=tmp_path / "python", workers=1)
-    command = [sys.executable, "-m", "ptqpipe", "convert", str(model), "--stats", str(stats), "--refine", "2"]
+    command = [sys.executable, "-m", "ptqpipe", "convert", str(model), "--stats", str(stats), "--refine-passes", "2"]
     subprocess.run([*command, "--container", "ptqpipe", "-o", str(tmp_path / "shell"), "-q"], check=True)
     assert {rule["algorithm"] for rule in done.record["recipe"]["rules"]} == {"gptq"}
     assert (tmp_path / "python/model.safetensors").read_bytes() == (tmp_path / "shell/model.safetensors").read_bytes()

@@ -9,9 +9,9 @@ from click import Option
 
 from ptqpipe.checkpoint.layouts import container_names, get_container
 from ptqpipe.cli import main
-from ptqpipe.conversion import QuantizeUnit
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.convert_summary import header_text, plan_text
+from ptqpipe.conversion.planned_outputs import QuantizeUnit
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.numerics.schemes import SCHEMES

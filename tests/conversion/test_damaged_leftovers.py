@@ -33,7 +33,7 @@ CALLS = {
     "convert": ("convert", "MODEL", "--format", "nvfp4", "--workers", "1"),
     "dequantize": ("dequantize", "PACKED", "--workers", "1"),
     "relayout": ("relayout", "PACKED", "--container", "modelopt", "--workers", "1"),
-    "transform": ("transform", "MODEL", "--apply", "rotate_residual", "--workers", "1", "--untie"),
+    "transform": ("transform", "MODEL", "--transforms", "rotate_residual", "--workers", "1", "--untie"),
     "calibrate": ("calibrate", "MODEL", "--data", "TEXT", *WINDOWS, "--moments", "diagonal,full"),
     "calibrate backwards": ("calibrate", "MODEL", "--data", "TEXT", *WINDOWS, "--moments", "diagonal,kl,full,pairs"),
     "tune": ("tune", "MODEL", "--data", "TEXT", *WINDOWS, "--format", "nvfp4"),

@@ -170,7 +170,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "convert --container ptqpipe": ("convert", "bad", "--container", "ptqpipe", "-o", "out"),
     "calibrate": ("calibrate", "bad", *DATA, "-o", "out"),
     "tune": ("tune", "bad", *DATA, "-o", "out"),
-    "transform": ("transform", "bad", "--apply", "rotate", "-o", "out"),
+    "transform": ("transform", "bad", "--transforms", "rotate", "-o", "out"),
     "plan": ("plan", "bad", "--budget", "5bits", "-o", "out.yaml"),
     "relayout": ("relayout", "bad", "--container", "modelopt", "-o", "out"),
     "dequantize": ("dequantize", "bad", "-o", "out"),

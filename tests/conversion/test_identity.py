@@ -79,7 +79,7 @@ def test_outputs_and_records_have_the_name_that_was_typed(tmp_path: Path, monkey
     assert made <= {path.name for path in tmp_path.iterdir()}
     assert any(path.name.startswith("packed") and path.suffix == ".html" for path in tmp_path.iterdir())
     assert json.loads(Path("packed.eval.json").read_text())["checkpoint"]["name"] == "packed"
-    run("transform", "bench", "--apply", "rotate", "--untie", "-o", "turned", "-q")
+    run("transform", "bench", "--transforms", "rotate", "--untie", "-o", "turned", "-q")
     assert json.loads(Path("turned/ptqpipe.json").read_text())["transformed_from"]["name"] == "bench"
     run("plan", "bench", "--budget", "6bits", "--formats", "mxfp4,fp8", "-o", "recipe.yaml", "-q")
     assert "ptqpipe convert bench --recipe recipe.yaml\n" in Path("recipe.yaml").read_text()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from ptqpipe.checkpoint.journal import run_id_of
-from ptqpipe.conversion import records_of
+from ptqpipe.conversion.job import records_of
 from ptqpipe.errors import OutputError
 from ptqpipe.run.machine import Job, MemoryPool, run_jobs
 

@@ -251,7 +251,7 @@ def test_two_processes_learn_once_and_write_the_same_bytes(llama: tuple[Path, Pa
     options = replace(OPTIONS, shard_bytes=60_000)
     want = tiny.bytes_of(run(model, tmp_path / "one", options, stats).out)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    what = ["--apply", "rotate", "--learn", "4", "--format", "fp8", "--shard-size", "60000", "--stats", str(stats)]
+    what = ["--transforms", "rotate", "--learn", "4", "--format", "fp8", "--shard-size", "60000", "--stats", str(stats)]
     call = [*launcher, "-m", "ptqpipe", "transform", str(model), *what, "-o", str(tmp_path / "many")]
     done = subprocess.run(call, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -296,7 +296,17 @@ def test_the_command_is_one_line_where_it_refuses(llama: tuple[Path, Path], tmp_
         (["--learn", "5", "--format", "nvfp4"], r"nvfp4 has none"),
         (["--learn", "5", "--format", "fp8", "--block", "128"], r"no multiple of the block of 128"),
     ):
-        call = ["transform", str(model), "--apply", "rotate", "--stats", str(stats), *what, "-o", str(tmp_path / "out")]
+        call = [
+            "transform",
+            str(model),
+            "--transforms",
+            "rotate",
+            "--stats",
+            str(stats),
+            *what,
+            "-o",
+            str(tmp_path / "out"),
+        ]
         done = CliRunner().invoke(main, call)
         assert done.exit_code == 2
         assert len(done.stderr.splitlines()) == 1

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import ptqpipe
 from ptqpipe.cli import main
-from ptqpipe.conversion import WriteResult
 from ptqpipe.conversion.dequantize import _rounded, dequantize
+from ptqpipe.conversion.job import WriteResult
 from ptqpipe.conversion.relayout.command import relayout
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError, PtqError, UsageError
 from ptqpipe.numerics.qtensor import QTensor

@@ -17,7 +17,7 @@ import ptqpipe
 from ptqpipe.checkpoint import OF_WEIGHTS, TensorSpec
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.cli import main
-from ptqpipe.conversion import WriteResult
+from ptqpipe.conversion.job import WriteResult
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.command import _beyond, transform
 from ptqpipe.conversion.transform.factors import find_factors
@@ -447,7 +447,7 @@ def test_two_processes_write_the_same_bytes_as_one(tmp_path: Path) -> None:
     options = TransformOptions("rotate", rotation_size=16, shard_size=60_000)
     want = tiny.bytes_of(run(model, tmp_path / "one", options, None).out)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    args = (model, "--apply", "rotate", "--block", 16, "--shard-size", 60_000, "-o", tmp_path / "many")
+    args = (model, "--transforms", "rotate", "--block", 16, "--shard-size", 60_000, "-o", tmp_path / "many")
     done = cli(*args, launcher=launcher)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("rotate_residual then rotate_values") == 1
@@ -457,10 +457,10 @@ def test_two_processes_write_the_same_bytes_as_one(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("forks")
 def test_the_command_says_what_it_did_or_one_line(tmp_path: Path) -> None:
     model = tiny.save(tmp_path / "model", tiny.llama())
-    done = cli(model, "--apply", "r2", "--json", "-o", tmp_path / "out")
+    done = cli(model, "--transforms", "r2", "--json", "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["transforms"] == ["rotate_values"]
-    call = ["transform", str(model), "--apply"]
+    call = ["transform", str(model), "--transforms"]
     again = CliRunner().invoke(main, [*call, "r2", "-o", str(tmp_path / "out")])
     assert again.exit_code != 0
     assert len(again.stderr.splitlines()) == 1

@@ -28,7 +28,7 @@ COMMANDS = {
     "ptqpipe.json": [["inspect", "."], ["verify", "."], ["report", ".", "-o", "/dev/null"]],
     "recipe": [["convert", "../float", "--dry-run", "-o", "new", "--recipe", "recipe.yaml"]],
     "stats.json": [["convert", "../float", "--dry-run", "-o", "new", "--stats", "."]],
-    "rounding.json": [["convert", "../float", "--dry-run", "-o", "new", "--rounding", "."]],
+    "rounding.json": [["convert", "../float", "--dry-run", "-o", "new", "--codes", "."]],
     "eval.json": [["report", "../compressed_tensors", "--eval", "m.eval.json", "-o", "/dev/null"]],
 }
 

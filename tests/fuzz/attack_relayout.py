@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 import ptqpipe
 from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint.layouts import container_names, quantization_config
-from ptqpipe.conversion import WriteResult
+from ptqpipe.conversion.job import WriteResult
 from ptqpipe.conversion.relayout.command import relayout
 from ptqpipe.errors import FormatError, PtqError, UsageError
 from ptqpipe.numerics.qtensor import QTensor

@@ -53,7 +53,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "tune": ("tune", "MODEL", *LEARN, "--format", "nvfp4", "--method", "gptq"),
     "dequantize": ("dequantize", "PACKED", "--workers", "1"),
     "relayout": ("relayout", "PACKED", "--container", "modelopt", "--workers", "1"),
-    "transform": ("transform", "MODEL", "--apply", "rotate_residual", "--untie", "--workers", "1"),
+    "transform": ("transform", "MODEL", "--transforms", "rotate_residual", "--untie", "--workers", "1"),
 }
 SAME, NOT_BEGUN = "same bytes", "not begun"
 

@@ -89,7 +89,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
         at, lambda x: given(weight_scale=x["weight_scale"][:, :3])(dropped("weight_zero_point")(x)), symmetric=True
     ),
 }
-CONVERT = ("convert", "--requantize", "--search", "absmax", "-o", "out")
+CONVERT = ("convert", "--requantize", "--scale-search", "absmax", "-o", "out")
 DATA = ("--data", "data.jsonl", "--samples", "4", "--seqlen", "16", "-o", "out")
 FLOAT = {"convert": CONVERT, "dry run": ("convert", "--dry-run", "--requantize", "-o", "out"),
          "plan": ("plan", "--budget", "9bits", "-o", "out"), "tune": ("tune", *DATA)}  # fmt: skip
@@ -210,7 +210,7 @@ def test_what_may_be_a_part_of_a_model_is_said_and_not_refused(tmp_path: Path) -
         (fewer, 1, "says num_hidden_layers 5, but the files have 2"),
         (wider, 1, "'model.embed_tokens.weight' is 96x128, and no number of config.json is 128"),
     ):
-        for call in (("convert", "--search", "absmax", "-o", str(tmp_path / "out"), "--overwrite"), ("inspect",)):
+        for call in (("convert", "--scale-search", "absmax", "-o", str(tmp_path / "out"), "--overwrite"), ("inspect",)):
             done = CliRunner().invoke(main, [call[0], str(folder), *call[1:]])
             assert done.exit_code == 0, done.output
             assert said in done.output

@@ -46,7 +46,7 @@ def test_best_is_tune_and_convert_in_one_call_and_leaves_nothing_else(model: Pat
     assert f"Next: ptqpipe report {tmp_path / 'measured'} --source {model}" in again
     assert json.loads((tmp_path / "measured.eval.json").read_text())["made"]["command"].startswith("ptqpipe")
     ran("tune", model, *few(text), "-o", tmp_path / "codes")
-    ran("convert", model, "--rounding", tmp_path / "codes", "-o", tmp_path / "two")
+    ran("convert", model, "--codes", tmp_path / "codes", "-o", tmp_path / "two")
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")
     record = json.loads((tmp_path / "out" / "ptqpipe.json").read_text())
     assert record["pipeline"]["quality"] == "best"
@@ -117,7 +117,7 @@ def test_four_bit_activations_are_quantized_behind_a_transform(
         ran("calibrate", floats, *mixed, "--moments", "diagonal", "-o", tmp_path / "again")
     again = ("--stats", tmp_path / "again") if static else ()
     ran("tune", floats, *mixed, "--format", scheme, *again, "-o", codes)
-    ran("convert", floats, "--rounding", codes, *again, "-o", two)
+    ran("convert", floats, "--codes", codes, *again, "-o", two)
     assert weights_of(tmp_path / "out") == weights_of(two)
 
 
@@ -138,7 +138,7 @@ def test_eight_bit_activations_are_quantized_behind_rotations(model: Path, text:
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     turned = rotated(model, few(text), tmp_path, "fp8")
     ran("tune", turned, *few(text), "--format", "fp8", "-o", tmp_path / "codes")
-    ran("convert", turned, "--rounding", tmp_path / "codes", "-o", tmp_path / "two")
+    ran("convert", turned, "--codes", tmp_path / "codes", "-o", tmp_path / "two")
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")
     told = json.loads(ran("verify", tmp_path / "out", "--source", model, "--json"))
     assert told["faults"] == []
@@ -257,7 +257,7 @@ def test_what_was_quantized_behind_a_transform_is_compared_with_the_model_itself
 @pytest.mark.slow
 def test_a_budget_is_kept_and_its_layers_are_tuned(model: Path, text: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    words = ("--budget", "6.5bits", "--for", "vllm", "--keep-stages", kept)
+    words = ("--budget", "6.5bits", "--reader", "vllm", "--work-dir", kept)
     ran("convert", model, *few(text), *words, "-o", tmp_path / "out")
     record = json.loads((tmp_path / "out" / "ptqpipe.json").read_text())
     bits = [(entry["bits_per_weight"], entry["shape"][0] * entry["shape"][1]) for entry in record["weights"].values()]
@@ -270,7 +270,7 @@ def test_a_budget_is_kept_and_its_layers_are_tuned(model: Path, text: Path, tmp_
 
 
 def test_a_reader_chooses_the_container(model: Path, tmp_path: Path) -> None:
-    ran("convert", model, "--format", "nvfp4_w4a4", "--for", "trtllm", "-o", tmp_path / "a")
+    ran("convert", model, "--format", "nvfp4_w4a4", "--reader", "trtllm", "-o", tmp_path / "a")
     ran("convert", model, "--format", "nvfp4_w4a4", "--container", "modelopt", "-o", tmp_path / "b")
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
 
@@ -286,14 +286,14 @@ def test_the_docs_have_the_table_of_qualities() -> None:
 
 
 def test_plan_chooses_among_what_the_reader_runs_and_warns_of_what_it_gets_wrong(model: Path, tmp_path: Path) -> None:
-    ran("plan", model, "--budget", "6bits", "--for", "sglang", "-o", tmp_path / "a.yaml")
+    ran("plan", model, "--budget", "6bits", "--reader", "sglang", "-o", tmp_path / "a.yaml")
     text = (tmp_path / "a.yaml").read_text()
     assert "container: compressed_tensors" in text
     assert set(re.findall(r"format: (\w+)", text)) <= {"nvfp4", "fp8_dynamic", "keep"}
-    ran("convert", model, "--recipe", tmp_path / "a.yaml", "--for", "sglang", "-o", tmp_path / "out")
+    ran("convert", model, "--recipe", tmp_path / "a.yaml", "--reader", "sglang", "-o", tmp_path / "out")
     words = ("plan", model, "--budget", "6bits", "-o", tmp_path / "b.yaml")
     told = ran(*words, "--formats", "mxfp4a16,fp8")
     assert "warning: vLLM 0.32 quantizes the activations of mxfp4a16" in told
-    refused = CliRunner().invoke(main, [*map(str, words), "--formats", "mxfp4a16,fp8", "--for", "vllm"])
+    refused = CliRunner().invoke(main, [*map(str, words), "--formats", "mxfp4a16,fp8", "--reader", "vllm"])
     assert refused.exit_code == 2
     assert "vllm does not run mxfp4a16" in refused.output

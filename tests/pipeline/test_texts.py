@@ -46,7 +46,7 @@ def test_the_models_own_text_is_half_of_what_four_bit_inputs_learn_from_unless_t
 def test_the_model_writes_its_own_text(model: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     words = ("--data", "self", "--samples", 8, "--seqlen", LENGTH, "--quality", "good", "--workers", 1)
-    printed = ran("convert", model, *words, "--keep-stages", kept, "-o", tmp_path / "out")
+    printed = ran("convert", model, *words, "--work-dir", kept, "-o", tmp_path / "out")
     assert "1 generate: the model generates text to calibrate on" in printed
     assert len((kept / "own-text.jsonl").read_text().splitlines()) == 9
     again = ("--data", kept / "own-text.jsonl", *words[2:])
@@ -61,7 +61,7 @@ def test_a_text_is_mixed_with_the_models_own_by_weights(
 ) -> None:
     kept, weight = tmp_path / "kept", own.removeprefix("self").removeprefix("=") or "1"
     words = ("--samples", 8, "--seqlen", LENGTH, "--quality", "good", "--workers", 1)
-    ran("convert", model, "--data", text, "--data", own, *words, "--keep-stages", kept, "-o", tmp_path / "out")
+    ran("convert", model, "--data", text, "--data", own, *words, "--work-dir", kept, "-o", tmp_path / "out")
     written = kept / "own-text.jsonl"
     assert len(written.read_text().splitlines()) == lines
     ran("convert", model, "--data", f"{text}=1", "--data", f"{written}={weight}", *words, "-o", tmp_path / "two")

@@ -124,12 +124,12 @@ def lines_of(folder: Path) -> list[str]:
 def test_tensors_of_another_model_are_warned_of_refused_with_for_and_a_fault(wrong: str, tmp_path: Path) -> None:
     change, config, said = WRONG[wrong]
     folder, out = made(tmp_path / "model", change, config), tmp_path / "out"
-    call = ["convert", str(folder), "--search", "absmax", "-o", str(out)]
-    refused = CliRunner().invoke(main, [*call, "--for", "vllm"])
+    call = ["convert", str(folder), "--scale-search", "absmax", "-o", str(out)]
+    refused = CliRunner().invoke(main, [*call, "--reader", "vllm"])
     assert refused.exit_code == 1, refused.output
     (error,) = [line for line in refused.stderr.splitlines() if line.startswith("Error")]
     assert said in error
-    assert "--for vllm: " in error
+    assert "--reader vllm: " in error
     assert not out.exists()
     done = CliRunner().invoke(main, call)
     assert done.exit_code == 0, done.output
@@ -195,7 +195,7 @@ def test_an_mtp_layer_that_config_json_does_not_count_stays_with_a_word(tmp_path
     config = json.loads((folder / "config.json").read_text())
     del config["num_nextn_predict_layers"]
     (folder / "config.json").write_text(json.dumps(config))
-    done = CliRunner().invoke(main, ["convert", str(folder), "--search", "absmax", "-o", str(tmp_path / "out")])
+    done = CliRunner().invoke(main, ["convert", str(folder), "--scale-search", "absmax", "-o", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     assert "model.layers.2 is a multi-token prediction layer that config.json does not count" in done.output
     stored = load_file(tmp_path / "out" / "model.safetensors")
@@ -215,12 +215,12 @@ def test_weights_of_an_adapter_beside_those_that_they_are_of_are_refused_but_whe
 
 def test_a_family_without_a_row_is_said_with_the_reader_that_was_asked_for(tmp_path: Path) -> None:
     folder, out = made(tmp_path / "model", same, {"model_type": "newest", "architectures": None}), tmp_path / "out"
-    call = ["convert", str(folder), "--search", "absmax", "-o", str(out), "--json", "--for", "vllm"]
+    call = ["convert", str(folder), "--scale-search", "absmax", "-o", str(out), "--json", "--reader", "vllm"]
     done = CliRunner().invoke(main, call)
     assert done.exit_code == 0, done.output
     (said,) = json.loads(done.stdout)["warnings"]
     assert "has no row for model_type 'newest'" in said
-    assert "--for vllm cannot tell whether vllm takes them quantized" in said
+    assert "--reader vllm cannot tell whether vllm takes them quantized" in said
     assert said in json.loads((out / "ptqpipe.json").read_text())["doubts"]
 
 
@@ -238,16 +238,16 @@ def test_a_config_without_a_model_type_is_said_and_refused_with_for(tmp_path: Pa
     config = json.loads((folder / "config.json").read_text())
     del config["model_type"]
     (folder / "config.json").write_text(json.dumps(config))
-    call = ["convert", str(folder), "--search", "absmax", "--dry-run"]
+    call = ["convert", str(folder), "--scale-search", "absmax", "--dry-run"]
     assert "config.json has no 'model_type'" in CliRunner().invoke(main, call).output
-    refused = CliRunner().invoke(main, [*call, "--for", "vllm"])
+    refused = CliRunner().invoke(main, [*call, "--reader", "vllm"])
     assert refused.exit_code != 0
     assert "config.json has no 'model_type'" in refused.output
 
 
 def test_an_adapter_beside_the_model_is_said(tmp_path: Path) -> None:
     folder = made(tmp_path / "model", same, {})
-    call = ["convert", str(folder), "--search", "absmax", "--dry-run"]
+    call = ["convert", str(folder), "--scale-search", "absmax", "--dry-run"]
     assert "lies beside the model" not in CliRunner().invoke(main, call).output
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     assert "adapter_config.json lies beside the model" in CliRunner().invoke(main, call).output

@@ -95,7 +95,7 @@ def test_inputs_of_one_size_are_exact_in_integers() -> None:
     w = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[torch.randint(8, (32, 256), generator=g)]
     w *= torch.randint(0, 2, w.shape, generator=g) * 2 - 1
     w[:, ::32] = 6
-    packed = PackedWeight.from_qtensor(quantize(w, "mxfp4", search="absmax")).arranged()
+    packed = PackedWeight.from_qtensor(quantize(w, "mxfp4", scale_search="absmax")).arranged()
     assert torch.equal(packed.dequantize(), w)
     x = torch.randint(2, 129, (9, 256), generator=g) / 32.0
     y = packed_linear(x.bfloat16(), packed)

@@ -92,7 +92,7 @@ def test_the_limit_is_counted_from_what_exact_scales_lose_on_normal_numbers(
     modules: Any, fmt: str, bits: float
 ) -> None:
     w = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)) * 0.02
-    decode = ptqpipe.quantize(w, fmt, search="exact").dequantize().double()
+    decode = ptqpipe.quantize(w, fmt, scale_search="exact").dequantize().double()
     lost = float((decode - w).square().sum() / w.double().square().sum())
     assert modules("quality_table").NORMAL[fmt] == (bits, pytest.approx(lost, rel=0.01))
 
@@ -147,7 +147,7 @@ def test_own_text_beside_the_calibration_text_is_as_many_rows_of_each(modules: A
     assert [word for before, word in pairwise(learn) if before == "--data"] == [f"{tmp_path / 'rows'}=1", f"{own}=1"]
     assert learn[learn.index("--samples") + 1] == "80"
     assert learn[learn.index("--method") + 1] == "kl"
-    assert convert[convert.index("--rounding") + 1] == learn[learn.index("-o") + 1]
+    assert convert[convert.index("--codes") + 1] == learn[learn.index("-o") + 1]
 
 
 def test_every_command_is_told_the_device_and_the_threads(modules: Any, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import check_file, name_of, write_file
 from ptqpipe.checkpoint.layouts import is_kv_scale
 from ptqpipe.checkpoint.tensor_names import layer_of, role_of
-from ptqpipe.conversion import as_quantized
+from ptqpipe.conversion.job import as_quantized
 from ptqpipe.conversion.output_error import judged_by, mean_known, samples_text, tuned_blocks, tuned_by, tuned_from
 from ptqpipe.conversion.record import Record, claims_ownership, read_record
 from ptqpipe.errors import CheckpointError, UsageError, one_line

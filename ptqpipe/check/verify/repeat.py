@@ -19,9 +19,10 @@ from ptqpipe.check.verify.findings import Findings
 from ptqpipe.checkpoint import RECORD_FILE, run_id_of
 from ptqpipe.checkpoint.json_values import json_differences
 from ptqpipe.checkpoint.layouts import PartKind
-from ptqpipe.conversion import Outputs, outputs_of, quantize_unit
 from ptqpipe.conversion.measured import prove_joint
+from ptqpipe.conversion.planned_outputs import Outputs, outputs_of
 from ptqpipe.conversion.record import Claim, Record, object_of, text_of
+from ptqpipe.conversion.units import quantize_unit
 from ptqpipe.errors import CheckpointError
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source, SourceRows

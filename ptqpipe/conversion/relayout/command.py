@@ -17,17 +17,17 @@ from typing import Any, Unpack
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, TensorSpec, check_disjoint
 from ptqpipe.checkpoint.layouts import ConfigRequest, Container, PartKind, get_container
-from ptqpipe.conversion import (
+from ptqpipe.conversion.job import (
     CheckpointJob,
     CopyTensor,
     Run,
     WriteResult,
-    check_read_back,
     merged,
     named_source,
     parts_of_stage,
     write_checkpoint,
 )
+from ptqpipe.conversion.planned_outputs import check_read_back
 from ptqpipe.conversion.record import TAKEN_OVER, UNKNOWN, read_record, self_faults
 from ptqpipe.conversion.relayout.jobs import (
     Moved,

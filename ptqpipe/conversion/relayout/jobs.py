@@ -15,7 +15,7 @@ import torch
 from ptqpipe.checkpoint import COPY_BYTES, CheckpointReader, CheckpointWriter, TensorSpec
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
 from ptqpipe.checkpoint.layouts import Container, Part, PartKind, StoredWeight, Target, kv_scale, scale_codes
-from ptqpipe.conversion import CopyTensor
+from ptqpipe.conversion.job import CopyTensor
 from ptqpipe.errors import FormatError, NumericsError, arg
 from ptqpipe.models.families import family_of
 from ptqpipe.models.source import Source

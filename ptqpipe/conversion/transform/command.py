@@ -21,18 +21,18 @@ from ptqpipe._version import __version__
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec, check_disjoint, resolve_source
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
-from ptqpipe.conversion import (
+from ptqpipe.conversion.dequantize import with_dtype
+from ptqpipe.conversion.input_moments import check_model
+from ptqpipe.conversion.job import (
     CheckpointJob,
     CopyTensor,
     Run,
     WriteResult,
-    check_model,
     merged,
     named_source,
     parts_of_stage,
     write_checkpoint,
 )
-from ptqpipe.conversion.dequantize import with_dtype
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform import plan
 from ptqpipe.conversion.transform.learn import LearningUnit, learn_units, learning_bytes, learning_units, matrices_of

@@ -15,7 +15,7 @@ from typing import Any
 
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import FOLDING_FILE, Finished, LayerFolder, Mode, read_json_object, resolve_source
-from ptqpipe.conversion import named_source, records_of
+from ptqpipe.conversion.job import named_source, records_of
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.command import Transformation, check_memory, prepare
 from ptqpipe.conversion.transform.plan import Component

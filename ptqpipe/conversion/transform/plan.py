@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ptqpipe.checkpoint import TensorSpec
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES, FLOATS
-from ptqpipe.conversion import CopyTensor
+from ptqpipe.conversion.job import CopyTensor
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.errors import UsageError, arg
 from ptqpipe.models.folding import BLOCKS, ROTATIONS, Edge, Matrix, Structure, get_rotation, grouped, rotated_tensors

@@ -15,7 +15,7 @@ from typing import Any
 
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import check_file, name_of, resolve_source, write_file
-from ptqpipe.conversion import check_model
+from ptqpipe.conversion.input_moments import check_model
 from ptqpipe.errors import UsageError, arg, argv
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline.budget.cost import Costs, choose_moment, estimate, knows_outputs

@@ -15,7 +15,7 @@ from typing import Any
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.layouts import Container, Part
 from ptqpipe.checkpoint.tensor_names import expert_of, experts_of
-from ptqpipe.conversion import Outputs, container_of, outputs_of
+from ptqpipe.conversion.planned_outputs import Outputs, container_of, outputs_of
 from ptqpipe.errors import FormatError, RecipeError, UsageError, arg
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source

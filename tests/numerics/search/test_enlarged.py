@@ -42,7 +42,7 @@ def test_the_factor_is_a_share_of_what_rounding_takes(error: float, energy: floa
 
 def test_the_decoded_weights_are_nearer_to_their_size() -> None:
     w = weight()
-    exact, enlarged = (ptqpipe.quantize(w, "mxfp4", search=name) for name in ("exact", "enlarged"))
+    exact, enlarged = (ptqpipe.quantize(w, "mxfp4", scale_search=name) for name in ("exact", "enlarged"))
     lost = 1 - size(exact, w)
     assert 0.01 < lost < 0.015  # what the exact scales lose: the relative squared error
     assert abs(1 - size(enlarged, w) - (1 - SHARE) * lost) < 0.1 * lost
@@ -59,7 +59,7 @@ def test_scales_and_codes_are_the_exact_ones_of_the_enlarged_weights() -> None:
     assert 1.008 < factor < 1.012
     assert result.proven
     assert result.promises[0].factor == factor
-    alone = ptqpipe.quantize(enlarge(w, factor), "mxfp4", search="exact")
+    alone = ptqpipe.quantize(enlarge(w, factor), "mxfp4", scale_search="exact")
     assert torch.equal(alone.data, joined(runs, 0).data)
     assert torch.equal(alone.scales, joined(runs, 0).scales)
     found = (joined(runs, 0).dequantize().double() - w.double()).square().sum()
@@ -67,14 +67,14 @@ def test_scales_and_codes_are_the_exact_ones_of_the_enlarged_weights() -> None:
 
 
 def test_weights_that_the_format_holds_stay_as_they_are() -> None:
-    held = ptqpipe.quantize(weight(), "mxfp4", search="exact").dequantize()
-    assert torch.equal(ptqpipe.quantize(held, "mxfp4", search="enlarged").dequantize(), held)
+    held = ptqpipe.quantize(weight(), "mxfp4", scale_search="exact").dequantize()
+    assert torch.equal(ptqpipe.quantize(held, "mxfp4", scale_search="enlarged").dequantize(), held)
 
 
 def test_weights_next_to_the_largest_float_are_not_enlarged_beyond_it() -> None:
     w = weight().float()
     w = w / w.abs().max() * 2e38
-    assert torch.equal(*(ptqpipe.quantize(w, "mxfp4", search=name).data for name in ("exact", "enlarged")))
+    assert torch.equal(*(ptqpipe.quantize(w, "mxfp4", scale_search=name).data for name in ("exact", "enlarged")))
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4a16", "nvfp4", "fp8_dynamic"])

@@ -1,4 +1,4 @@
-"""tune, and convert --rounding: codes from folder to checkpoint, resumed, refused."""
+"""tune, and convert --codes: codes from folder to checkpoint, resumed, refused."""
 
 import itertools
 import json
@@ -106,9 +106,7 @@ def content_of(codes: Path) -> dict[str, Any]:
 def test_the_codes_that_were_learned_are_the_codes_that_are_written(tuned: tuple[str, Path], tmp_path: Path) -> None:
     scheme, codes = tuned
     out = tmp_path / "out"
-    done = CliRunner().invoke(
-        main, ["convert", str(DEMO), "--format", scheme, "--rounding", str(codes), "-o", str(out)]
-    )
+    done = CliRunner().invoke(main, ["convert", str(DEMO), "--format", scheme, "--codes", str(codes), "-o", str(out)])
     assert done.exit_code == 0, done.output
     record = json.loads((out / "ptqpipe.json").read_text())
     tensors = load_tensors(out)
@@ -174,7 +172,7 @@ def test_codes_of_another_model_or_format_are_refused(tuned: tuple[str, Path], t
     scheme, codes = tuned
     other = "mxfp8" if scheme == "mxfp4" else "fp8"
     done = CliRunner().invoke(
-        main, ["convert", str(DEMO), "--format", other, "--rounding", str(codes), "-o", str(tmp_path / "out")]
+        main, ["convert", str(DEMO), "--format", other, "--codes", str(codes), "-o", str(tmp_path / "out")]
     )
     assert done.exit_code == 2
     assert "tune with the same --format" in done.output
@@ -203,7 +201,7 @@ def test_a_flipped_bit_among_the_codes_is_an_error_not_another_model(tuned: tupl
     raw = bytearray(file.read_bytes())
     raw[-9] ^= 1
     file.write_bytes(raw)
-    arguments = ["convert", str(DEMO), "--format", scheme, "--rounding", str(copy), "-o", str(tmp_path / "out")]
+    arguments = ["convert", str(DEMO), "--format", scheme, "--codes", str(copy), "-o", str(tmp_path / "out")]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 1
     assert f"{file.name}' is damaged" in done.stderr
@@ -475,7 +473,7 @@ def test_a_reverse_pass_in_bfloat16_finds_the_moments_of_one_in_float32(
     ("changes", "message"),
     [
         ({"method": "other"}, "'other' is unknown"),
-        ({"share": 1.5}, "--share 1.5 is out of range"),
+        ({"share": 1.5}, "--feedback 1.5 is out of range"),
         ({"metric": "other"}, "--metric 'other' is unknown; use kl, output"),
         ({"method": "learned"}, "'learned' is unknown; use gptq, kl, layerwise"),
     ],
@@ -541,7 +539,7 @@ def test_a_model_that_only_our_container_can_hold_is_tuned(tmp_path: Path) -> No
     chosen = ["--container", "ptqpipe"]
     for command in (
         ["tune", str(model), *words, *chosen, "--method", "gptq", "-o", str(codes)],
-        ["convert", str(model), *chosen, "--format", "nvfp4", "--rounding", str(codes), "-o", str(out)],
+        ["convert", str(model), *chosen, "--format", "nvfp4", "--codes", str(codes), "-o", str(out)],
     ):
         done = CliRunner().invoke(main, command)
         assert done.exit_code == 0, done.output

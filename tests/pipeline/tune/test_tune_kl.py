@@ -170,7 +170,7 @@ def test_the_codes_that_descent_ends_with_are_the_codes_that_are_written(
         "end to end, step 7 of 8: KL divergence x 1000 on held-out samples 2 -> 1, sample text 3 -> 1.5; "
         "1.23% of the codes moved"
     ) in render(Finished(codes, content, 1.0, 1))
-    done = CliRunner().invoke(main, ["convert", str(DEMO), "--rounding", str(codes), "-o", str(out)])
+    done = CliRunner().invoke(main, ["convert", str(DEMO), "--codes", str(codes), "-o", str(out)])
     assert done.exit_code == 0, done.output
     tensors = load_tensors(out)
     assert wanted.keys() == content["weights"].keys()

@@ -77,7 +77,7 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(end_to_end, "descend", made_up)
         content = run(text, home / "codes")
-    done = invoke("convert", DEMO, "--rounding", home / "codes", "-o", home / "out")
+    done = invoke("convert", DEMO, "--codes", home / "codes", "-o", home / "out")
     assert done.exit_code == 0, done.output
     assert "model.norm.weight: not quantized, but trained with the codes" in done.output
     return home, content
@@ -196,11 +196,11 @@ def test_a_damaged_file_of_trained_tensors_is_one_line(trained: tuple[Path, dict
     raw = bytearray((home / TRAINED_FILE).read_bytes())
     raw[-1] ^= 1
     (home / TRAINED_FILE).write_bytes(raw)
-    done = invoke("convert", DEMO, "--rounding", home, "-o", tmp_path / "out")
+    done = invoke("convert", DEMO, "--codes", home, "-o", tmp_path / "out")
     assert done.exit_code == 1
     assert f"{home / TRAINED_FILE} lacks 'model.norm.weight', or is damaged; tune again" in done.output
     (home / TRAINED_FILE).unlink()
-    done = invoke("convert", DEMO, "--rounding", home, "-o", tmp_path / "other")
+    done = invoke("convert", DEMO, "--codes", home, "-o", tmp_path / "other")
     assert done.exit_code == 1
     assert "or is damaged; tune again" in done.output
 
@@ -213,7 +213,7 @@ def test_a_recipe_that_quantizes_what_was_trained_is_refused(
         "version: 1\nrules:\n- {match: '*embed_tokens', format: fp8}\n- {match: '*', format: nvfp4}\n",
         encoding="utf-8",
     )
-    done = invoke("convert", DEMO, "--rounding", trained[0] / "codes", "--recipe", recipe, "-o", tmp_path / "out")
+    done = invoke("convert", DEMO, "--codes", trained[0] / "codes", "--recipe", recipe, "-o", tmp_path / "out")
     assert done.exit_code == 2
     assert "was tuned with --train, which changed 'model.embed_tokens.weight'" in done.output
 
