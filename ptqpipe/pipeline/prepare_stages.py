@@ -155,7 +155,7 @@ def _rotatable(preset: QualityPreset | None, source: Source, recipe: Recipe, *, 
 
 
 def _with_own_text(preset: QualityPreset, work: PipelineOptions, path: Path) -> tuple[QualityPreset, PipelineOptions]:
-    """The call with the model's own text beside its data, half of the windows; or the preset, and why it is left out."""
+    """The call with the model's own text beside its data, half of the windows; or the preset, and why there is none."""
     if takes_images(read_config(path), path):
         why = "the model takes images, and writes text alone"
     elif work.text_field is not None:

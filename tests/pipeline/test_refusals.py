@@ -193,7 +193,7 @@ def test_a_folder_of_stages_in_the_model_or_the_output_is_refused_before_any_wor
     before = sorted(tmp_path.rglob("*"))
     for kept in (tmp_path / "out", tmp_path / "out" / "kept", tmp_path, source / "kept"):
         with pytest.raises(UsageError, match="overlap; choose another work_dir"):
-            made(source, tmp_path / "out", work_of(text, quality="fast", keep_stages=str(kept)))
+            made(source, tmp_path / "out", work_of(text, quality="fast", work_dir=str(kept)))
     with pytest.raises(UsageError, match="overlap; choose another out"):
         made(source, source / "out", PipelineOptions(budget="6.5bits"))
     assert sorted(tmp_path.rglob("*")) == before

@@ -186,7 +186,7 @@ def test_the_stages_that_another_call_kept_are_not_taken_for_ones_own(model: Pat
     made(model, tmp_path / "c", PipelineOptions(budget="6.5bits", work_dir=kept))
     assert (tmp_path / "kept" / "recipe.yaml").read_bytes() == recipe
     with pytest.raises(UsageError, match="has files that no run left there; name an empty folder"):
-        made(model, tmp_path / "d", work_of(text, keep_stages=str(text.parent)))
+        made(model, tmp_path / "d", work_of(text, work_dir=str(text.parent)))
     assert {path.name for path in tmp_path.iterdir()} == {"a", "c", "kept"}
 
 

@@ -1,30 +1,27 @@
 """transform: a float checkpoint in, an equivalent float checkpoint out that loses less when it is quantized.
 
-A *component* is a set of tensors that edges join (a norm with q, k, v and o; a norm with an MLP or all its experts):
-its factors depend on nothing else, so one worker finds them and writes its tensors, in runs of rows. Everything else is
-copied byte for byte. What cannot be folded exactly is refused before anything is read.
+First all factors are found and put into the journal. A *component* is a set of tensors that edges join (a norm with q,
+k, v and o; a norm with an MLP or all its experts): its factors depend on nothing else, so one worker finds them. Then
+the model with them folded in (``models/folded.py``) is written as any other source of floats is (``dequantize.py``).
+What no edge joins is copied byte for byte. What cannot be folded exactly is refused before anything is read.
 
 Sums are in float64 and every tensor is rounded once, to the dtype that is written. Factors that are powers of two are
 exact in every float dtype: then the dtype stays, and the result computes the same bits as the source.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any, Unpack
-
-import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec, check_disjoint, resolve_source
-from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
-from ptqpipe.conversion.dequantize import with_dtype
+from ptqpipe.conversion.dequantize import FloatCheckpoint, WriteFloats, with_dtype
 from ptqpipe.conversion.input_moments import check_model
 from ptqpipe.conversion.job import (
-    CheckpointJob,
     CopyTensor,
     Run,
     WriteResult,
@@ -35,25 +32,24 @@ from ptqpipe.conversion.job import (
 )
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform import plan
-from ptqpipe.conversion.transform.learn import LearningUnit, learn_units, learning_bytes, learning_units, matrices_of
+from ptqpipe.conversion.transform.learn import LearningUnit, learn_units, learning_bytes, learning_units
 from ptqpipe.conversion.transform.plan import Component
 from ptqpipe.conversion.transform.weights import Weights, input_quantizer, make_problem, weight_quantizer
 from ptqpipe.errors import NumericsError, UsageError, arg, usage
-from ptqpipe.models.folding import ROTATIONS, Edge, Op, Structure, find_structure, get_rotation, is_exact, move_factors
+from ptqpipe.models.folded import FoldedTensors, encoded
+from ptqpipe.models.folding import ROTATIONS, Edge, Structure, find_structure, get_rotation, move_factors
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.quantization.transforms import SCALINGS, Solution, SolveOptions, get_scaling, transform_names
-from ptqpipe.run.machine import BASE_BYTES, Machine, WorkerBudget, counting_bar
+from ptqpipe.run.machine import BASE_BYTES, Machine, WorkerBudget, counting_bar, progress_bar, run_jobs
 from ptqpipe.run.quantities import option_size, option_size_above, scientific
 
+Commit = Callable[[str, dict[str, Any]], None]
 FLOAT32_ROUNDING = 1e-12  # relative MSE below which an error is float32's own: not worth a number
-
-Folded = tuple[dict[str, Any], torch.Tensor | None]
-"""What the record says of one folding, and the factors of a scaling, float64 [channels]."""
 
 
 @dataclass(frozen=True)
-class Transformation(CheckpointJob[Component | CopyTensor]):
+class Transformation(FloatCheckpoint):
     """A transformation that is decided but for the factors.
 
     names       the transforms, in their order
@@ -61,8 +57,10 @@ class Transformation(CheckpointJob[Component | CopyTensor]):
     exact       whether every factor is a power of two that only multiplies
     dtype       of the tensors that change; None: each its own
     origins     output name -> source name where they differ (a head that was the embedding)
+    components  where factors are found
     units       the rotations that are learned
-    learned     the entry of each in the journal, by its name, once it is found
+    entries     the journal's entries of components and units, by their names, once they are found
+    transformed the source with all of it folded in, once it is found
     """
 
     options: TransformOptions
@@ -72,8 +70,10 @@ class Transformation(CheckpointJob[Component | CopyTensor]):
     exact: bool
     dtype: str | None
     origins: Mapping[str, str]
+    components: tuple[Component, ...]
     units: tuple[LearningUnit, ...]
-    learned: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    entries: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    transformed: list[Source] = field(default_factory=list)
 
     @property
     def head(self) -> dict[str, Any]:
@@ -104,7 +104,12 @@ class Transformation(CheckpointJob[Component | CopyTensor]):
         """As `CheckpointJob`."""
         return parts_of_stage("transform", self.head, layout=self.layout.digest)
 
-    def least_memory(self) -> tuple[int, Component | CopyTensor | None]:
+    @property
+    def view(self) -> FoldedTensors:
+        """As `FloatCheckpoint`."""
+        return self.transformed[0].view or super().view
+
+    def least_memory(self) -> tuple[int, WriteFloats | CopyTensor | None]:
         """As `CheckpointJob`: what learning holds is let go of before the jobs begin."""
         least, job = super().least_memory()
         if self.statistics is not None and self.units:
@@ -112,71 +117,102 @@ class Transformation(CheckpointJob[Component | CopyTensor]):
         return least, job
 
     def before_jobs(self, writer: CheckpointWriter, machine: Machine) -> None:
-        """As `CheckpointJob`: learns the rotations that an earlier run, or the first rank, has not learned."""
+        """As `CheckpointJob`: finds what an earlier run, or the first rank, has not found."""
 
-        def commit(name: str, entry: Mapping[str, Any]) -> None:
+        def commit(name: str, entry: dict[str, Any]) -> None:
             writer.commit(name, entry)
             writer.flush()
 
-        if self.units:
-            self.learn(writer.done(), commit, machine)
+        self.find(writer.done(), commit, machine)
+        self.transformed.append(self.source.folded(self.foldings()))
 
-    def learn(
-        self, former: Mapping[str, Mapping[str, Any]], commit: Callable[[str, dict[str, Any]], None], machine: Machine
-    ) -> None:
-        """Learns the rotations that the journal's entries do not have, and commits one after another to it."""
-        if self.statistics is None:
+    def find(self, former: Mapping[str, Mapping[str, Any]], commit: Commit, machine: Machine) -> None:
+        """Learns the rotations and finds the factors that the journal's entries do not have, and commits one after
+        another to it."""
+        names = [part.id for part in (*self.units, *self.components)]
+        self.entries.update({name: former[name] for name in names if name in former})
+        self.learn(commit, machine)
+        missing = [component for component in self.components if component.id not in self.entries]
+        done = [component for component in self.components if component.id in self.entries]
+        shown, lock = machine.progress and self.statistics is not None, Lock()
+        with progress_bar(missing, shown=shown and not self.units, done=done) as advance:
+
+            def do(component: Component) -> None:
+                weights = Weights(FoldedTensors(self.source.reader, self.origins))
+                entry = {"foldings": [entry for name in self.names for entry in self.fold(name, component, weights)]}
+                with lock:
+                    commit(component.id, entry)
+                    self.entries[component.id] = entry
+                advance(component)
+
+            run_jobs(missing, do, threads=machine.workers)
+
+    def learn(self, commit: Commit, machine: Machine) -> None:
+        """Learns the rotations that have no entry yet."""
+        missing = [unit for unit in self.units if unit.id not in self.entries]
+        if self.statistics is None or not missing:
             return
-        self.learned.update({unit.id: former[unit.id] for unit in self.units if unit.id in former})
-        missing = [unit for unit in self.units if unit.id not in former]
         total, begun = (self.options.learn * sum(len(unit.inputs) for unit in units) for units in (self.units, missing))
 
         def keep(unit: LearningUnit, entry: Mapping[str, Any]) -> None:
             commit(unit.id, dict(entry))
-            self.learned[unit.id] = entry
+            self.entries[unit.id] = entry
 
-        shown = machine.progress and bool(begun)
-        with counting_bar(total, "steps", shown=shown, title="learn", done=total - begun) as advance:
-            weights = Weights(self.source.reader, self.origins)
+        with counting_bar(
+            total, "steps", shown=machine.progress and bool(begun), title="learn", done=total - begun
+        ) as advance:
+            weights = Weights(FoldedTensors(self.source.reader, self.origins))
             learn_units(missing, weights, self.statistics, self.options, machine=machine, advance=advance, keep=keep)
 
-    def do(self, job: Component | CopyTensor, writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
-        """As `CheckpointJob`. NumericsError for numbers outside the range of the written dtype."""
-        if isinstance(job, CopyTensor):
-            return {"kept": {job.tensor: self.copy(job, writer)}}
-        weights = Weights(self.source.reader, self.origins)
-        foldings = [entry for name in self.names for entry, _ in self.fold(name, job, weights)]
-        members = {spec.name: _write(spec, weights, writer, exact=self.exact) for spec in job.specs}
-        return {"members": members, "foldings": foldings}
+    def do(self, job: WriteFloats | CopyTensor, writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
+        """As `FloatCheckpoint`. NumericsError for powers of two that leave the range of the written dtype, too."""
+        entry = super().do(job, writer, share)
+        spec = job.spec
+        if self.exact and entry.get("members", {}).get(spec.name, {}).get("squared_error"):
+            of_two = spec.dtype == "F32"
+            remedy = f"transform it without {arg('power_of_two')}" if of_two else f"use {arg('dtype', 'fp32')}"
+            raise NumericsError(f"'{spec.name}' leaves the range of {spec.dtype} by powers of two; {remedy}")
+        return entry
 
-    def fold(self, name: str, job: Component, weights: Weights) -> list[Folded]:
-        """Adds what one transform folds in this component; one entry of the record for each edge."""
+    def foldings(self) -> list[dict[str, Any]]:
+        """What is folded in, as `folded` takes it: the matrices of rotations, and the factors of every edge."""
+        foldings: list[dict[str, Any]] = []
+        by_component = [one for component in self.components for one in self.entries[component.id]["foldings"]]
+        for name in self.names:
+            units = [(unit, self.entries[unit.id]) for unit in self.units if unit.transform == name]
+            if units:
+                foldings += [{**(e["record"] or unit.place), "matrices": e["matrices"]} for unit, e in units]
+            elif name in ROTATIONS:
+                foldings.append({"transform": name, "block": plan.block_of(name, self.options, self.structure)})
+            else:
+                foldings += [one for one in by_component if one["transform"] == name]
+        return foldings
+
+    def fold(self, name: str, component: Component, weights: Weights) -> list[dict[str, Any]]:
+        """What one transform folds into this component: an entry for each edge, with the factors, or for a rotation."""
         if name in ROTATIONS:
             block = plan.block_of(name, self.options, self.structure)
-            units = [unit for unit in self.units if unit.transform == name and unit.turns(job.edges)]
-            matrices = {unit.key: matrices_of(unit, self.learned[unit.id]) for unit in units}
-            foldings = get_rotation(name).fold(
-                self.structure, job.edges, writers=job.writers, embeddings=job.embeddings, block=block,
-                read=weights.whole, matrices=matrices,
+            changes = get_rotation(name).fold(
+                self.structure, component.edges, writers=component.writers, embeddings=component.embeddings,
+                block=block, read=weights.whole, matrices={},
             )  # fmt: skip
-            weights.add(foldings)
-            changed = list(dict.fromkeys(tensor for tensor, _ in foldings))
-            return [({"transform": name, "block": block, "tensors": changed}, None)] if changed else []
-        edges = [edge for edge in job.edges if edge.kind in (self.options.fold_at or get_scaling(name).EDGES)]
+            changed = list(dict.fromkeys(tensor for tensor, _ in changes))
+            return [{"transform": name, "block": block, "tensors": changed}] if changed else []
+        edges = [edge for edge in component.edges if edge.kind in (self.options.fold_at or get_scaling(name).EDGES)]
         return [self._scale(name, edge, weights) for edge in edges]
 
-    def _scale(self, name: str, edge: Edge, weights: Weights) -> Folded:
-        """Finds and adds the factors that one scaling moves across an edge; the record's entry."""
+    def _scale(self, name: str, edge: Edge, weights: Weights) -> dict[str, Any]:
+        """Finds and adds the factors that one scaling moves across an edge."""
         scaling, statistics = get_scaling(name), self.statistics
         assert statistics is not None  # `_open_statistics`
         search_for = get_scheme(self.options.format).fmt if scaling.NEEDS_QUANTIZER else None
         problem = make_problem(edge, weights, statistics, search_for=search_for)
         if problem is None:
-            return {"transform": name, "edge": edge.id, "kind": edge.kind, "skipped": "nothing is quantized"}, None
+            return {"transform": name, "edge": edge.id, "kind": edge.kind, "skipped": "nothing is quantized"}
         solution = scaling.solve(problem, _solve_options(self.options, name))
-        weights.add(move_factors(edge, solution.factors))
+        weights.tensors.add(move_factors(edge, solution.factors))
         weights.divide_inputs(edge, solution.factors)
-        return _entry(name, edge, solution), solution.factors
+        return {**_entry(name, edge, solution), "factors": encoded(solution.factors)}
 
     def configs(self) -> dict[str, dict[str, Any]]:
         """As `CheckpointJob`."""
@@ -192,13 +228,14 @@ class Transformation(CheckpointJob[Component | CopyTensor]):
         written = merged(done, "members")
         squared = sum(facts["squared_error"] for facts in written.values())
         energy = sum(facts["energy"] for facts in written.values())
-        learned = [entry for unit in self.units if (entry := self.learned[unit.id]["record"]) is not None]
+        learned = [entry for unit in self.units if (entry := self.entries[unit.id]["record"]) is not None]
+        foldings = [one for component in self.components for one in self.entries[component.id]["foldings"]]
         return {
             **self.head,
             **({"learned": {"steps": self.options.learn, "rotations": learned}} if learned else {}),
             "run_id": self.run_id,
             "rounding": squared / energy if energy else 0.0,
-            "foldings": [folding for entry in done for folding in entry.get("foldings", [])],
+            "foldings": [{key: value for key, value in one.items() if key != "factors"} for one in foldings],
             "weights": written,
             "kept": merged(done, "kept"),
         }
@@ -243,15 +280,17 @@ def prepare(
             get_rotation(name).check(structure, plan.block_of(name, options, structure), untie=options.untie)
     exact = plan.is_exact(names, options, structure) and options.dtype in (None, "fp32")
     dtype = options.dtype if options.dtype is not None else None if exact else "fp32"
-    jobs, origins = plan.make_jobs(source, structure, names, dtype=dtype, options=options)
-    groups = [[job.spec] if isinstance(job, CopyTensor) else job.specs for job in jobs]
-    layout = ShardLayout.plan(groups, shard_bytes=options.shard_size)
+    jobs, components, origins = plan.make_jobs(source, structure, names, dtype=dtype, options=options)
+    groups: dict[int, list[TensorSpec]] = {}
+    for job in jobs:
+        groups.setdefault(job.group, []).append(job.spec)
+    layout = ShardLayout.plan(groups.values(), shard_bytes=options.shard_size)
     statistics = _open_statistics(stats, source, names, opened, learn=bool(options.learn))
     units: tuple[LearningUnit, ...] = ()
     if options.learn and statistics is not None:
         units = learning_units(names, structure, statistics, options)
     work = (out, source, layout, tuple(jobs), options, names, structure, statistics, exact, dtype, origins)
-    return Transformation(*work, units)
+    return Transformation(*work, tuple(components), units)
 
 
 def check_memory(work: Transformation, machine: Machine) -> None:
@@ -307,39 +346,6 @@ def _solve_options(options: TransformOptions, name: str) -> SolveOptions:
         quantize=weight_quantizer(scheme.fmt),
         quantize_inputs=input_quantizer(scheme.activation) if scaling.NEEDS_INPUT_QUANTIZER else None,
     )
-
-
-def _beyond(spec: TensorSpec, rows: torch.Tensor) -> NumericsError:
-    """The error for rows that are not finite in the dtype of a tensor."""
-    if not bool(torch.isfinite(rows).all()):
-        return NumericsError(f"'{spec.name}' has NaN or inf; the source checkpoint is damaged")
-    remedy = (
-        f"use {arg('dtype', 'fp32')}"
-        if spec.dtype == "F16"
-        else "check its weights, or convert the model without a transform"
-    )
-    return NumericsError(f"'{spec.name}' has numbers that {spec.dtype} cannot hold; {remedy}")
-
-
-def _write(spec: TensorSpec, weights: Weights, writer: CheckpointWriter, *, exact: bool) -> dict[str, Any]:
-    """Writes one tensor of a component; its hash and what rounding cost."""
-    dtype, written = FLOAT_DTYPES[spec.dtype], writer.tensor(spec.name)
-    squared = energy = 0.0
-    experts: Sequence[int | None] = range(spec.shape[0]) if len(spec.shape) == 3 else (None,)
-    for expert in experts:
-        for _, rows in weights.runs(spec.name, expert=expert):
-            rounded = rows.to(dtype)
-            error = float(((rounded.double() - rows) ** 2).sum())
-            if not math.isfinite(error):
-                raise _beyond(spec, rows)
-            squared, energy = squared + error, energy + float((rows**2).sum())
-            written.put(rounded)
-    ops: list[Op] = weights.ops.get(spec.name, [])
-    if squared and exact and is_exact(ops):
-        of_two = spec.dtype == "F32"
-        remedy = f"transform it without {arg('power_of_two')}" if of_two else f"use {arg('dtype', 'fp32')}"
-        raise NumericsError(f"'{spec.name}' leaves the range of {spec.dtype} by powers of two; {remedy}")
-    return {"shape": list(spec.shape), "squared_error": squared, "energy": energy, "sha256": written.sha256}
 
 
 def render(done: WriteResult) -> str:

@@ -1,20 +1,19 @@
 """What the solvers of `transform` read: a component's weights with all changes so far, and the statistics of its
 inputs.
 
-Reads runs of rows; holds one run, and the sample of rows that a search was promised. Knows the reader and statistics;
-must not know what is done with the numbers.
+Reads runs of rows; holds one run, and the sample of rows that a search was promised.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from ptqpipe.calibration.inputs import InputStatistics
 from ptqpipe.calibration.statistics import Statistics
-from ptqpipe.checkpoint import CheckpointReader
 from ptqpipe.errors import NumericsError, UsageError
-from ptqpipe.models.folding import RUN, Edge, Folding, Matrix, Op, apply
+from ptqpipe.models.folded import FoldedTensors
+from ptqpipe.models.folding import Edge, Matrix
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.global_scale import absmax_global
 from ptqpipe.numerics.kernels.cpu_decode import decoded
@@ -23,7 +22,6 @@ from ptqpipe.quantization import quantize_rows
 from ptqpipe.quantization.transforms import Consumer, Problem, Quantize
 from ptqpipe.runtime.input_quantizers import InputQuantizer
 
-RUN_ELEMENTS = 1 << 20  # a run is computed in float64
 SAMPLE_ELEMENTS = 1 << 21  # of all weights of a problem, for searches; four times as many choose 0.02 % better
 FULL_ELEMENTS = 1 << 26  # of the full moments of a problem; beyond it blocks of 16 columns have to do
 SAMPLE_ROWS = 16  # adjacent rows of a sample
@@ -33,19 +31,11 @@ SAMPLE_ROWS = 16  # adjacent rows of a sample
 class Weights:
     """The tensors of one component with what has been folded into them so far.
 
-    origins  output name -> source name where they differ (a head that was the embedding)
-    inputs   edge -> factors [channels] that its inputs were divided by
+    inputs  edge -> factors [channels] that its inputs were divided by
     """
 
-    reader: CheckpointReader
-    origins: Mapping[str, str]
-    ops: dict[str, list[Op]] = field(default_factory=dict)
+    tensors: FoldedTensors
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def add(self, foldings: list[Folding]) -> None:
-        """Appends to what happens to each tensor."""
-        for name, op in foldings:
-            self.ops.setdefault(name, []).append(op)
 
     def divide_inputs(self, edge: Edge, factors: torch.Tensor) -> None:
         """Remembers that the inputs of an edge's consumers are smaller now."""
@@ -53,32 +43,13 @@ class Weights:
 
     def whole(self, name: str) -> torch.Tensor:
         """A small tensor (a norm) as it is by now, float64."""
-        return torch.cat([rows for _, rows in self.runs(name)])
-
-    def runs(
-        self, name: str, *, expert: int | None = None, start: int = 0, stop: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, float64 rows) of a tensor or of one plane of a stack, as stored, in order: [start, stop).
-
-        Runs begin at multiples of RUN, so the first may begin before ``start``.
-        """
-        source = self.origins.get(name, name)
-        shape = self.reader.entries[source].shape
-        shape = shape[1:] if expert is not None else shape
-        columns = shape[1] if len(shape) > 1 else 1
-        step = max(RUN, RUN_ELEMENTS // max(1, columns) // RUN * RUN)
-        plane = None if expert is None else self.reader.read(source, start=expert, stop=expert + 1)[0]
-        end = shape[0] if stop is None else stop
-        for first in range(start // RUN * RUN, end, step):
-            last = min(first + step, shape[0])
-            rows = self.reader.read(source, start=first, stop=last) if plane is None else plane[first:last]
-            yield first, apply(rows, self.ops.get(name, ()), first=first, expert=expert)
+        return torch.cat([rows for _, rows in self.tensors.runs(name)])
 
     def rows(self, matrix: Matrix) -> Iterator[tuple[int, torch.Tensor]]:
         """(first row, float64 rows) of a logical [out, in] weight. NumericsError for NaN and inf."""
         n, _ = matrix.shape
         if matrix.transposed:
-            stored = torch.cat([rows for _, rows in self.runs(matrix.tensor, expert=matrix.expert)])
+            stored = torch.cat([rows for _, rows in self.tensors.runs(matrix.tensor, expert=matrix.expert)])
             runs = iter([(0, stored[:, matrix.start : matrix.start + n].t())])
         else:
             runs = self._logical(matrix)
@@ -89,7 +60,7 @@ class Weights:
 
     def _logical(self, matrix: Matrix) -> Iterator[tuple[int, torch.Tensor]]:
         begin, end = matrix.start, matrix.start + matrix.shape[0]
-        for first, rows in self.runs(matrix.tensor, expert=matrix.expert, start=begin, stop=end):
+        for first, rows in self.tensors.runs(matrix.tensor, expert=matrix.expert, start=begin, stop=end):
             low, high = max(first, begin), min(first + rows.shape[0], end)
             yield low - begin, rows[low - first : high - first]
 
