@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serving": {"_version", "errors", "numerics", "run", "checkpoint", "models", "runtime"},
     "api": {
         "errors", "numerics", "run", "checkpoint", "models", "runtime", "recipe", "calibration", "quantization",
-        "conversion", "check", "pipeline",
+        "conversion", "check", "pipeline", "serving",
     },
     "cli": {
         "_version", "errors", "run", "checkpoint", "models", "recipe", "calibration", "conversion", "check",

@@ -14,10 +14,10 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from ptqpipe.api.kinds import check_kinds
 from ptqpipe.checkpoint import resolve_source
-from ptqpipe.errors import UsageError, did_you_mean
-from ptqpipe.recipe.options import recipe_path, spelled
+from ptqpipe.errors import UsageError
+from ptqpipe.recipe.options import recipe_path
 from ptqpipe.run.machine import Machine, machine_for
-from ptqpipe.run.options import MachineOptions, Option, Options, described, options_of, type_of
+from ptqpipe.run.options import MachineOptions, Option, Options, check_names, described, options_of, spelled, type_of
 from ptqpipe.run.quantities import bytes_of
 
 P = ParamSpec("P")
@@ -70,14 +70,6 @@ def _annotation(kind: type[Options], name: str) -> Any:
     return hint | str if row is not None and row.kind == "size" else hint
 
 
-def check_names(options: Iterable[str], known: Iterable[str], *, what: str) -> None:
-    """UsageError for the first name that is not ``known``, with the nearest that is."""
-    known = list(known)
-    for name in options:
-        if name not in known:
-            raise UsageError(f"{what} has no option {name!r}; {did_you_mean(name, sorted(known))}")
-
-
 def options_from(kind: type[T], options: Mapping[str, Any], **more: Any) -> T:
     """The options of a call: those among its keywords, and ``more``; None is an option that the call does not state.
 
@@ -85,7 +77,10 @@ def options_from(kind: type[T], options: Mapping[str, Any], **more: Any) -> T:
     """
     rows = {one.name: described(one) for one in fields(kind)}
     values = {name: value for name, value in {**options, **more}.items() if name in rows and value is not None}
-    return kind(**{name: _value(kind, name, rows[name], value) for name, value in values.items()}).check()
+    values = {name: _value(kind, name, rows[name], value) for name, value in values.items()}
+    if "stated" in rows:
+        values["stated"] = frozenset(name for name, value in values.items() if value is not False)
+    return kind(**values).check()
 
 
 def _value(kind: type[Options], name: str, row: Option | None, value: Any) -> Any:

@@ -33,7 +33,7 @@ from ptqpipe.pipeline.options import ConvertCommand, PlanCommand
 from ptqpipe.pipeline.tune import command as tune_stage, tune_summary as tune_text
 from ptqpipe.pipeline.tune.tune_options import TuneCommand
 from ptqpipe.pipeline.validate import check_alone, for_reader
-from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.recipe.options import PipelineOptions
 from ptqpipe.run.machine import Machine
 from ptqpipe.run.quantities import disk_size, number
 
@@ -82,7 +82,7 @@ def convert(
             check_alone(stats=stats, codes=codes)
             done = pipeline(
                 model,
-                recipe=chosen.part(RecipeOptions),
+                recipe=chosen.recipe_options,
                 recipe_path=chosen.recipe,
                 out=chosen.out,
                 work=chosen.part(PipelineOptions),
@@ -101,7 +101,7 @@ def convert(
 
 def _convert(model: str | Path, options: ConvertCommand, machine: Machine) -> Result:
     """A conversion alone."""
-    recipe = options.part(RecipeOptions)
+    recipe = options.recipe_options
     if options.reader is not None:
         recipe = for_reader(options.reader, recipe, options.recipe)
     where: dict[str, Any] = {"recipe_path": options.recipe, "stats": options.stats, "rounding": options.codes}

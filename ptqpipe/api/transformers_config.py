@@ -13,11 +13,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ptqpipe.api.calls import check_names
 from ptqpipe.api.models import DEFAULT_FORMAT, quantize_model
 from ptqpipe.errors import UsageError, one_line
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
+from ptqpipe.run.options import check_names
 from ptqpipe.runtime.hf import PackedConfig, PackedQuantizer, add_quantizer
 
 METHOD = "ptqpipe_on_load"

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ptqpipe.checkpoint import bytes_of, output_errors
-from ptqpipe.errors import OutputError
+from ptqpipe.errors import OutputError, arg
 
 
 class InMemory:
@@ -54,7 +54,9 @@ class OnDisk:
             while done < len(view):
                 count = os.preadv(self._fd, [view[done:]], offset + done)
                 if not count:
-                    raise OutputError(f"activations in {self._folder} ended early; check the disk and --resume")
+                    raise OutputError(
+                        f"activations in {self._folder} ended early; check the disk and {arg('resume', True)}"
+                    )
                 done += count
         return x
 

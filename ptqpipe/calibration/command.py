@@ -33,7 +33,7 @@ from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.statistics import STATS_FILE, STATS_VERSION
 from ptqpipe.calibration.store import OUTPUTS, BlockRecord, digest_of, is_of_outputs, outputs_of, pairs_of, write_block
 from ptqpipe.checkpoint import Finished, LayerFolder, Mode, check_disjoint, check_place, name_of, resolve_source
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.models.language_model import takes_images, with_note
 from ptqpipe.models.source import Source
 from ptqpipe.run.machine import BASE_BYTES, Machine, Ranks, compute_threads, counting_bar, peak_bytes, threads
@@ -139,14 +139,18 @@ def _samples_of(data: Sequence[str], path: Path, config: Mapping[str, Any], opti
 def _check_shared(samples: Samples, options: CalibrateOptions, ranks: Ranks) -> None:
     """UsageError for samples that these processes cannot share."""
     if ranks.world > options.samples:
-        raise UsageError(f"{ranks.world} processes for {options.samples} samples; start fewer, or raise --samples")
+        raise UsageError(
+            f"{ranks.world} processes for {options.samples} samples; start fewer, or raise {arg('samples')}"
+        )
     backwards = _backwards(options)
     if backwards and samples.images:
         raise UsageError(
-            f"--moments {backwards[0]} cannot be used with rows with images; leave it out, or give rows of text"
+            f"{arg('moments', backwards[0])} cannot be used with rows with images; leave it out, or give rows of text"
         )
     if "pairs" in options.moments and ranks.world > 1:
-        raise UsageError(f"--moments pairs needs a single process, not {ranks.world}; start it without torchrun")
+        raise UsageError(
+            f"{arg('moments', 'pairs')} needs a single process, not {ranks.world}; start it without torchrun"
+        )
 
 
 def _backwards(options: CalibrateOptions) -> list[str]:
@@ -156,10 +160,10 @@ def _backwards(options: CalibrateOptions) -> list[str]:
 
 def _no_held_out(samples: Samples, options: CalibrateOptions) -> str:
     why = f"the data have {counted(samples.candidates, 'window')} for {counted(options.samples, 'sample')}"
-    remedy = "give more data, or --holdout N with fewer --samples"
+    remedy = f"give more data, or {arg('holdout')} with fewer {arg('samples')}"
     if options.samples < HELD_SHARE:
-        why = f"--samples {options.samples} is below {HELD_SHARE}"
-        remedy = f"give --samples {HELD_SHARE}, or --holdout N"
+        why = f"{arg('samples', options.samples)} is below {HELD_SHARE}"
+        remedy = f"give {arg('samples', HELD_SHARE)}, or {arg('holdout')}"
     return (
         f"no window is held out, since {why}: convert will judge its choices on the data that it makes them on; "
         f"{remedy}"
@@ -169,10 +173,10 @@ def _no_held_out(samples: Samples, options: CalibrateOptions) -> str:
 def _which(moments: Sequence[str]) -> tuple[bool, bool]:
     """(block, full). UsageError for an unknown kind, and for none."""
     if not moments:
-        raise UsageError(f"--moments names nothing; use {', '.join(MOMENTS)}, or several with commas")
+        raise UsageError(f"{arg('moments')} names nothing; use {', '.join(MOMENTS)}, or several with commas")
     unknown = next((kind for kind in moments if kind not in MOMENTS), None)
     if unknown is not None:
-        raise UsageError(f"--moments {unknown!r} is unknown; use {', '.join(MOMENTS)}")
+        raise UsageError(f"{arg('moments', unknown)} is unknown; use {', '.join(MOMENTS)}")
     return "block" in moments, "full" in moments
 
 
@@ -182,7 +186,7 @@ def _dtype_of(name: str, config: Any) -> torch.dtype:
         own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
         return own if isinstance(own, torch.dtype) else torch.float32
     if name not in known:
-        raise UsageError(f"--dtype {name!r} is unknown; use {', '.join(known)} or auto")
+        raise UsageError(f"{arg('dtype', name)} is unknown; use {', '.join(known)} or auto")
     return known[name]
 
 

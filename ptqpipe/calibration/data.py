@@ -38,7 +38,7 @@ from ptqpipe.calibration.rows import (
     weighted,
 )
 from ptqpipe.checkpoint import file_sha256
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg, usage
 from ptqpipe.models.images import decode_images, digest_of, read_image, split_content
 from ptqpipe.runtime.loading import load_tokenizer, read_config
 from ptqpipe.runtime.processor import Processor
@@ -53,7 +53,7 @@ _IMAGES = 4  # at most so many rows with images are processed for each wanted wi
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One --data, as records name it: a file by its base name and its sha256, a data set by its name and None.
+    """One of ``data``, as records name it: a file by its base name and its sha256, a data set by its name and None.
 
     rows    that were read: of a file all
     tokens  of those rows that were tokenized
@@ -81,7 +81,7 @@ class Samples:
     windows     [samples, seqlen] int64
     held_out    [held out, seqlen] int64: other windows, for judging what the first ones led to
     sha256      of the chosen windows as little-endian int64; and then of what all images are known by, if there are any
-    files       of every --data
+    files       of every name in ``data``
     candidates  how many windows there were to choose from
     images      of each window and then of each held out: what the model takes beside tokens; empty without images.
                 A row with images is a window of its own, `NO_TOKEN` behind its end
@@ -218,7 +218,8 @@ def _sources(names: Sequence[str]) -> list[tuple[list[str], float | None]]:
     given = [weighted(name) for name in files_of(names)]
     if any(name == "self" and not Path(name).exists() for name, _ in given):
         raise UsageError(
-            "--data self is an option of convert; here generate the text first: ptqpipe generate MODEL -o own.jsonl"
+            f"{arg('data', 'self')} is an option of convert; here generate the text first: "
+            + usage("generate", "MODEL", out="own.jsonl")
         )
     if all(weight is None for _, weight in given):
         return [([name for name, _ in given], None)]
@@ -377,19 +378,19 @@ def _check_asked(names: Sequence[str], samples: int, seqlen: int, holdout: int |
     """UsageError for no data and for counts that are none."""
     if not names:
         raise UsageError(
-            "no data to calibrate on; give --data FILE: text like what the model will serve (.txt, .jsonl with text or "
-            "messages, .parquet), about --samples x --seqlen tokens"
+            f"no data to calibrate on; give {arg('data', 'FILE')}: text like what the model will serve (.txt, .jsonl "
+            f"with text or messages, .parquet), about {arg('samples')} x {arg('seqlen')} tokens"
         )
     if samples < 1 or seqlen < 1:
-        raise UsageError(f"--samples {samples} --seqlen {seqlen}: expected 1 or more of each")
+        raise UsageError(f"{arg('samples', samples)} {arg('seqlen', seqlen)}: expected 1 or more of each")
     if holdout is not None and holdout < 0:
-        raise UsageError(f"--holdout {holdout}: expected 0 or more windows")
+        raise UsageError(f"{arg('holdout', holdout)}: expected 0 or more windows")
 
 
 def check_seed(seed: int) -> None:
     """UsageError for a seed of more than 32 bits: of more than 64 a generator takes none, and others are made of it."""
     if not 0 <= seed < 1 << 32:
-        raise UsageError(f"--seed {seed} is out of range; use 0 to {(1 << 32) - 1}")
+        raise UsageError(f"{arg('seed', seed)} is out of range; use 0 to {(1 << 32) - 1}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +418,7 @@ def _with_images(
         raise UsageError(f"{where}: {error}") from None
     end = len(tokens) - tokens[::-1].index(processor.token)
     if end > seqlen:
-        raise UsageError(f"{where} has tokens of images up to number {end}, --seqlen is {seqlen}; raise it")
+        raise UsageError(f"{where} has tokens of images up to number {end}, {arg('seqlen')} is {seqlen}; raise it")
     cut = {name: value[:, :seqlen] if name in _OF_TOKENS else value for name, value in inputs.items()}
     return _Shown(tokens[:seqlen], cut, b"".join(map(digest_of, raw)))
 
@@ -446,11 +447,16 @@ def _too_few(
     holdout  whether the call says how many windows are held out
     """
     data, weight = ("the data give", "") if name == "the data" else (f"{name} gives", "its weight, ")
-    remedy = f"give more data, or lower {weight}--samples{', --holdout' if holdout else ''} or --seqlen"
+    remedy = (
+        f"give more data, or lower {weight}{arg('samples')}{', ' + arg('holdout') if holdout else ''} or "
+        f"{arg('seqlen')}"
+    )
     length, rows = next(iter(lengths.items()), (0, 0))
     if len(lengths) == 1 and rows > 1 and 1 < length <= seqlen and not weight:
         samples = rows - rows // (HELD_SHARE + 1)
-        remedy = f"the rows are {rows} windows of {length} tokens: use --samples {samples} --seqlen {length}"
+        remedy = (
+            f"the rows are {rows} windows of {length} tokens: use {arg('samples', samples)} {arg('seqlen', length)}"
+        )
     return UsageError(f"{data} {tokens} tokens, {tokens // seqlen} windows of {seqlen}, expected {wanted}; {remedy}")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import UsageError, not_finite
+from ptqpipe.errors import UsageError, arg, not_finite
 from ptqpipe.models.language_model import cache_name
 from ptqpipe.runtime.loading import check_length
 
@@ -100,7 +100,7 @@ def _beginnings(
 def check_windows(config: Any, *, samples: int, seqlen: int) -> None:
     """UsageError for windows that a model of this config cannot write."""
     if samples < 1 or seqlen < 2:
-        raise UsageError(f"--samples {samples} --seqlen {seqlen}: expected 1 or more, and 2 or more")
+        raise UsageError(f"{arg('samples', samples)} {arg('seqlen', seqlen)}: expected 1 or more, and 2 or more")
     check_length(config, seqlen)
 
 

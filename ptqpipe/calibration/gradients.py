@@ -19,7 +19,7 @@ from ptqpipe.calibration.merge import merge_added, merge_windows
 from ptqpipe.calibration.moments import symmetric
 from ptqpipe.calibration.pairs import Pair
 from ptqpipe.calibration.runner import Block
-from ptqpipe.errors import NumericsError
+from ptqpipe.errors import NumericsError, arg
 
 SQUARED = 1 << 20  # numbers of a weight's gradients, of some windows and rows, that are in memory at once
 
@@ -131,7 +131,7 @@ class WeightSums:
         if not bool(torch.isfinite(torch.cat((rows, columns, along))).all()):
             raise NumericsError(
                 "the squares of a weight's gradients are NaN, or too large for float32; check the model's weights, or "
-                "leave kl out of --moments"
+                f"leave kl out of {arg('moments')}"
             )
         return WeightGradients(rows, columns, along)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import UsageError, not_finite
+from ptqpipe.errors import UsageError, arg, not_finite
 from ptqpipe.models.language_model import cache_name
 
 _PLAIN = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -72,8 +72,8 @@ def check_seen(modules: Iterable[str], config: Any) -> None:
         at = next((int(part) for part in module.split(".") if part.isdigit()), 0)
         if at < len(kinds) and kinds[at] not in _WATCHED:
             raise UsageError(
-                f"--kv-cache: calibrate sees no keys and values of '{module}', a layer of kind {kinds[at]!r}; leave "
-                "--kv-cache out"
+                f"{arg('kv_cache')}: calibrate sees no keys and values of '{module}', a layer of kind {kinds[at]!r}; "
+                f"leave {arg('kv_cache')} out"
             )
 
 

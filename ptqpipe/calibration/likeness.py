@@ -14,6 +14,7 @@ import torch
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.reverse import HEAD_TOKENS
 from ptqpipe.calibration.runner import Runner
+from ptqpipe.errors import arg
 
 WINDOWS = 8  # of each source: a head over a large vocabulary costs about as much as some layers
 UNLIKE = 0.7  # nats a token above the entropy; labs/likeness_table/NOTES.md has what was measured
@@ -85,7 +86,8 @@ def lines_of(found: Mapping[str, Likeness], samples: Samples) -> list[str]:
     lines = [f"perplexity of the data under the model: {each}{samples.thinned}"] if found else []
     lines += [
         f"warning: {name} is unlike what the model knows: perplexity {_perplexity(one.loss)}, where it expects "
-        f"{_perplexity(one.entropy)}; calibrate on text like what it will serve, or on its own (--data self, generate)"
+        f"{_perplexity(one.entropy)}; calibrate on text like what it will serve, or on its own "
+        f"({arg('data', 'self')}, generate)"
         for name, one in found.items()
         if one.unlike
     ]
@@ -101,7 +103,7 @@ def _unused(samples: Samples) -> list[str]:
     more = f" and {len(none) - 1} more" if len(none) > 1 else ""
     return [
         f"warning: no text of {none[0]}{more} is used, its weight gives it none of {count} windows; raise its weight, "
-        "or --samples"
+        f"or {arg('samples')}"
     ]
 
 

@@ -12,7 +12,7 @@ from ptqpipe.calibration.generate import Texts, check_windows, generate as windo
 from ptqpipe.calibration.options import GenerateOptions
 from ptqpipe.calibration.rows import Notes, files_of, read_rows, row_tokens
 from ptqpipe.checkpoint import Finished, check_file, resolve_source, write_file
-from ptqpipe.errors import OutputExists, UsageError
+from ptqpipe.errors import OutputExists, UsageError, arg
 from ptqpipe.models.language_model import with_note
 from ptqpipe.models.source import Source
 from ptqpipe.run.machine import Machine, compute_threads, counting_bar, peak_bytes, threads
@@ -54,9 +54,11 @@ def generate(
     check_device(str(machine.device))
     check_file(out, nbytes=count * (seqlen * TOKEN_BYTES + 20))
     if out.suffix != ".jsonl":  # calibrate goes by the ending, and would take rows of tokens for words
-        raise UsageError(f"-o {out} does not end in .jsonl, which says that it holds rows; give {out.stem}.jsonl")
+        raise UsageError(
+            f"{arg('out', out)} does not end in .jsonl, which says that it holds rows; give {out.stem}.jsonl"
+        )
     if out.exists() and not overwrite:
-        raise OutputExists(f"{out} exists; --overwrite replaces it, or give another -o")
+        raise OutputExists(f"{out} exists; {arg('overwrite', True)} replaces it, or give another {arg('out')}")
     notes = Notes()
     texts = Texts(options.temperature, options.length, _begins(options.prompts, path, notes))
     if log is not None:
@@ -84,14 +86,16 @@ def _check_texts(options: GenerateOptions, seqlen: int) -> None:
     """UsageError for temperatures and lengths that no text has."""
     for heat in options.temperature or (0.0,):
         if not 0.0 < heat <= HOTTEST:
-            raise UsageError(f"--temperature {heat:g}: expected a number above 0, at most {HOTTEST:g}")
+            raise UsageError(f"{arg('temperature', heat)}: expected a number above 0, at most {HOTTEST:g}")
     for tokens in options.length:
         if not 2 <= tokens <= seqlen:
-            raise UsageError(f"--length {tokens}: expected 2 or more, and at most the {seqlen} tokens of a window")
+            raise UsageError(
+                f"{arg('length', tokens)}: expected 2 or more, and at most the {seqlen} tokens of a window"
+            )
 
 
 def _begins(names: Sequence[str], model: Path, notes: Notes) -> list[list[int]]:
     """The tokens of all rows of files. UsageError for rows that are none, and where there are none."""
     tokenizer = cache(lambda: load_tokenizer(model))
-    rows = (row for name in files_of(names, option="--prompts") for row in read_rows(name, notes=notes))
+    rows = (row for name in files_of(names, option="prompts") for row in read_rows(name, notes=notes))
     return [list(chain.from_iterable(row_tokens(tokenizer, value, where, notes=notes))) for where, value in rows]

@@ -18,7 +18,7 @@ import torch
 
 from ptqpipe.calibration.inputs import InputStatistics, Moments, WeightGradients, is_finite, rows_of_half, whole
 from ptqpipe.checkpoint import COUNT, NUMBER, OpenFolder, nearest_path, read_versioned
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import CheckpointError, UsageError, arg, usage
 
 STATS_FILE = "stats.json"
 STATS_VERSION = 1
@@ -63,13 +63,12 @@ class Statistics(OpenFolder):
     @classmethod
     def open(cls, path: Path) -> "Statistics":
         """UsageError for a folder that is no finished calibration; CheckpointError for a damaged one."""
-        file = Path(path) / STATS_FILE
+        file, wrote = Path(path) / STATS_FILE, usage("calibrate", "MODEL", data="TEXT", out="FOLDER")
         if not Path(path).is_dir():
-            remedy = nearest_path(Path(path)) or "give what `ptqpipe calibrate -o` wrote"
+            remedy = nearest_path(Path(path)) or f"give what this wrote: {wrote}"
             raise UsageError(f"the statistics {path} are no folder that exists; {remedy}")
         if not file.is_file():
-            made = "give the folder that this wrote: ptqpipe calibrate MODEL --data TEXT -o FOLDER"
-            raise UsageError(f"{path} holds no {STATS_FILE}; {made}")
+            raise UsageError(f"{path} holds no {STATS_FILE}; give the folder that this wrote: {wrote}")
         remedy = "calibrate again"
         content = read_versioned(file, _FIELDS, version=STATS_VERSION, remedy=remedy)
         hashes = content.get("files") or {}
@@ -224,7 +223,7 @@ class Statistics(OpenFolder):
         name = f"{entry['key']}.{moment}"
         if name not in self._reader.entries:
             kind = next((kind for kind in ("full", "block") if f"{kind}_moment" in moment), "")
-            remedy = f" with --moments {kind}" if kind else ""
+            remedy = f" with {arg('moments', kind)}" if kind else ""
             raise UsageError(f"{self.path} has no {moment} of '{module}'; calibrate again{remedy}")
         header = self._reader.entries[name]
         wanted = _shape(moment, self.columns(module))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from urllib import error, request
 
 from ptqpipe._version import __version__
-from ptqpipe.errors import first_line
+from ptqpipe.errors import arg, first_line
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.run.quantities import counted, disk_size, memory_size
 from ptqpipe.runtime.memory import available_bytes
@@ -91,7 +91,7 @@ def _torch() -> Iterator[Check]:
     facts = {"found": names, "triton": _installed("triton")}
     if names and facts["triton"]:
         text = f"{', '.join(names)}; not used unless asked for: commands compute on the CPU by default"
-        yield Check("GPU", "ok", text, "add --device cuda to a command", facts)
+        yield Check("GPU", "ok", text, f"give commands {arg('device', 'cuda')}", facts)
     elif names:
         text = f"{', '.join(names)}; triton, which the kernels for it need, is not installed"
         yield Check("GPU", "missing", text, "pip install 'ptqpipe[cuda]'", facts)
@@ -138,7 +138,7 @@ def _installed(name: str) -> bool:
 def _memory() -> Check:
     free = available_bytes()
     facts = {"available_bytes": free}
-    return Check("memory", "ok", f"{memory_size(free)} free; commands stay below --max-memory", facts=facts)
+    return Check("memory", "ok", f"{memory_size(free)} free; commands stay below {arg('max_memory')}", facts=facts)
 
 
 def _disk() -> Check:

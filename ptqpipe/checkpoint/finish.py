@@ -17,7 +17,7 @@ from ptqpipe.checkpoint.header import pread_exactly, shown
 from ptqpipe.checkpoint.journal import read_journals
 from ptqpipe.checkpoint.layout import ShardLayout
 from ptqpipe.checkpoint.partial import Paths, fsync_folder, output_errors
-from ptqpipe.errors import CheckpointError, OutputError, first_line, read_failure
+from ptqpipe.errors import CheckpointError, OutputError, arg, first_line, read_failure
 
 _COPY_BYTES: Final = 4 * 2**20
 
@@ -28,7 +28,8 @@ def check_units(paths: Paths, layout: ShardLayout, expected_units: Iterable[str]
     missing = [unit for unit in expected_units if unit not in content.units]
     if missing:
         raise OutputError(
-            f"{shown(str(paths.partial))} lacks {len(missing)} units, the first {shown(missing[0])}; --resume does them"
+            f"{shown(str(paths.partial))} lacks {len(missing)} units, the first {shown(missing[0])}; "
+            f"{arg('resume', True)} does them"
         )
     names = (spec.name for shard in layout.shards for spec in shard.tensors)
     for number, name in enumerate(names):
@@ -49,7 +50,7 @@ def check_shards(paths: Paths, layout: ShardLayout) -> None:
         if size != shard.file_bytes or head != shard.header:
             raise OutputError(
                 f"{shown(str(path))} has been changed from outside ({size} bytes, expected {shard.file_bytes}); "
-                "--overwrite starts over"
+                f"{arg('overwrite', True)} starts over"
             )
         _open_as_readers_do(path)
 

@@ -16,7 +16,7 @@ from ptqpipe.checkpoint.files import FOLDING_FILE
 from ptqpipe.checkpoint.header import shown
 from ptqpipe.checkpoint.in_memory import held_in
 from ptqpipe.checkpoint.partial import Paths
-from ptqpipe.errors import CheckpointError, UsageError, first_line, missing_package, nearest, read_failure
+from ptqpipe.errors import CheckpointError, UsageError, arg, first_line, missing_package, nearest, read_failure
 
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _GGUF: Final = "GGUF, which is not read; take the folder of the original model, with its .safetensors files"
@@ -151,14 +151,14 @@ def _repository(folder: Path) -> str:
     return repository.removeprefix("models--").replace("--", "/") if inside else ""
 
 
-def check_disjoint(source: Path, out: Path, *, names: str = "the output and the source", option: str = "-o") -> None:
+def check_disjoint(source: Path, out: Path, *, names: str = "the output and the source", option: str = "out") -> None:
     """Raises UsageError if the output would lie in the source, or contain it. ``names`` are what a message calls them,
-    the output first, and ``option`` gives the output."""
+    the output first, and ``option`` names the output."""
     source, out = source.resolve(), Paths.of(out).out
     if source == out or source in out.parents or out in source.parents:
         first, second = names.split(" and ")
         raise UsageError(
-            f"{first} {shown(str(out))} and {second} {shown(str(source))} overlap; choose another {option}"
+            f"{first} {shown(str(out))} and {second} {shown(str(source))} overlap; choose another {arg(option)}"
         )
 
 

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ptqpipe.checkpoint.header import shown
-from ptqpipe.errors import OutputError, read_failure
+from ptqpipe.errors import OutputError, arg, read_failure
 
 VERSION: Final = 3  # of 3: the sha256 of what a unit has written
 _IDENTITY: Final = ("run_id", "layout", "parts", "files", "replaces")
@@ -33,7 +33,7 @@ class RunIdentity:
 
     ``files`` are the source's as one rank sees them (``CheckpointReader.file_states``): not in ``run_id``, since copies
     of a source give the same bytes, but what an unfinished run must find again.
-    ``replaces`` says that the run was begun with --overwrite, so an output that is there may be replaced.
+    ``replaces`` says that the run was begun with ``overwrite``, so an output that is there may be replaced.
     """
 
     run_id: str
@@ -85,7 +85,7 @@ def read_journal(path: Path) -> JournalContent:
             damaged = damaged or number
         elif damaged:
             raise OutputError(
-                f"{shown(str(path))} is damaged at line {damaged} of {len(lines)}; --overwrite starts over"
+                f"{shown(str(path))} is damaged at line {damaged} of {len(lines)}; {arg('overwrite', True)} starts over"
             )
         else:
             _apply(path, content, payload, number=number)
@@ -110,7 +110,7 @@ def read_journals(folder: Path) -> JournalContent:
         if content.identity is None:
             continue
         if union.identity is not None and content.identity.run_id != union.identity.run_id:
-            raise OutputError(f"{shown(str(path))} belongs to another run; --overwrite starts over")
+            raise OutputError(f"{shown(str(path))} belongs to another run; {arg('overwrite', True)} starts over")
         union.identity = union.identity or content.identity
         union.units.update(content.units)
         union.withdrawn.update(content.withdrawn)
@@ -129,7 +129,7 @@ def check_same_run(former: RunIdentity, wanted: RunIdentity, *, partial: Path) -
     what = " and ".join(changed) or ("the plan" if former.run_id != wanted.run_id else "the layout of the shards")
     raise OutputError(
         f"{shown(str(partial))} was started by another run: {what} changed since; "
-        "restore it and --resume, or --overwrite to start over"
+        f"restore it and give {arg('resume', True)}, or {arg('overwrite', True)} to start over"
     )
 
 
@@ -141,7 +141,7 @@ def _check_same_files(former: RunIdentity, wanted: RunIdentity, *, partial: Path
         raise OutputError(
             f"{shown(str(partial))} was started before the source's {name} was written to, replaced or copied; what is "
             "finished may come from other bytes, though its size and what the fingerprint reads are the same: "
-            "--overwrite starts over"
+            f"{arg('overwrite', True)} starts over"
         )
 
 
@@ -209,7 +209,7 @@ def _apply(path: Path, content: JournalContent, payload: dict[str, Any], *, numb
         if payload.get("version") != VERSION:
             raise OutputError(
                 f"{shown(str(path))} has version {shown(payload.get('version'))}, expected {VERSION}; "
-                "resume with the ptqpipe that began the run, or --overwrite to start over"
+                f"resume with the ptqpipe that began the run, or {arg('overwrite', True)} to start over"
             )
         content.identity = RunIdentity(**{key: payload[key] for key in _IDENTITY})
     else:

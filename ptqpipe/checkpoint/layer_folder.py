@@ -61,7 +61,7 @@ class LayerFolder:
         """Rank 0 prepares the folder while the others wait. OutputError, AlreadyComplete.
 
         source      the model, whose files a resumed run must find untouched
-        parts       what decides the numbers of this run; which of them changed is what a refused --resume says
+        parts       what decides the numbers of this run; which of them changed is what a refused ``resume`` says
         index_file  the file whose "run_id" says which run made a complete folder
         wait        returns when every rank has called it
         beside      a folder beside the one that becomes the output, where the units' files are written first

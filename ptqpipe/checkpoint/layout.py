@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.files import INDEX_NAME, SINGLE_NAME
 from ptqpipe.checkpoint.header import FileHeader, header_bytes, header_of, quoted, shown, tensor_bytes
-from ptqpipe.errors import OutputError, UsageError
+from ptqpipe.errors import OutputError, UsageError, arg
 
 MIN_SHARD_BYTES: Final = 256 * 2**20
 MAX_SHARD_BYTES: Final = 4 * 2**30
@@ -79,7 +79,7 @@ class ShardLayout:
         total = sum(sizes.values())
         limit = default_shard_bytes(total) if shard_bytes is None else shard_bytes
         if limit < 1:
-            raise UsageError(f"--shard-size {limit} cannot hold anything; write a size such as 2GB")
+            raise UsageError(f"{arg('shard_size', limit)} cannot hold anything; write a size such as 2GB")
         contents, group_shards = _fill(groups, sizes, limit)
         return cls._of(contents, group_shards, sizes)
 

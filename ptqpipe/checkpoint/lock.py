@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from ptqpipe.checkpoint.header import shown
-from ptqpipe.errors import OutputError, PtqWarning
+from ptqpipe.errors import OutputError, PtqWarning, arg
 
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 _HELD: Final = frozenset({errno.EAGAIN, errno.EACCES})
@@ -131,7 +131,9 @@ def refuse_held(folder: Path) -> None:
 
 
 def _refuse(folder: Path, holder: str) -> NoReturn:
-    raise OutputError(f"{shown(str(folder))} is being written by {holder}; wait for it, or choose another -o") from None
+    raise OutputError(
+        f"{shown(str(folder))} is being written by {holder}; wait for it, or choose another {arg('out')}"
+    ) from None
 
 
 @contextlib.contextmanager

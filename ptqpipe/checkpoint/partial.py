@@ -37,7 +37,7 @@ from ptqpipe.checkpoint.journal import (
 )
 from ptqpipe.checkpoint.lock import RankLock, lock_folder, refuse_held
 from ptqpipe.checkpoint.regular_file import read_json
-from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, WrongOutput, write_failure
+from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, WrongOutput, arg, write_failure
 from ptqpipe.run.quantities import disk_size
 
 #: Folders that hold .safetensors and are no models, by the file that each has.
@@ -77,13 +77,17 @@ class Paths:
             file = next((parent for parent in resolved.parents if parent.exists() and not parent.is_dir()), None)
         except (OSError, RuntimeError, ValueError) as error:  # a long name, an unknown user's home, links in a circle
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            raise WrongOutput(f"{shown(str(out))} cannot be the output: {reason}; choose another -o") from None
+            raise WrongOutput(
+                f"{shown(str(out))} cannot be the output: {reason}; choose another {arg('out')}"
+            ) from None
         if file is not None:
             raise WrongOutput(
-                f"{shown(str(file))} is a file, {shown(str(out))} cannot be created in it; choose another -o"
+                f"{shown(str(file))} is a file, {shown(str(out))} cannot be created in it; choose another {arg('out')}"
             )
         if not resolved.name:
-            raise WrongOutput(f"{shown(str(out))} cannot be the output, it is the root folder; choose another -o")
+            raise WrongOutput(
+                f"{shown(str(out))} cannot be the output, it is the root folder; choose another {arg('out')}"
+            )
         return cls(resolved)
 
     @property
@@ -142,7 +146,7 @@ def check_place(out: Path) -> None:
         if Path.cwd().is_relative_to(Paths.of(out).out):
             raise WrongOutput(
                 f"{shown(str(out))} is the working folder or holds it, and the output would replace it; choose another "
-                "-o, a name in it or beside it"
+                f"{arg('out')}, a name in it or beside it"
             )
     place = next(parent for parent in Paths.of(out).out.parents if parent.is_dir())
     with output_errors(place):
@@ -150,7 +154,8 @@ def check_place(out: Path) -> None:
             tempfile.TemporaryFile(dir=place).close()
         except FileNotFoundError:  # of a file system that is made by the kernel
             raise WrongOutput(
-                f"{shown(str(place))} is not writable, {shown(str(out))} cannot be created in it; choose another -o"
+                f"{shown(str(place))} is not writable, {shown(str(out))} cannot be created in it; choose "
+                f"another {arg('out')}"
             ) from None
 
 
@@ -182,7 +187,8 @@ def _refuse_running(paths: Paths) -> None:
 
 def _refuse_unfinished(paths: Paths) -> NoReturn:
     raise OutputExists(
-        f"{shown(str(paths.partial))} is left from an unfinished run; --resume continues it, --overwrite discards it"
+        f"{shown(str(paths.partial))} is left from an unfinished run; {arg('resume', True)} continues it, "
+        f"{arg('overwrite', True)} discards it"
     )
 
 
@@ -239,7 +245,7 @@ def _settle(
 
 
 def _put_back(paths: Paths) -> None:
-    """A run that was killed between two renames of --overwrite has left no output under its name."""
+    """A run that was killed between two renames of an output that is replaced has left no output under its name."""
     if paths.old.exists() and paths.growing.exists() and not paths.out.exists():
         paths.old.rename(paths.out)
 
@@ -294,7 +300,7 @@ def check_space(paths: Paths, needed: int) -> None:
     if needed - have > free:
         raise OutputError(
             f"{shown(str(paths.out.parent))} has {disk_size(free)} free, "
-            f"the output needs {disk_size(needed - have)} more; free some space, or choose another -o"
+            f"the output needs {disk_size(needed - have)} more; free some space, or choose another {arg('out')}"
         )
 
 
@@ -342,10 +348,11 @@ def _refuse_existing(paths: Paths) -> None:
     with output_errors(out):
         if out.is_dir() and any(out.iterdir()):
             raise OutputExists(
-                f"{shown(str(out))} exists and is not empty; --overwrite replaces it, or choose another -o"
+                f"{shown(str(out))} exists and is not empty; {arg('overwrite', True)} replaces it, "
+                f"or choose another {arg('out')}"
             )
     if out.exists() and not out.is_dir():
-        raise OutputExists(f"{shown(str(out))} is a file, expected a folder or nothing; choose another -o")
+        raise OutputExists(f"{shown(str(out))} is a file, expected a folder or nothing; choose another {arg('out')}")
 
 
 def _kind(names: Sequence[str]) -> str | None:
@@ -358,7 +365,7 @@ def _kind(names: Sequence[str]) -> str | None:
 
 
 def _refuse_replacing(paths: Paths, index_file: str | None) -> None:
-    """Raises OutputError unless what lies at OUT is of the kind that replaces it: --overwrite deletes it whole."""
+    """Raises OutputError unless what lies at OUT is of the kind that replaces it: ``overwrite`` deletes it whole."""
     out = paths.out
     if not os.path.lexists(out):
         return
@@ -371,12 +378,15 @@ def _refuse_replacing(paths: Paths, index_file: str | None) -> None:
     if names and kind != wanted:
         what = f"is {kind}" if kind else f"has {shown(min(names))}"
         raise OutputExists(
-            f"{shown_out} {what}, so it is no {wanted.removeprefix('a ')} that --overwrite may replace; "
-            "choose another -o, or move that folder away yourself"
+            f"{shown_out} {what}, so it is no {wanted.removeprefix('a ')} that {arg('overwrite', True)} may replace; "
+            f"choose another {arg('out')}, or move that folder away yourself"
         )
     for name, path in (("your home folder", Path.home()), ("the working folder", Path.cwd())):
         if out == path.resolve() or out in path.resolve().parents:
-            raise OutputExists(f"{shown_out} is, or holds, {name}; --overwrite does not delete that, choose another -o")
+            raise OutputExists(
+                f"{shown_out} is, or holds, {name}; {arg('overwrite', True)} does not delete that, "
+                f"choose another {arg('out')}"
+            )
 
 
 def _refuse_resume(paths: Paths, identity: RunIdentity, index_file: str | None) -> None:
@@ -385,6 +395,6 @@ def _refuse_resume(paths: Paths, identity: RunIdentity, index_file: str | None) 
         _refuse_complete(paths)
     if paths.out.exists() and (not paths.out.is_dir() or any(paths.out.iterdir())):
         raise WrongOutput(
-            f"{shown(str(paths.out))} has no unfinished run next to it and is no output of this run; --overwrite "
-            "replaces it, or choose another -o"
+            f"{shown(str(paths.out))} has no unfinished run next to it and is no output of this run; "
+            f"{arg('overwrite', True)} replaces it, or choose another {arg('out')}"
         )

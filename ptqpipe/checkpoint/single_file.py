@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ptqpipe.checkpoint.header import shown
-from ptqpipe.errors import OutputError, OutputExists, WrongOutput, write_failure
+from ptqpipe.errors import OutputError, OutputExists, WrongOutput, arg, write_failure
 
 LOOK_BYTES = 4096  # of an existing file that `own` is shown
 
@@ -34,17 +34,19 @@ def check_file(
     with _errors(path):
         place = path.expanduser() if str(path).startswith("~") else path
         if place.is_dir():
-            raise OutputExists(f"{name} is a folder, expected the name of a file; give another -o")
+            raise OutputExists(f"{name} is a folder, expected the name of a file; give another {arg('out')}")
         if os.path.lexists(place) and place.exists() and not place.is_file():
-            raise OutputExists(f"{name} is no ordinary file; give another -o")
+            raise OutputExists(f"{name} is no ordinary file; give another {arg('out')}")
         if place.exists() and own is not None:
             with open(place, "rb") as file:
                 head = file.read(LOOK_BYTES)
             if not own(head):
-                raise OutputExists(f"{name} exists and is not {what}; remove it, or give another -o")
+                raise OutputExists(f"{name} exists and is not {what}; remove it, or give another {arg('out')}")
         folder = next(parent for parent in (place.absolute().parent, *place.absolute().parents) if parent.exists())
         if not folder.is_dir():
-            raise WrongOutput(f"{shown(str(folder))} is a file, {name} cannot be created in it; give another -o")
+            raise WrongOutput(
+                f"{shown(str(folder))} is a file, {name} cannot be created in it; give another {arg('out')}"
+            )
         with contextlib.suppress(FileNotFoundError):
             os.lstat(folder / place.name)  # says whether the file system takes such a name
         try:
@@ -52,7 +54,7 @@ def check_file(
                 _reserve(probe.fileno(), nbytes)
         except FileNotFoundError:  # of a file system that is made by the kernel
             where = f"{shown(str(folder))} is not writable"
-            raise WrongOutput(f"{where}, {name} cannot be created in it; give another -o") from None
+            raise WrongOutput(f"{where}, {name} cannot be created in it; give another {arg('out')}") from None
 
 
 def write_file(path: Path, content: str) -> None:
@@ -101,7 +103,9 @@ def _errors(path: Path) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # an unknown user's home
-        raise OutputError(f"{shown(str(path), limit=400)} cannot be written: {error}; give another -o") from None
+        raise OutputError(
+            f"{shown(str(path), limit=400)} cannot be written: {error}; give another {arg('out')}"
+        ) from None
     except OSError as error:
         reason = write_failure(error, resumes=False)
         raise OutputError(f"{shown(str(path), limit=400)} cannot be written: {reason}") from None

@@ -44,7 +44,7 @@ class CheckpointWriter:
     """One rank's hand on the output; use as a context manager, or call `finish`, `close` or `abort`.
 
     Rank 0 opens first, the others after it has (a barrier between). Leaving the context without `finish`
-    keeps the partial folder for --resume.
+    keeps the partial folder for ``resume``.
     """
 
     def __init__(self, paths: Paths, layout: ShardLayout, *, identity: RunIdentity, rank: int, lock: RankLock) -> None:
@@ -229,7 +229,7 @@ class CheckpointWriter:
         self._release()
 
     def close(self) -> None:
-        """Flushes and lets go; the partial folder stays, for `finish` by rank 0 or for --resume. Idempotent."""
+        """Flushes and lets go; the partial folder stays, for `finish` by rank 0 or for ``resume``. Idempotent."""
         if self._lock_file is not None:
             try:
                 self.flush()

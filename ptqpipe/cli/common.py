@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -128,7 +128,7 @@ def command(
 
         def call(as_json: bool = False, quiet: bool = False, **values: Any) -> None:
             with _errors_in_one_line():
-                chosen = options(**{name: value for name, value in values.items() if name in names})
+                chosen = options(**_stated(values, names))
                 try:
                     function(chosen, Terminal(as_json, quiet))
                 except KeyboardInterrupt:
@@ -140,6 +140,15 @@ def command(
         return main.command(name or function.__name__, cls=Command, epilog=examples(example))(call)
 
     return decorate
+
+
+def _stated(values: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The parameters that are options, with the names of those that the call states where the class wants these."""
+    chosen = {name: value for name, value in values.items() if name in names}
+    if "stated" in names:
+        source = click.get_current_context().get_parameter_source
+        chosen["stated"] = frozenset(name for name in chosen if source(name) is ParameterSource.COMMANDLINE)
+    return chosen
 
 
 _JSON = click.Option(["--json", "as_json"], is_flag=True, help="Print JSON instead of text.")

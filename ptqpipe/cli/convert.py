@@ -15,7 +15,7 @@ from ptqpipe.cli.common import Terminal, command, ranks_of, resume_hint, this_ca
 from ptqpipe.conversion.options import DequantizeCommand, RelayoutCommand, TransformCommand, TransformOptions
 from ptqpipe.errors import UsageError, arg
 from ptqpipe.pipeline.options import ConvertCommand, DemoCommand
-from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.recipe.options import PipelineOptions
 from ptqpipe.run.options import MachineOptions, WritingOptions
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def convert(options: ConvertCommand, terminal: Terminal) -> None:
     from ptqpipe.pipeline.validate import for_reader
     from ptqpipe.run.machine import without_collections
 
-    mode, machine, recipe = options.mode, terminal.machine(options, device=options.device), options.part(RecipeOptions)
+    mode, machine, recipe = options.mode, terminal.machine(options, device=options.device), options.recipe_options
     where: dict[str, Any] = {"recipe_path": options.recipe, "stats": options.stats, "rounding": options.codes}
     if options.reader is not None:
         recipe = for_reader(options.reader, recipe, options.recipe)
@@ -116,7 +116,7 @@ def _pipeline(options: ConvertCommand, terminal: Terminal) -> None:
             "it without torchrun"
         )
     mode, machine = options.mode, terminal.machine(options, device=options.device)
-    recipe, work = options.part(RecipeOptions), options.part(PipelineOptions)
+    recipe, work = options.recipe_options, options.part(PipelineOptions)
     prepared = prepare(options.model, recipe, options.recipe, options.out, work, mode, machine)
     prepared.command = this_call()
     with resume_hint(prepared.out, mode), _stop_is_interrupt(), also_complete(options.push):

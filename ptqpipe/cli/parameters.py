@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 import click
 
 from ptqpipe.errors import PtqError, one_line
-from ptqpipe.recipe.options import recipe_path, spelled
-from ptqpipe.run.options import Option, described, options_of, type_of
+from ptqpipe.recipe.options import recipe_path
+from ptqpipe.run.options import Option, described, options_of, spelled, type_of
 from ptqpipe.run.quantities import bytes_of
 
 EMPTY = "the name is empty, expected that of a file or folder; is a variable of the shell not set?"

@@ -46,16 +46,16 @@ def best_with(
     codes, say it: GPTQ where the full moments are there, else nearest codes at weighted scales."""
     if stats is None or recipe_path is not None or rounding is not None:
         return options
-    if options.algorithm is None and options.objective is None:
+    if not options.stated & {"algorithm", "objective"}:
         with Statistics.open(stats) as statistics:
             usable = [name for name, row in ALGORITHMS.items() if not row.moment or statistics.has_any(row.moment)]
-        options = replace(options, algorithm=usable[-1])
+        options = options.but(algorithm=usable[-1])
     if (
         options.algorithm == "rtn"
-        and options.objective is None
-        and options.scale_search in (None, AUTO, "exact", "brute_force")
+        and "objective" not in options.stated
+        and options.scale_search in (AUTO, "exact", "brute_force")
     ):
-        options = replace(options, objective="diagonal")
+        options = options.but(objective="diagonal")
     return options
 
 
@@ -91,14 +91,16 @@ def check_used(options: RecipeOptions, recipe: Recipe, *, statistics: bool) -> N
     own = {name: key for key, row in ALGORITHMS.items() for name in row.options}
     static = any(scheme.needs_input_global_scale for scheme in recipe.schemes())
     kinds = "a format with static activation scales, such as nvfp4_w4a4"
-    for option, value, used, needs in (
-        *((n, options.overrides.get(n), n in read, f"algorithm {own[n]}; give {arg('stats')}") for n in own),
-        ("input_scale", options.input_scale, static and statistics, f"{arg('stats')} and {kinds}"),
-        ("headroom", options.headroom, static and statistics, f"{arg('stats')} and {kinds}"),
-        ("input_amax", options.input_amax, static and not statistics, f"{kinds}, without {arg('stats')}"),
+    for name, used, needs in (
+        *((name, name in read, f"algorithm {own[name]}; give {arg('stats')}") for name in own),
+        ("input_scale", static and statistics, f"{arg('stats')} and {kinds}"),
+        ("headroom", static and statistics, f"{arg('stats')} and {kinds}"),
+        ("input_amax", static and not statistics, f"{kinds}, without {arg('stats')}"),
     ):
-        if value is not None and not used:
-            raise UsageError(f"{arg(option, value)} would change nothing: it needs {needs}; otherwise leave it out")
+        if name in options.stated and not used:
+            raise UsageError(
+                f"{arg(name, getattr(options, name))} would change nothing: it needs {needs}; otherwise leave it out"
+            )
 
 
 @without_collections()

@@ -9,13 +9,9 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.errors import CheckpointError
+from ptqpipe.errors import CheckpointError, arg
 
 _LEFT_OUT = "_ptqpipe_left_out"
-_NO_TEXT = (
-    "which is no causal language model, as calibrate, tune, generate, eval and serve need; convert it without --data "
-    "and --stats, which does not run it"
-)
 CACHES = ("cache", "cache_params", "past_key_values")  # what transformers calls a cache: today, and before
 _NEED_IMAGES = {"idefics"}  # their forward refuses text alone, which its signature does not say
 
@@ -32,20 +28,27 @@ def causal_model_of(config: Any, path: Path) -> tuple[Any, Any]:
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False
         if encoder or config.is_encoder_decoder:
-            raise CheckpointError(f"{path} is a {config.model_type!r} model, {_NO_TEXT}")
+            raise _no_text(config, path)
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         text = config.get_text_config()
         return model_class, text if model_class.config_class is type(text) else config
     model_class = _with_images(config)
     if model_class is None:
-        raise CheckpointError(f"{path} is a {config.model_type!r} model, {_NO_TEXT}")
+        raise _no_text(config, path)
     if not _takes_text_alone(model_class, config):
         raise CheckpointError(
             f"{path} is a {config.model_type!r} model, which generates no text without an image, as calibrate, tune, "
-            "generate, eval and serve need; convert it without --data and --stats, which does not run the model, and "
-            "serve the result with vLLM"
+            f"generate, eval and serve need; convert it without {arg('data')} and {arg('stats')}, which does not run "
+            "the model, and serve the result with vLLM"
         )
     return model_class, config
+
+
+def _no_text(config: Any, path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is a {config.model_type!r} model, which is no causal language model, as calibrate, tune, generate, "
+        f"eval and serve need; convert it without {arg('data')} and {arg('stats')}, which does not run it"
+    )
 
 
 def named_model_of(config: Any, path: Path) -> tuple[Any, Any]:
@@ -94,8 +97,8 @@ def without_head(path: Path, model: Any) -> CheckpointError:
     what = f", and its config.json names {named}" if named else ""
     return CheckpointError(
         f"{path} has no language-model head{what}: embedding models and classifiers give no probabilities of tokens, "
-        "as eval, generate, serve, --quality best, --moments kl and pairs need; convert it without --data, or with "
-        "--quality fast or good"
+        f"as eval, generate, serve, {arg('quality', 'best')}, {arg('moments', 'kl')} and pairs need; convert it "
+        f"without {arg('data')}, or with {arg('quality')} fast or good"
     )
 
 

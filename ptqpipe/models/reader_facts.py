@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.numerics.schemes import Scheme
 
 _CT, _MODELOPT, _DEEPSEEK = "compressed_tensors", "modelopt", "deepseek_fp8"
@@ -123,8 +123,8 @@ def check_experts(reader: str, formats: Iterable[str], *, container: str) -> Non
     for name in formats:
         if container in refused.get(name, ()):
             others = [other for other in READERS[reader][name] if other not in refused[name]]
-            remedy = f"use --container {others[0]}" if others else "give them fp8_dynamic, fp8_block or nvfp4"
-            raise UsageError(f"--for {reader}: {reader} runs no experts in {name} from {container}; {remedy}")
+            remedy = f"use {arg('container', others[0])}" if others else "give them fp8_dynamic, fp8_block or nvfp4"
+            raise UsageError(f"{arg('reader', reader)}: {reader} runs no experts in {name} from {container}; {remedy}")
 
 
 ROTATING = ("vllm",)
@@ -137,13 +137,13 @@ def check_rotation(reader: str, biased: str | None) -> None:
     ``biased``: the first bias of one."""
     if reader not in ROTATING:
         raise UsageError(
-            f"--for {reader}: {reader} rotates no inputs and would compute garbage; leave --rotate out, or use "
-            f"--for {' or '.join(ROTATING)}"
+            f"{arg('reader', reader)}: {reader} rotates no inputs and would compute garbage; leave "
+            f"{arg('rotate')} out, or use {' or '.join(arg('reader', one) for one in ROTATING)}"
         )
     if biased is not None:
         raise UsageError(
-            f"--for {reader}: it rotates no inputs of layers with a bias, and there is {biased!r}; leave this role out "
-            "of --rotate"
+            f"{arg('reader', reader)}: it rotates no inputs of layers with a bias, and there is {biased!r}; leave this "
+            f"role out of {arg('rotate')}"
         )
 
 
@@ -152,7 +152,7 @@ def formats_of(reader: str) -> tuple[str, ...]:
     if reader not in READERS:
         near = get_close_matches(reader, READERS, n=1, cutoff=0.4)
         remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(READERS)}"
-        raise UsageError(f"--for {reader!r} is unknown; {remedy}")
+        raise UsageError(f"{arg('reader', reader)} is unknown; {remedy}")
     return tuple(READERS[reader])
 
 
@@ -169,8 +169,8 @@ def container_for(reader: str, schemes: Sequence[Scheme], *, container: str | No
         containers = READERS[reader][scheme.name]
         if container is not None and container not in containers:
             raise UsageError(
-                f"--container {container} contradicts --for {reader}, which runs {scheme.name} from "
-                f"{' or '.join(containers)}; leave --container out"
+                f"{arg('container', container)} contradicts {arg('reader', reader)}, which runs {scheme.name} from "
+                f"{' or '.join(containers)}; leave {arg('container')} out"
             )
         common = containers if common is None else tuple(name for name in common if name in containers)
     if container is not None or not common:

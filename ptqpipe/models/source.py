@@ -28,7 +28,7 @@ from ptqpipe.checkpoint.layouts import (
     get_container,
     merged_config,
 )
-from ptqpipe.errors import CheckpointError, NumericsError, UsageError, one_line
+from ptqpipe.errors import CheckpointError, NumericsError, UsageError, arg, one_line
 from ptqpipe.models.folded import FoldedTensors, folded, open_folded
 from ptqpipe.models.slices import Slice
 from ptqpipe.numerics.formats import Format
@@ -123,7 +123,8 @@ class Source:
         for tensor in self.stored if formats is None else formats:
             low, fmt = self.below_8_bits(tensor), (formats or {}).get(tensor)
             if low is not None and (fmt is None or not fmt.holds(low)):
-                to, remedy = (" again", "") if fmt is None else (f" to {fmt.name}", "; convert --requantize does it")
+                to = " again" if fmt is None else f" to {fmt.name}"
+                remedy = "" if fmt is None else f"; {arg('requantize', True)} does it"
                 raise UsageError(
                     f"{self.reader.path} is already quantized ({low.name}, {self.container_name}); converting it{to} "
                     "can only add error: use `ptqpipe relayout` to change its layout, or convert the "

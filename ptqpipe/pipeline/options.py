@@ -27,6 +27,11 @@ class ConvertCommand(RecipeOptions, PipelineOptions, WritingOptions):
     device: str = option("cpu", "Device that computes: cpu, cuda or cuda:N.", metavar="DEVICE")
     dry_run: bool = option(False, "Print what would be done and the exact size; read and write no weights.", shell=True)
 
+    @property
+    def recipe_options(self) -> RecipeOptions:
+        """Those that decide bytes, without the recipe."""
+        return self.but()
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand(MachineOptions):

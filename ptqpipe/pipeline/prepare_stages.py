@@ -63,7 +63,7 @@ def prepare(
         if work.reader is not None:
             if build_recipe(recipe).rotations:
                 check_rotation(work.reader, None)
-            recipe = replace(recipe, container=validate.container_of_all(work.reader, formats))
+            recipe = recipe.but(container=validate.container_of_all(work.reader, formats))
         _check_cache(path, build_recipe(recipe, path=recipe_path), work)
         preset = TABLE[WEIGHTS][work.quality or "best"] if work.data else None
         _check_untie(work, preset, arg("budget", work.budget))

@@ -4,7 +4,6 @@ Knows options and names of files; must not know what stages do.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
@@ -60,11 +59,11 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
             f"{arg('format')}"
         )
     decider = arg("recipe") if recipe_path is not None else arg("format") if recipe.format is not None else ""
-    if recipe.overrides.get("mtp") not in (None, "keep"):
+    if recipe.mtp != "keep":
         decider = arg("mtp", recipe.mtp)
     if work.budget is not None and decider:
         raise UsageError(f"{arg('budget')} chooses the formats, and {decider} does; give one of them")
-    decided = next((name for name in _BY_QUALITY if work.data and recipe.overrides.get(name) is not None), None)
+    decided = next((name for name in _BY_QUALITY if work.data and name in recipe.stated), None)
     if decided is not None:
         raise UsageError(
             f"{arg(decided)} is decided by {arg('quality')} where there is {arg('data')}; leave it out, "
@@ -132,7 +131,7 @@ def for_reader(reader: str, recipe: RecipeOptions, recipe_path: Path | None) -> 
     it."""
     built = build_recipe(recipe, path=recipe_path)
     container = None if built.container is None else built.container_name
-    return replace(recipe, container=container_for(reader, built.schemes(), container=container))
+    return recipe.but(container=container_for(reader, built.schemes(), container=container))
 
 
 def container_of_all(reader: str, formats: Sequence[str]) -> str:

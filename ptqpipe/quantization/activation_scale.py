@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.errors import NumericsError, UsageError, arg
 from ptqpipe.numerics.formats import FORMATS, Format
 from ptqpipe.numerics.global_scale import RANGE, canonical
 
@@ -44,8 +44,8 @@ def static_amax(
     top = float(amax.max()) if amax.numel() else 0.0
     if not top < float("inf"):
         raise NumericsError(
-            f"the largest activation of {name} is {top}; calibrate again with --dtype fp32, or check the "
-            "model's weights"
+            f"the largest activation of {name} is {top}; calibrate again with {arg('dtype', 'fp32')}, or check "
+            "the model's weights"
         )
     if policy == "absmax" or top == 0.0:
         return top

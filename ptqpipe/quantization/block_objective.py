@@ -16,7 +16,7 @@ statistics files.
 
 import torch
 
-from ptqpipe.errors import FormatError
+from ptqpipe.errors import FormatError, arg
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.qtensor import check_finite, round_to
 from ptqpipe.quantization.columns import scale_ladder
@@ -37,7 +37,7 @@ def search(
     """
     size = fmt.block[1]
     if fmt.block[0] != 1 or not fmt.scale.enumerable:
-        raise FormatError(f"{fmt.name} has no list of block scales along its rows; use weighting diagonal")
+        raise FormatError(f"{fmt.name} has no list of block scales along its rows; use {arg('objective', 'diagonal')}")
     if moments.shape != (w.shape[1] // size, size, size):
         raise FormatError(f"block moments {list(moments.shape)} are not those of {w.shape[1] // size} blocks of {size}")
     check_finite(w)
@@ -99,7 +99,9 @@ def moments_for(fmt: Format, *, full: torch.Tensor | None = None, blocks: torch.
         count = len(full) // size
         return full.reshape(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
     if blocks is None:
-        raise FormatError(f"{fmt.name} with weighting block needs block moments; calibrate with --moments block")
+        raise FormatError(
+            f"{fmt.name} with {arg('objective', 'block')} needs block moments; calibrate with {arg('moments', 'block')}"
+        )
     count, known = blocks.shape[0], blocks.shape[1]
     if size % known == 0:
         ratio = size // known

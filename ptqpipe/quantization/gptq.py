@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ptqpipe.calibration.inputs import Moments
-from ptqpipe.errors import FormatError, NumericsError
+from ptqpipe.errors import FormatError, NumericsError, arg
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.qtensor import QTensor, check_finite, code_values
 from ptqpipe.quantization import calibrated, two_sided
@@ -93,8 +93,8 @@ def metric_of(moments: Moments, fmt: Format, options: CodeOptions, *, device: to
     unusable moments."""
     if moments.full_moment is None:
         raise NumericsError(
-            f"gptq needs the full second moment of the input of '{name}'; calibrate with --moments "
-            "diagonal,full, or convert with --algorithm rtn"
+            f"gptq needs the full second moment of the input of '{name}'; calibrate with "
+            f"{arg('moments', 'diagonal,full')}, or convert with {arg('algorithm', 'rtn')}"
         )
     moment = moments.full_moment.to(device)
     group = fmt.block[1] if at_entry(options.scales, fmt) else 1

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ptqpipe.checkpoint import COUNT, OpenFolder, TensorSpec, nearest_path, read_versioned
-from ptqpipe.errors import CheckpointError, FormatError, UsageError
+from ptqpipe.errors import CheckpointError, FormatError, UsageError, arg, usage
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.qtensor import QTensor
 
@@ -50,17 +50,15 @@ class Rounding(OpenFolder):
     @classmethod
     def open(cls, path: Path) -> "Rounding":
         """UsageError for a folder that is no finished tuning; CheckpointError for a damaged one."""
-        file = Path(path) / ROUNDING_FILE
+        file, wrote = Path(path) / ROUNDING_FILE, usage("tune", "MODEL", data="TEXT", out="FOLDER")
         if not file.is_file():
-            remedy = (
-                nearest_path(Path(path)) or "give the folder that this wrote: ptqpipe tune MODEL --data TEXT -o FOLDER"
-            )
+            remedy = nearest_path(Path(path)) or f"give the folder that this wrote: {wrote}"
             raise UsageError(f"{path} holds no {ROUNDING_FILE}; {remedy}")
         content = read_versioned(file, _FIELDS, version=ROUNDING_VERSION, remedy="tune again")
         if content.get("method") in _FORMER:
             raise UsageError(
                 f"{path} has codes of the method {content['method']}, which this ptqpipe does not have; tune again: "
-                "ptqpipe tune MODEL --data TEXT -o FOLDER"
+                f"{wrote}"
             )
         return cls(Path(path), content)
 
@@ -115,7 +113,7 @@ class Rounding(OpenFolder):
         if entry["format"] != fmt.name or tuple(entry["shape"]) != shape:
             raise UsageError(
                 f"{self.path} has '{weight}' in {entry['format']} {entry['shape']}, the recipe wants {fmt.name} "
-                f"{list(shape)}; tune with the same --format or --recipe"
+                f"{list(shape)}; tune with the same {arg('format')} or {arg('recipe')}"
             )
         data, scales = self._read(f"{weight}.data"), self._read(f"{weight}.scales")
         g = self._read(f"{weight}.global_scale") if fmt.has_global else None

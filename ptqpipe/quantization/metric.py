@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.calibration.inputs import Moments, is_finite
-from ptqpipe.errors import FormatError, NumericsError
+from ptqpipe.errors import FormatError, NumericsError, arg
 from ptqpipe.recipe.options import DAMPING
 
 DAMPING_STEP = 10.0  # what a damping that is too small is multiplied by
@@ -53,7 +53,8 @@ def make_metric(
     mean = float(moment.diagonal().double().mean())
     if not mean > 0:
         raise NumericsError(
-            f"the second moment of {name} is zero: no data reached it, or its input is always zero; use --algorithm rtn"
+            f"the second moment of {name} is zero: no data reached it, or its input is always zero; use "
+            + arg("algorithm", "rtn")
         )
     order = torch.arange(moment.shape[0], device=moment.device) if order is None else order
     backwards = order.flip(0)  # of which a lower factor is, read backwards, the upper one of the order
@@ -90,7 +91,7 @@ def factored(
         damping = max(damping, 1e-6) * DAMPING_STEP
     raise NumericsError(
         f"the second moment of {name} is not positive definite at damping {DAMPING_MAX:g}; calibrate on other "
-        "data, or use --algorithm rtn"
+        f"data, or use {arg('algorithm', 'rtn')}"
     )
 
 

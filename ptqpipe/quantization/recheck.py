@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ptqpipe.errors import NumericsError
+from ptqpipe.errors import NumericsError, arg
 from ptqpipe.numerics.formats import Format, unpack
 from ptqpipe.numerics.kernels.cpu_tensors import normalize_importance
 from ptqpipe.numerics.qtensor import QTensor
@@ -198,9 +198,9 @@ class Recheck:
         member, (r, c) = [(i, at) for i, part in group for at in part.at][k]
         name = self._names[member]
         height, width = (1, 1) if self._joint else self._fmt.block_extent(self._weights[member].shape)
-        remedy = "convert with --search brute_force, which is slow and uses none"
+        remedy = f"convert with {arg('scale_search', 'brute_force')}, which is slow and uses none"
         if not self._fmt.scale.enumerable:
-            remedy = f"keep the weight: --ignore '{name.removesuffix('.weight')}'"
+            remedy = f"keep the weight: {arg('ignore', name.removesuffix('.weight'))}"
         raise NumericsError(
             f"{name}: the {self._fmt.name} block at row {r * height}, column {c * width} {found}, {wanted}: a bug in "
             f"ptqpipe ({kernels_of(self._device)}), not of the model; please report it with the command that you ran, "

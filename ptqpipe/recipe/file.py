@@ -298,7 +298,7 @@ def build_recipe(options: RecipeOptions, *, path: Path | None = None, codes: Rec
 def _with_options(rule: Rule, options: RecipeOptions) -> Rule:
     """The rule with the options applied; an algorithm brings its usual weighting unless rule or call give one."""
     values = _overrides(options, Rule)
-    if options.algorithm in ALGORITHMS and rule.objective == "none":
+    if "algorithm" in options.stated and options.algorithm in ALGORITHMS and rule.objective == "none":
         values.setdefault("objective", ALGORITHMS[options.algorithm].objective)
     return replace(rule, **values)
 

@@ -4,12 +4,13 @@ A line of `CodeOptions` or `CheckpointOptions` says everything about an option (
 the same options as a call states them.
 """
 
-from dataclasses import KW_ONLY, dataclass, field, fields
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ptqpipe.errors import RecipeError
-from ptqpipe.run.options import Options, check_value, described, option
+from ptqpipe.run.options import Options, check_names, check_value, described, option, options_of
 
 
 class Algorithm(NamedTuple):
@@ -53,7 +54,7 @@ INPUT_AMAX = {"nvfp4": 2928.0, "fp8_static": 336.0}
 LEARNED = Algorithm("ptqpipe.quantization.learned")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CodeOptions:
     """Options for the codes of weights. A rule of a recipe is these and a pattern of modules."""
 
@@ -115,7 +116,7 @@ class CodeOptions:
         return tuple(dict.fromkeys(("second_moment", *([needed] if needed else []), *block)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
     """Options for a whole checkpoint. A recipe is these and its rules."""
 
@@ -253,18 +254,12 @@ def check_options(options: Any) -> None:
         check_value(one.name, getattr(options, one.name), described(one), RecipeError)
 
 
-def unstated(table: type, name: str, default: Any = None) -> Any:
-    """The field of a call for an option of the table: None where the call does not state it."""
-    one = {one.name: one for one in fields(table)}[name]
-    row = described(one)
-    assert row is not None
-    shown = "" if one.default in (None, False, ()) else f"{one.default:g}" if one.type is float else str(one.default)
-    return field(default=default, metadata={"option": row._replace(shown=row.shown or shown)})
+@dataclass(frozen=True, init=False)
+class RecipeOptions(CodeOptions, CheckpointOptions, Options):
+    """The options of a call that decide bytes: each that it states overrides the recipe.
 
-
-@dataclass(frozen=True)
-class RecipeOptions(Options):
-    """The options of a call that decide bytes: each that it states overrides the recipe; the others are None."""
+    stated  names of those that the call states; the others have their defaults, or what the recipe says
+    """
 
     format: str | None = option(
         None,
@@ -277,29 +272,33 @@ class RecipeOptions(Options):
         "Leave these modules unquantized, whatever a recipe says: a name, a glob, re:<regex>. Repeatable.",
         metavar="PATTERN",
     )
-    _: KW_ONLY
-    scale_search: str | None = unstated(CodeOptions, "scale_search")
-    global_scale: str | None = unstated(CodeOptions, "global_scale")
-    algorithm: str | None = unstated(CodeOptions, "algorithm")
-    objective: str | None = unstated(CodeOptions, "objective")
-    damping: float | None = unstated(CodeOptions, "damping")
-    refine_passes: int | None = unstated(CodeOptions, "refine_passes")
-    container: str | None = unstated(CheckpointOptions, "container")
-    input_amax: float | None = unstated(CheckpointOptions, "input_amax")
-    input_scale: str | None = unstated(CheckpointOptions, "input_scale")
-    headroom: float | None = unstated(CheckpointOptions, "headroom")
-    kv_cache: str | None = unstated(CheckpointOptions, "kv_cache")
-    bias_correction: bool | None = unstated(CheckpointOptions, "bias_correction")
-    rotate: str | None = unstated(CheckpointOptions, "rotate")
-    mtp: str | None = unstated(CheckpointOptions, "mtp")
-    shard_size: int | None = unstated(CheckpointOptions, "shard_size")
+    stated: frozenset[str] = frozenset()
+
+    def __init__(self, format: str | None = None, ignore: Collection[str] = (), **options: Any) -> None:
+        """UsageError for a name that is no option. None and False are what an option is that a call does not state."""
+        names = [one.name for one in options_of(RecipeOptions)]
+        check_names(options, names, what="convert")
+        stated = {name: value for name, value in options.items() if value is not None and value is not False}
+        for one in fields(RecipeOptions):
+            object.__setattr__(self, one.name, stated.get(one.name, one.default))
+        for name, value in (("format", format), ("ignore", tuple(ignore)), ("stated", frozenset(stated))):
+            object.__setattr__(self, name, value)
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """The options of the table that the call states, by name."""
+        """The options of rules and recipes that the call states, by name."""
         names = (one.name for table in (CodeOptions, CheckpointOptions) for one in fields(table))
-        values = ((name, getattr(self, name, None)) for name in names)
-        return {name: value for name, value in values if value is not None and value is not False}
+        return {name: getattr(self, name) for name in names if name in self.stated}
+
+    def but(self, **options: Any) -> "RecipeOptions":
+        """These options with others on top."""
+        return RecipeOptions(self.format, self.ignore, **{**self.overrides, **options})
+
+
+def same_option(owner: type, name: str) -> Any:
+    """A field that is the option of another class."""
+    one = {one.name: one for one in fields(owner)}[name]
+    return field(default=one.default, metadata=one.metadata)
 
 
 def recipe_path(given: str | Path | None) -> Path | None:
@@ -309,13 +308,3 @@ def recipe_path(given: str | Path | None) -> Path | None:
         return None
     path = Path(given)
     return path.absolute() if str(given).startswith("./") else path
-
-
-_LONG = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-def spelled(dtype: str, *, long: bool) -> str:
-    """A float type's name in its long spelling, float32, or its short one, fp32, whichever is given. Other words stay
-    as they are."""
-    short = next((short for short, name in _LONG.items() if dtype == name), dtype)
-    return _LONG.get(short, short) if long else short

@@ -478,12 +478,12 @@ def machine_for(options: MachineOptions, *, device: str = "cpu", progress: bool 
     if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
         raise UsageError(f"{arg('device')} {device!r} is unknown; use cpu, cuda or cuda:N")
     if device.startswith("cuda"):
-        count = torch.cuda.device_count()
+        count, stated = torch.cuda.device_count(), device
         device = device if ":" in device else f"cuda:{environment_number('LOCAL_RANK', 0, least=0)}"
         if int(device.partition(":")[2]) >= count:
             seen = f"it sees {count}, use {arg('device', 'cpu')} or a number below that" if count else ""
             remedy = seen or f"none is visible, use {arg('device', 'cpu')}"
-            raise UsageError(f"{arg('device', device)} needs a GPU that torch can use; {remedy}")
+            raise UsageError(f"{arg('device', stated)} needs a GPU that torch can use; {remedy}")
         require_device_kernels()
     workers = options.workers
     if workers is None:

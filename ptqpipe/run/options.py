@@ -6,12 +6,12 @@ has its parameters from there (``cli/parameters.py``), Python its signatures (``
 two spells as its own. Nothing here imports torch: ``ptqpipe --help`` reads these classes.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import Field, dataclass, field, fields
 from inspect import get_annotations
 from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
 
-from ptqpipe.errors import RecipeError, UsageError, arg
+from ptqpipe.errors import RecipeError, UsageError, arg, did_you_mean, nearest
 
 T = TypeVar("T")
 Mode = Literal["new", "resume", "overwrite"]
@@ -82,7 +82,8 @@ def options_of(owner: type) -> Iterator[Field[Any]]:
     """The options of a class, its own before those of its bases, which come in the order of the class's line."""
     by_name = {one.name: one for one in fields(owner)}
     order = dict.fromkeys(name for base in owner.__mro__ for name in get_annotations(base))
-    return (by_name[name] for name in order if name in by_name and described(by_name[name]) is not None)
+    known = (by_name[name] for name in order if name in by_name)
+    return (one for one in known if (row := described(one)) is not None and row.help)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,19 +101,39 @@ class Options:
         return self
 
 
+def check_names(options: Iterable[str], known: Iterable[str], *, what: str) -> None:
+    """UsageError for the first name that is not ``known``, with the nearest that is."""
+    known = list(known)
+    for name in options:
+        if name not in known:
+            raise UsageError(f"{what} has no option {name!r}; {did_you_mean(name, sorted(known))}")
+
+
 def check_value(name: str, value: Any, row: Option | None, error: type[UsageError | RecipeError]) -> None:
     """``error`` for a value that is none of the option's choices or out of its bounds."""
     if row is None or value is None:
         return
     values: Sequence[Any] = value if isinstance(value, tuple) else (value,)
-    spelled = arg(name) if error is UsageError else name
     for one in values:
-        if row.choices and one not in row.choices:
-            raise error(f"{spelled} {one!r} is unknown; use {', '.join(row.choices)}")
+        option = arg(name, one) if error is UsageError else f"{name} {one!r}"
+        if row.choices and (spelled(one, long=False) if row.kind == "dtype" else one) not in row.choices:
+            meant = nearest(str(one), row.choices)
+            remedy = f"{f'did you mean {meant}? ' if meant else ''}use {', '.join(row.choices)}"
+            raise error(f"{option} is unknown; {remedy}")
         if row.bounds is not None and not row.bounds[0] <= one <= row.bounds[1]:
             least, most = row.bounds
             hint = f" ({row.usual})" if row.usual else ""
-            raise error(f"{spelled} {one} is out of range; use {least:g} to {most:g}{hint}")
+            raise error(f"{option} is out of range; use {least:g} to {most:g}{hint}")
+
+
+_LONG = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def spelled(dtype: str, *, long: bool) -> str:
+    """A float type's name in its long spelling, float32, or its short one, fp32, whichever is given. Other words stay
+    as they are."""
+    short = next((short for short, name in _LONG.items() if dtype == name), dtype)
+    return _LONG.get(short, short) if long else short
 
 
 @dataclass(frozen=True, kw_only=True)

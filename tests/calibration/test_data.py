@@ -245,7 +245,7 @@ def bad_files() -> Iterator[tuple[str, bytes | None, str]]:
     yield "binary.txt", b"ab\xff", r"binary\.txt is not UTF-8 text \(byte 2\)"
     yield "bad.jsonl", b'{"text": "w1"}\n{"text": \n', r"bad\.jsonl, line 2 is not JSON"
     yield "list.jsonl", b"[1]\n", r"list\.jsonl, line 1 is list, expected an object"
-    yield "field.jsonl", b'\n{"id": 3}\n', r"field\.jsonl, line 2 has id, not any of messages, .*--text-field"
+    yield "field.jsonl", b'\n{"id": 3}\n', r"field\.jsonl, line 2 has id, not any of messages, .*text_field"
     yield "number.jsonl", b'{"text": 5}\n', r"number\.jsonl, line 1, 'text' is int, expected a text"
     yield "negative.jsonl", b'{"input_ids": [1, -2]}\n', r"line 1 has token id -2"
     yield "short.txt", b"w1 w2", r"give 3 tokens, 0 windows of 4, expected 1; give more data"
@@ -264,7 +264,7 @@ def test_too_few_rows_of_one_length_say_what_to_ask_for(tokenizer: Path, tmp_pat
     rows = tmp_path / "own.jsonl"
     rows.write_text("".join(json.dumps({"input_ids": [*range(8)]}) + "\n" for _ in range(18)))
     said = "give 144 tokens, 9 windows of 16, expected 128.*; the rows are 18 windows of 8 tokens: "
-    said += "use --samples 16 --seqlen 8$"
+    said += "use samples=16 seqlen=8$"
     with pytest.raises(UsageError, match=said):
         load_samples([str(rows)], tokenizer, samples=128, seqlen=16)
     with pytest.raises(UsageError, match=said):
@@ -275,12 +275,12 @@ def test_too_few_rows_of_one_length_say_what_to_ask_for(tokenizer: Path, tmp_pat
 
 def test_a_missing_field_is_named(tokenizer: Path, tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", {"text": "w1"}, {"txt": "w2"})
-    with pytest.raises(UsageError, match=r"line 2 has txt, not 'text'; choose one with --text-field"):
+    with pytest.raises(UsageError, match=r"line 2 has txt, not 'text'; choose one with text_field"):
         sampled(file, tokenizer, field="text")
 
 
 def test_no_data_says_what_to_give(tokenizer: Path) -> None:
-    with pytest.raises(UsageError, match="no data to calibrate on; give --data FILE"):
+    with pytest.raises(UsageError, match=r"no data to calibrate on; give data=.FILE"):
         load_samples([], tokenizer, samples=1, seqlen=4)
 
 
@@ -300,7 +300,7 @@ def test_a_data_set_that_cannot_be_loaded_is_perhaps_a_file_beside_it(
     with pytest.raises(UsageError, match=r"did you mean 'text\.txt'\?"):
         sampled("text.tx", tokenizer)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UsageError, match="the hub is out of reach, or HF_HUB_OFFLINE is 1: give --data a"):
+    with pytest.raises(UsageError, match="the hub is out of reach, or HF_HUB_OFFLINE is 1: give data a"):
         sampled("owner/other", tokenizer)
 
 
@@ -342,7 +342,7 @@ def test_without_weights_all_text_is_one_stream_and_the_record_has_no_weight(tok
 
 def test_too_many_windows_to_hold_out_are_a_cause_that_is_named(tokenizer: Path, tmp_path: Path) -> None:
     rows = lines(tmp_path / "a.jsonl", {"input_ids": [5] * 40})
-    with pytest.raises(UsageError, match=r"10 windows of 4, expected 2 and 9 held out; .*, --holdout or"):
+    with pytest.raises(UsageError, match=r"10 windows of 4, expected 2 and 9 held out; .*, holdout or"):
         load_samples([str(rows)], tokenizer, samples=2, seqlen=4, holdout=9)
 
 
@@ -359,7 +359,7 @@ def test_a_folder_shares_its_weight_and_a_name_that_exists_has_none(tokenizer: P
 @pytest.mark.parametrize(
     ("weight", "words"),
     [("0", "has the weight 0, expected a number above 0"), ("-1", "has the weight -1"), ("x", "does not exist"),
-     ("1e6", "gives 8 tokens, 2 windows of 4, expected 4; give more data, or lower its weight, --samples")],
+     ("1e6", "gives 8 tokens, 2 windows of 4, expected 4; give more data, or lower its weight, samples")],
 )  # fmt: skip
 def test_a_bad_weight_is_one_line(tokenizer: Path, tmp_path: Path, weight: str, words: str) -> None:
     few, many = (lines(tmp_path / f"{n}.jsonl", {"input_ids": [5] * n}) for n in (8, 800))

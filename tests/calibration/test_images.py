@@ -89,11 +89,11 @@ def test_codes_are_tuned_on_images(tmp_path: Path) -> None:
     options = TuneOptions(samples=4, seqlen=SEQLEN)
     done = tune(folder, [str(data)], tmp_path / "codes", options=options, log=said.append)
     assert "of the samples have images" in said[0]
-    with pytest.raises(UsageError, match="--metric kl takes no rows with images; use --metric output"):
+    with pytest.raises(UsageError, match='metric="kl" takes no rows with images; use metric="output"'):
         tune(folder, [str(data)], tmp_path / "other", options=replace(options, metric="kl"))
     blocks = done.content["blocks"].values()
     assert [record["start_loss"] > 0 for record in blocks] == [True, True]
-    out = ptqpipe.convert(folder, out=tmp_path / "out", rounding=tmp_path / "codes", workers=1)
+    out = ptqpipe.convert(folder, out=tmp_path / "out", codes=tmp_path / "codes", workers=1)
     assert verify(out.out, source=folder, workers=1).ok
 
 
@@ -104,7 +104,7 @@ def test_images_are_part_of_the_data_and_rows_that_do_not_fit_are_one_line(tmp_p
     def load(seqlen: int = SEQLEN) -> None:
         load_samples([str(data)], folder, samples=1, seqlen=seqlen, images=True)
 
-    with pytest.raises(UsageError, match=r"line 1 has tokens of images up to number 5, --seqlen is 4; raise it"):
+    with pytest.raises(UsageError, match=r"line 1 has tokens of images up to number 5, seqlen is 4; raise it"):
         load(4)
     with pytest.raises(UsageError, match=r"line 1 has an image, which only calibrate and tune take"):
         load_samples([str(data)], folder, samples=1, seqlen=SEQLEN)

@@ -155,7 +155,7 @@ def test_a_run_that_was_stopped_behind_the_reverse_pass_goes_on_to_the_same_byte
 def test_several_processes_are_one_clear_line(text: Path, tmp_path: Path) -> None:
     path = tiny.save(tmp_path / "model", tiny.llama())
     ranks = replace(Ranks(), rank=0, world=2)
-    with pytest.raises(UsageError, match="--moments pairs needs a single process, not 2; start it"):
+    with pytest.raises(UsageError, match='moments="pairs" needs a single process, not 2; start it'):
         calibrate(path, [str(text)], tmp_path / "out", options=OPTIONS, machine=ONE, ranks=ranks)
     assert not (tmp_path / "out").exists()
 

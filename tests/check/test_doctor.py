@@ -73,7 +73,7 @@ def test_a_gpu_that_is_found_says_how_it_is_used(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setattr(doctor, "_installed", lambda _: True)
     assert "not used unless asked for" in found()["GPU"].text
-    assert "--device cuda" in found()["GPU"].remedy
+    assert 'device="cuda"' in found()["GPU"].remedy
 
 
 def test_an_extra_that_is_missing_has_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

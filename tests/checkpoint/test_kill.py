@@ -88,7 +88,7 @@ def test_killed_while_replacing_the_former_output_is_never_lost(folder: Path, so
         # before the journal has its first line there is nothing to resume, and OUT is in the way
         begun = any(b"\n" in p.read_bytes() for p in partial.glob("journal-*"))
         if not begun and snapshot(out) == former:
-            with pytest.raises(WrongOutput, match="--overwrite replaces it"):
+            with pytest.raises(WrongOutput, match="overwrite=True replaces it"):
                 convert(out, source, mode="resume")
             assert [path.name for path in folder.iterdir() if "out" in path.name] == ["out"]
             convert(out, source, mode="overwrite")

@@ -121,11 +121,11 @@ def test_the_remedies_fit_the_causes() -> None:
             assert words in read_failure(error)
             assert words in write_failure(error)
     for code, words in (
-        (errno.EROFS, "mount the file system for writing and --resume"),
-        (errno.ENOSPC, "free some space and --resume"),
-        (errno.EDQUOT, "free some space and --resume"),
+        (errno.EROFS, "mount the file system for writing and resume=True"),
+        (errno.ENOSPC, "free some space and resume=True"),
+        (errno.EDQUOT, "free some space and resume=True"),
         (errno.EACCES, "change its folder's permissions"),
     ):
         with of(code) as error:
             assert words in write_failure(error)
-            assert "--resume" not in write_failure(error, resumes=False)
+            assert "resume=" not in write_failure(error, resumes=False)

@@ -45,7 +45,7 @@ def test_a_place_for_no_file_is_one_line_that_names_it_and_the_remedy(tmp_path: 
     with pytest.raises(OutputError) as caught:
         check_file(Path(bad) if bad.startswith("~") else tmp_path / bad)
     assert bad in str(caught.value)
-    assert "another -o" in str(caught.value)
+    assert "another out" in str(caught.value)
     assert "partial" not in str(caught.value)
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 

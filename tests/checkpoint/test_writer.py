@@ -166,11 +166,11 @@ def test_what_exists_is_never_taken_without_being_asked(source: Path, out: Path)
     out.mkdir()
     (out / "mine").write_text("dear")
     message = refused(lambda: convert(out, source))
-    assert "--overwrite" in message
+    assert "overwrite=True" in message
     assert "no unfinished run" in refused(lambda: convert(out, source, mode="resume"))
     assert snapshot(out) == {"mine": b"dear"}
     assert [p.name for p in out.parent.iterdir() if p.name.startswith(".")] == []
-    assert "no model that --overwrite may replace" in refused(lambda: convert(out, source, mode="overwrite"))
+    assert "no model that overwrite=True may replace" in refused(lambda: convert(out, source, mode="overwrite"))
     assert snapshot(out) == {"mine": b"dear"}
     (out / "model.safetensors").write_bytes(b"")
     convert(out, source, mode="overwrite")
@@ -220,7 +220,7 @@ def interrupted(out: Path, source: Path, unit: str = "c") -> None:
 def test_an_interrupted_run_resumes_without_doing_units_again(source: Path, out: Path) -> None:
     interrupted(out, source)
     again: list[str] = []
-    assert "--resume continues it, --overwrite discards it" in refused(lambda: convert(out, source))
+    assert "resume=True continues it, overwrite=True discards it" in refused(lambda: convert(out, source))
     convert(out, source, mode="resume", after_unit=again.append)
     assert again == ["d", "e"]
     convert(out.with_name("one"), source)
@@ -466,7 +466,7 @@ def test_a_refused_start_leaves_nothing_behind(out: Path, monkeypatch: pytest.Mo
 def test_a_read_only_target_is_one_line() -> None:
     message = refused(lambda: open_writer(Path("/sys/kernel/ptqpipe-test")))
     assert "cannot be written" in message
-    assert "choose another -o" in message
+    assert "choose another out" in message
 
 
 def test_a_target_under_a_file_is_one_line(source: Path) -> None:

@@ -155,7 +155,7 @@ def test_bad_calls_of_the_other_commands_are_one_line(here: Path) -> None:
     assert run("convert", "model", "-o", "good", "-q").exit_code == 0
     before = tiny.bytes_of(here)
     for args, words in (
-        (("verify", "good", "--all"), "--optimal"),
+        (("verify", "good", "--all-blocks"), "--optimal"),
         (("verify", "good", "--stats", "empty"), "--stats needs --source"),
         (("relayout", "good", "--container", "nope"), "unknown container"),
         (("relayout", "good", "--container", "modelopt", "-o", "good", "--overwrite"), "overlap"),

@@ -156,7 +156,7 @@ def test_the_defaults_that_the_help_of_convert_tells_are_those_of_a_recipe() -> 
         found = re.search(r"\[default: ([^\]]+)\]", getattr(option, "help", None) or "")
         if found is not None and option.name in known and option.name not in AUTOMATIC:
             told[option.name] = found[1]
-    assert {"damping", "refine", "headroom", "kv_cache"} <= told.keys()
+    assert {"damping", "refine_passes", "headroom", "kv_cache"} <= told.keys()
     for name, text in told.items():
         assert text in (str(known[name]), f"{known[name]:g}" if isinstance(known[name], float) else ""), name
 

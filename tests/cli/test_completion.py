@@ -62,7 +62,7 @@ def test_an_installation_without_recipes_offers_files(tmp_path: Path, monkeypatc
 
 def test_what_is_completed_is_converted_as_before(tmp_path: Path) -> None:
     parsed = main.commands["convert"].make_context("convert", ["m", "--recipe", "r.yaml", "--format", "fp8"]).params
-    assert (parsed["recipe_path"], parsed["scheme"], parsed["model"]) == (Path("r.yaml"), "fp8", "m")
+    assert (parsed["recipe"], parsed["format"], parsed["model"]) == (Path("r.yaml"), "fp8", "m")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -165,7 +165,7 @@ def test_container_and_ignored_modules_come_with_the_codes(model: Path, text: Pa
     pasted(printed, "-o", tmp_path / "out")
     ran("convert", model, "--codes", tmp_path / "codes", *words, "-o", tmp_path / "told")
     (tmp_path / "api").mkdir()
-    ptqpipe.convert(model, rounding=tmp_path / "codes", out=tmp_path / "api" / "out")
+    ptqpipe.convert(model, codes=tmp_path / "codes", out=tmp_path / "api" / "out")
     for folder in (tmp_path / "out", tmp_path / "told", tmp_path / "api" / "out"):
         found = record(folder)
         assert found["container"] == "modelopt"
@@ -259,9 +259,9 @@ def test_a_recipe_file_that_says_something_else_than_the_codes_is_refused(
         path = tmp_path / f"{number}.yaml"
         path.write_text(f"version: 1\n{body}")
         with pytest.raises(UsageError, match=message):
-            ptqpipe.convert(model, rounding=w4a4, recipe=path, out=tmp_path / "out")
+            ptqpipe.convert(model, codes=w4a4, recipe=path, out=tmp_path / "out")
     path.write_text('version: 1\nrules:\n  - match: "*mlp*"\n    format: nvfp4_w4a4\n')
-    assert ptqpipe.convert(model, rounding=w4a4, recipe=path, out=tmp_path / "out").record["weights"]
+    assert ptqpipe.convert(model, codes=w4a4, recipe=path, out=tmp_path / "out").record["weights"]
 
 
 def test_a_container_that_holds_other_weights_is_refused(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_codes_whose_recipe_is_gone_or_of_another_version_are_one_line(
     assert "rounding.json" in line
     assert line.strip().endswith("tune again")
     with pytest.raises(CheckpointError):
-        ptqpipe.convert(model, rounding=folder, out=tmp_path / "out")
+        ptqpipe.convert(model, codes=folder, out=tmp_path / "out")
 
 
 def test_a_refused_call_leaves_no_file_of_the_codes_open(
@@ -308,7 +308,7 @@ def test_a_refused_call_leaves_no_file_of_the_codes_open(
 
     monkeypatch.setattr(Rounding, "close", close)
     with pytest.raises(PtqError):
-        ptqpipe.convert(model, rounding=w4a4, format="mxfp4", out=tmp_path / "out")
+        ptqpipe.convert(model, codes=w4a4, format="mxfp4", out=tmp_path / "out")
     assert closed == [w4a4]
 
 

@@ -158,7 +158,7 @@ CALLS: list[tuple[tuple[str, ...], int, str]] = [
     (("tune", "images", "--data", "text.txt", "-o", "out"), 1, "has no tokenizer that transformers reads"),
     (("calibrate", "model", "--data", "text.txt", "-o", "out"), 1, "it has none of tokenizer.json"),
     (("calibrate", "model", "--data", "self", "-o", "out"), 2, "--data self is an option of convert; here"),
-    (("tune", "model", "--data", "self=2", "-o", "out"), 2, "ptqpipe generate MODEL -o own.jsonl"),
+    (("tune", "model", "--data", "self=2", "-o", "out"), 2, "ptqpipe generate MODEL --out own.jsonl"),
     (("serve", "model"), 1, "it has none of tokenizer.json"),
     (("plan", "model", "--budget", "4.75", "-o", "out.yaml"), 2, "write 4.75bits"),
     ((*CONVERT, "--data", "few.jsonl", "--samples", "0"), 2, "--samples 0 "),
@@ -222,7 +222,7 @@ def test_a_place_where_nothing_can_be_written_is_named_before_any_work(
     before = {path.name for path in folder.iterdir()}
     said = refused(*call, "-o", f"{out}{ENDINGS.get(call[0], '')}", code=2)
     assert PLACES[out] in said
-    assert "another -o" in said
+    assert "another --out" in said
     assert {path.name for path in folder.iterdir()} == before
 
 

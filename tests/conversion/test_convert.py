@@ -344,7 +344,7 @@ def test_a_resume_with_another_recipe_or_a_changed_source_is_refused(model: Path
     assert killed(model, [(out, 40)]) == [["ended", "-9"]]
     assert partials(tmp_path)
     with pytest.raises(OutputError, match="recipe"):
-        ptqpipe.convert(model, out=out, shard_size=60_000, search="absmax", resume=True)
+        ptqpipe.convert(model, out=out, shard_size=60_000, scale_search="absmax", resume=True)
     changed = tiny.llama(seed=9)
     tiny.save(model, changed)
     with pytest.raises(OutputError, match="source"):

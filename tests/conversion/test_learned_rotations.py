@@ -124,7 +124,7 @@ def test_a_head_that_is_the_embedding_keeps_its_stream_unless_it_becomes_a_tenso
     model = make_model(tmp_path / "model", "llama_tied")
     options = replace(OPTIONS, dtype="fp32")
     stats = make_pairs(model, tmp_path / "stats")
-    with pytest.raises(UsageError, match="the output head is tied to the embedding; --untie stores"):
+    with pytest.raises(UsageError, match="the output head is tied to the embedding; untie=True stores"):
         find_factors(model, tmp_path / "matrices", stats=stats, options=options)
 
 

@@ -111,7 +111,7 @@ def test_blocks_of_one_magnitude_that_are_flushed_to_zero_are_caught(
     model = tiny.save(tmp_path / "model", tensors)
     lie(monkeypatch, one_magnitude_lost)
     with pytest.raises(NumericsError, match=f"^{LIED}: .* scale code 0, brute force gives 1"):
-        ptqpipe.convert(model, out=tmp_path / "out", format="mxfp4", search="exact")
+        ptqpipe.convert(model, out=tmp_path / "out", format="mxfp4", scale_search="exact")
 
 
 def test_a_run_that_was_stopped_resumes_to_the_same_bytes(model: Path, tmp_path: Path) -> None:

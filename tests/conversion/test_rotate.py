@@ -231,7 +231,7 @@ def test_tune_rotates_every_layer_that_it_is_asked_for(model: Path, tmp_path: Pa
     blocks = json.loads((codes / "rounding.json").read_text())["blocks"]
     assert [block["not_learned"] for block in blocks.values()] == [[], []]
     assert "skipped" not in done.output
-    ptqpipe.convert(model, rounding=codes, out=tmp_path / "q")  # the codes bring the rotation
+    ptqpipe.convert(model, codes=codes, out=tmp_path / "q")  # the codes bring the rotation
     assert "transform_config" in described(tmp_path / "q")
 
 

@@ -19,7 +19,7 @@ def test_a_float32_copy_of_a_bfloat16_model_is_quantized_to_the_same_bytes(
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
         model = tiny.save(tmp_path / str(dtype), {name: w.to(dtype) for name, w in source.items()})
-        done = ptqpipe.convert(model, format=scheme, search=search, out=tmp_path / f"{dtype} out")
+        done = ptqpipe.convert(model, format=scheme, scale_search=search, out=tmp_path / f"{dtype} out")
         with ptqpipe.load_tensors(done.out) as loaded:
             found[dtype] = {name: loaded[name] for name in done.record["weights"]}
     assert len(found[torch.bfloat16]) >= 4  # fp8_block keeps what does not fill its tiles

@@ -309,7 +309,7 @@ REFUSED: list[tuple[str, str, TransformOptions, str]] = [
         TransformOptions("rotate_residual", rotation_size=16, untie=True),
         "stands between",
     ),
-    ("tied", "llama_tied", TransformOptions("rotate", rotation_size=16), "--untie"),
+    ("tied", "llama_tied", TransformOptions("rotate", rotation_size=16), "untie=True"),
     (
         "tied for readers",
         "gemma",

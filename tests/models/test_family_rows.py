@@ -145,8 +145,8 @@ def test_what_stays_unquantized_is_what_the_row_says(kind: str, model: Callable[
 def test_every_row_is_converted_verified_and_loaded(kind: str, model: Callable[[str], Path], tmp_path: Path) -> None:
     given = options(kind)
     done = ptqpipe.convert(
-        model(kind), out=tmp_path / "out", format=given.scheme, search=given.search, global_scale=given.global_scale,
-        container=given.container, workers=1,
+        model(kind), out=tmp_path / "out", format=given.format, scale_search=given.scale_search,
+        global_scale=given.global_scale, container=given.container, workers=1,
     )  # fmt: skip
     report = verify(done.out, source=model(kind), workers=1)
     assert report.ok, [fault.message for fault in report.faults]

@@ -33,7 +33,7 @@ def test_a_call_is_refused_by_one_line_while_another_process_is_at_the_output(
         done = CliRunner().invoke(main, call)
         assert done.exit_code == 1
         assert f"is being written by process {pid} on " in done.output
-        assert done.output.strip().endswith("wait for it, or choose another -o")
+        assert done.output.strip().endswith("wait for it, or choose another --out")
         assert len(done.output.strip().splitlines()) == 1
         assert "--overwrite" not in done.output
         assert snapshot(tmp_path) == before

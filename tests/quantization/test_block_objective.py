@@ -70,7 +70,7 @@ def test_block_moments_are_cut_and_joined() -> None:
 def test_what_cannot_be_searched_is_refused() -> None:
     w = torch.ones(4, 64)
     moments = moments_for(FORMATS["nvfp4"], full=torch.eye(64))
-    with pytest.raises(FormatError, match="use weighting diagonal"):
+    with pytest.raises(FormatError, match='use objective="diagonal"'):
         search(w, FORMATS["fp8_channel"], moments=moments)
     with pytest.raises(FormatError, match="are not those of 2 blocks of 16"):
         search(w[:, :32], FORMATS["nvfp4"], moments=moments, global_scale=torch.tensor(1.0))

@@ -44,7 +44,8 @@ def test_codes_are_read_as_they_were_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["learned", "gptq+learned"])
 def test_codes_of_a_method_that_is_gone_are_refused_with_what_to_run_again(method: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "r", lambda content: content.update(method=method))
-    with pytest.raises(UsageError, match=rf"method {re.escape(method)}, .* again: ptqpipe tune MODEL --data ") as error:
+    again = rf'method {re.escape(method)}, .* again: ptqpipe\.tune\("MODEL", data='
+    with pytest.raises(UsageError, match=again) as error:
         Rounding.open(folder)
     assert "\n" not in str(error.value)
 

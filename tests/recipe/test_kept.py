@@ -100,7 +100,7 @@ def check_written(kind: str, folder: Path) -> None:
     make().to(torch.bfloat16).save_pretrained(folder / "model")
     for name in FORMATS:
         search = "absmax" if name == "nvfp4" else None
-        done = ptqpipe.convert(folder / "model", out=folder / name, format=name, search=search, workers=1)
+        done = ptqpipe.convert(folder / "model", out=folder / name, format=name, scale_search=search, workers=1)
         assert all(re.search(layers, weight) for weight in done.record["weights"])
         report = verify(done.out, source=folder / "model", workers=1)
         assert report.ok, [fault.message for fault in report.faults]

@@ -18,11 +18,12 @@ from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
 from ptqpipe.quantization import quantizer
 from ptqpipe.quantization.activation_scale import POLICIES
-from ptqpipe.recipe.options import ALGORITHMS, CheckpointOptions, CodeOptions, RecipeOptions, described, recipe_fields
+from ptqpipe.recipe.options import ALGORITHMS, CheckpointOptions, CodeOptions, RecipeOptions, described
+from ptqpipe.run.options import options_of
 from tests import tiny
 
 SOURCE = Path(ptqpipe.__file__).parent / "recipe" / "options.py"
-FIELD = "    refine: int = option("  # a line of the table, before which another is added
+FIELD = "    refine_passes: int = option("  # a line of the table, before which another is added
 
 
 def in_python(script: str, *arguments: object) -> str:
@@ -118,7 +119,7 @@ def test_an_algorithm_is_a_file_and_a_row(tmp_path: Path) -> None:
         sys.path.insert(0, folder)
 
         from ptqpipe.recipe.options import ALGORITHMS, Algorithm
-        ALGORITHMS["mine"] = Algorithm("mine", moment="full_moment", weighting="diagonal")
+        ALGORITHMS["mine"] = Algorithm("mine", moment="full_moment", objective="diagonal")
         from ptqpipe.cli import main
 
         def call(*arguments):
@@ -147,7 +148,7 @@ def test_every_row_names_its_file_and_options_of_the_table(name: str) -> None:
     row = ALGORITHMS[name]
     assert callable(quantizer(row))
     assert set(row.options) <= {one.name for one in fields(CodeOptions)}
-    assert CodeOptions(algorithm=name, objective=row.objective).weighting == row.objective
+    assert CodeOptions(algorithm=name, objective=row.objective).objective == row.objective
 
 
 def test_choices_of_the_table_are_those_of_what_takes_them() -> None:
@@ -158,7 +159,8 @@ def test_choices_of_the_table_are_those_of_what_takes_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"), [("seach", "'seach'; did you mean search?"), ("dampening", "did you mean damping?")]
+    ("wrong", "words"),
+    [("scale_seach", "'scale_seach'; did you mean scale_search?"), ("dampening", "did you mean damping?")],
 )
 def test_a_wrong_keyword_names_the_nearest(wrong: str, words: str) -> None:
     with pytest.raises(UsageError, match=re.escape(words)):
@@ -167,12 +169,11 @@ def test_a_wrong_keyword_names_the_nearest(wrong: str, words: str) -> None:
         RecipeOptions(**{wrong: 1})
 
 
-def test_options_that_were_not_given_are_none_and_unknown_ones_are_no_attributes() -> None:
+def test_options_that_were_not_stated_have_defaults_and_override_nothing() -> None:
     given = RecipeOptions(format="nvfp4", damping=0.0, bias_correction=False)
-    assert (given.scheme, given.damping, given.bias_correction, given.ignore) == ("nvfp4", 0.0, None, ())
-    assert (given.but(damping=0.5).scheme, given.but(damping=0.5).given) == ("nvfp4", {"damping": 0.5})
-    with pytest.raises(AttributeError, match="dampng"):
-        _ = given.dampng
+    assert (given.format, given.damping, given.bias_correction, given.ignore) == ("nvfp4", 0.0, False, ())
+    assert given.stated == {"damping"}
+    assert (given.but(damping=0.5).format, given.but(damping=0.5).overrides) == ("nvfp4", {"damping": 0.5})
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:
@@ -204,9 +205,8 @@ def test_the_help_of_every_option_is_a_whole_sentence() -> None:
 
 
 def test_a_call_takes_every_option_of_the_table_by_its_flag() -> None:
-    """What `Given.recipe` reads are the options that the command has."""
     names = {option.name for option in main.commands["convert"].params}
-    assert recipe_fields().keys() <= names
+    assert {one.name for one in options_of(RecipeOptions)} <= names
 
 
 def test_one_thing_has_one_name_in_every_command() -> None:

@@ -18,8 +18,9 @@ from ptqpipe.models.families import DEFAULT_FUSE, Keep
 from ptqpipe.numerics.schemes import SCHEMES, get_scheme
 from ptqpipe.recipe import file
 from ptqpipe.recipe.file import build_recipe, load_recipe, named_recipes, parse_recipe
-from ptqpipe.recipe.options import CheckpointOptions, CodeOptions, RecipeOptions, described, recipe_fields, recipe_path
+from ptqpipe.recipe.options import CheckpointOptions, CodeOptions, RecipeOptions, described, recipe_path
 from ptqpipe.recipe.recipe import Recipe, Rule, matches
+from ptqpipe.run.options import options_of
 
 
 def rules(*pairs: tuple[str, str]) -> list[dict[str, str]]:
@@ -225,7 +226,7 @@ def test_patterns_match_names_globs_and_anchored_expressions(pattern: str, modul
         ({"version": 1, "rules": [{"match": "*", "format": "nvfp4", "global_scale": "x"}]}, "global_scale 'x'"),
         ({"version": 1, "rules": rules(("*", "nvfp4")), "input_amax": -1}, "use a number above 0 and below 1e30"),
         ({"version": 1, "rules": rules(("*", "nvfp4")), "input_amax": True}, "must be a number"),
-        ({"version": 1, "rules": rules(("*", "nvfp4")), "shard_bytes": "x"}, "must be of type int"),
+        ({"version": 1, "rules": rules(("*", "nvfp4")), "shard_size": "x"}, "must be of type int"),
         ({"version": 1, "rules": rules(("*", "nvfp4")), "fuse": [["a", "b"], ["b", "c"]]}, "'b' in two groups"),
         ({"version": 1, "rules": rules(("*", "nvfp4")), "keep": [""]}, "keep must be text"),
     ],
@@ -300,7 +301,7 @@ def test_options_override_the_recipe_file(plain: Path) -> None:
     options = RecipeOptions(container="modelopt", scale_search="absmax", global_scale="absmax", shard_size=5)
     recipe = build_recipe(options, path=plain)
     assert (recipe.container, recipe.shard_size) == ("modelopt", 5)
-    assert (recipe.rules[0].search, recipe.rules[0].global_scale) == ("absmax", "absmax")
+    assert (recipe.rules[0].scale_search, recipe.rules[0].global_scale) == ("absmax", "absmax")
 
 
 @pytest.mark.parametrize(
@@ -346,7 +347,7 @@ def test_a_record_says_every_field_in_this_spelling_and_order() -> None:
         fuse=(("a", "b"),),
         container="Compressed-Tensors",
         input_amax=336.0,
-        shard_bytes=7,
+        shard_size=7,
         description="text",
     )
     assert json.dumps(recipe.to_json()) == RECORDED
@@ -409,12 +410,12 @@ def test_a_record_without_a_field_is_refused() -> None:
 
 def test_every_option_sets_the_field_of_its_name(plain: Path) -> None:
     values: dict[str, Any] = {
-        "container": "ptqpipe", "search": "absmax", "global_scale": "absmax", "input_amax": 5.0, "shard_bytes": 9,
-        "algorithm": "gptq", "weighting": "block", "damping": 0.5, "refine": 1, "input_scale": "mse", "headroom": 2.0,
-        "kv_cache": "fp8", "bias_correction": True, "mtp": "nvfp4",
+        "container": "ptqpipe", "scale_search": "absmax", "global_scale": "absmax", "input_amax": 5.0, "shard_size": 9,
+        "algorithm": "gptq", "objective": "block", "damping": 0.5, "refine_passes": 1, "input_scale": "mse",
+        "headroom": 2.0,        "kv_cache": "fp8", "bias_correction": True, "mtp": "nvfp4",
         "rotate": "down_proj:64",
     }  # fmt: skip
-    assert values.keys() == recipe_fields().keys()
+    assert {*values, "format", "ignore"} == {one.name for one in options_of(RecipeOptions)}
     bare = Recipe((Rule("*", get_scheme("nvfp4")),))
     for name, value in values.items():
         recipe = build_recipe(RecipeOptions(**{name: value}), path=plain)
@@ -437,11 +438,9 @@ def test_schemes_of_two_containers_need_one_named() -> None:
 
 
 def test_python_and_the_command_line_offer_every_option() -> None:
-    options = {"scheme", "ignore", *recipe_fields()}
-    python = {"scheme" if name == "format" else name for name in inspect.signature(ptqpipe.convert).parameters}
-    command = {"shard_bytes" if p.name == "shard_size" else p.name for p in main.commands["convert"].params}
-    assert options - python == set()
-    assert options - command == set()
+    options = {one.name for one in options_of(RecipeOptions)}
+    assert options - inspect.signature(ptqpipe.convert).parameters.keys() == set()
+    assert options - {one.name for one in main.commands["convert"].params} == set()
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,6 @@ def test_a_tower_with_quantized_inputs_is_left_out_where_text_alone_is_given(tmp
     found = []
     for at, text in enumerate((rules, rules.replace("fp8_dynamic", "keep"))):
         recipe.write_text(f"version: 1\nrules:\n{text}")
-        done = ptqpipe.convert(source, recipe=recipe, out=tmp_path / f"out{at}", search="absmax", workers=1)
+        done = ptqpipe.convert(source, recipe=recipe, out=tmp_path / f"out{at}", scale_search="absmax", workers=1)
         found.append(load_model(done.out, dtype="float32")(torch.tensor([[3, 5, 7]])).logits)
     assert torch.equal(*found)

@@ -1,4 +1,4 @@
-"""What --data names, as rows, and as a model's tokens. Knows no model, and nothing of what the tokens are for.
+"""What ``data`` names, as rows, and as a model's tokens. Knows no model, and nothing of what the tokens are for.
 
 names.py        which files and data sets an option names, and their weights
 stored_rows.py  the rows of a file or a data set as they are stored: text, JSON, CSV, Parquet, Arrow, compressed or not

@@ -26,7 +26,7 @@ from ptqpipe.calibration.rows.values import (
     one_field,
 )
 from ptqpipe.checkpoint.regular_file import kind_of
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.models.images import has_image
 
 _LISTS = ("data", "rows", "train", "examples", "items", "samples", "records", "instances", "documents", "dataset")
@@ -102,7 +102,9 @@ def read_rows(name: str, *, field: str | None = None, notes: Notes | None = None
     if rows < 2 and notes.empty[0] - empty == rows:
         raise UsageError(f"{name} is empty; give a file with text")
     if notes.empty[0] - empty == rows:
-        raise UsageError(f"{name} has {rows} rows, all null or empty; name another field with --field, or other data")
+        raise UsageError(
+            f"{name} has {rows} rows, all null or empty; name another field with {arg('text_field')}, or other data"
+        )
 
 
 def _stored(name: str, path: Path) -> Iterator[tuple[str, Any]]:
@@ -175,7 +177,7 @@ def _read(row: Any, field: str | None, where: str) -> Value:
     if is_turn(row):
         raise UsageError(
             f"{where} is a single message ({_keys(row)}); put all messages of a conversation into one row, "
-            '{"messages": [...]}, or name the field of its text with --field'
+            '{"messages": [...]}, or name the field of its text with ' + arg("text_field")
         )
     for key in (*CHATS, *TEXTS):
         if not nothing(row.get(key)):
@@ -197,7 +199,9 @@ def _keys(row: Mapping[Any, Any]) -> str:
 
 
 def _no_field(row: Mapping[Any, Any], wanted: str, where: str) -> UsageError:
-    return UsageError(f"{where} has {_keys(row)}, not {wanted}; choose one with --field, or rename it to text")
+    return UsageError(
+        f"{where} has {_keys(row)}, not {wanted}; choose one with {arg('text_field')}, or rename it to text"
+    )
 
 
 def size_of(value: Any) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ptqpipe.calibration.rows.stored_rows import DATA_SUFFIXES, suffix_of
 from ptqpipe.checkpoint import nearest_path
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 
 _WEIGHT = re.compile(r"(.+)=([+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|inf|infinity))", re.I | re.S)
 _LARGEST = 1e9  # of weights: their sums must be finite
@@ -26,7 +26,7 @@ def is_data_file(name: str) -> bool:
     return suffix_of(Path(name)) in (*DATA_SUFFIXES, *_PLAIN)
 
 
-def files_of(names: Iterable[str], *, option: str = "--data") -> list[str]:
+def files_of(names: Iterable[str], *, option: str = "data") -> list[str]:
     """The files and data sets that an ``option`` names: of a folder all files in it with a suffix of data, by name.
 
     A name may end in ``=WEIGHT`` (`weighted`) and keeps that; the files of a folder share its weight by their sizes.
@@ -35,7 +35,7 @@ def files_of(names: Iterable[str], *, option: str = "--data") -> list[str]:
     chosen: list[str] = []
     for name in names:
         if not name:
-            raise UsageError(f"a name in {option} is empty; give a .txt, .jsonl or .parquet file")
+            raise UsageError(f"a name in {arg(option)} is empty; give a .txt, .jsonl or .parquet file")
         plain, weight = weighted(name)
         folder = Path(plain).expanduser()
         if not folder.is_dir():
@@ -47,7 +47,7 @@ def files_of(names: Iterable[str], *, option: str = "--data") -> list[str]:
             sizes = [max(1, Path(file).stat().st_size) for file in files]  # one without text is refused when it is read
             files = [f"{file}={weight * size / sum(sizes)!r}" for file, size in zip(files, sizes, strict=True)]
         chosen += files
-    check_once(chosen, option, weights=option == "--data")
+    check_once(chosen, option, weights=option == "data")
     return chosen
 
 
@@ -74,23 +74,25 @@ def check_once(names: Iterable[str], option: str, *, weights: bool = False) -> N
         known = str(path.resolve()) if path.exists() else plain
         if known in seen:
             more = f", {plain}=2 for twice its share of the windows" if weights else ""
-            raise UsageError(f"{option} has {plain} twice; give it once{more}")
+            raise UsageError(f"{arg(option)} has {plain} twice; give it once{more}")
         seen.add(known)
 
 
 def weighted(name: str) -> tuple[str, float | None]:
-    """A name of --data and its weight, ``text.txt=2``; None where it has none. UsageError for a weight that is none."""
+    """A name of ``data`` and its weight, ``text.txt=2``; None where it has none. UsageError for one out of range."""
     match = _WEIGHT.fullmatch(name)
     if match is None or os.path.exists(os.path.expanduser(name)):
         return name, None
     weight = float(match[2])
     if not 0 < weight <= _LARGEST:
-        raise UsageError(f"--data {name} has the weight {match[2]}, expected a number above 0, at most {_LARGEST:.0f}")
+        raise UsageError(
+            f"{arg('data', name)} has the weight {match[2]}, expected a number above 0, at most {_LARGEST:.0f}"
+        )
     return match[1], weight
 
 
-def check_there(name: str, path: Path, option: str = "--data") -> None:
+def check_there(name: str, path: Path, option: str = "data") -> None:
     """UsageError for a name that is no file, and none of a data set either."""
     if not path.exists() and (is_data_file(name) or not _HUB_NAME.fullmatch(name)):
-        remedy = nearest_path(Path(name)) or f"give {option} a .txt, .jsonl or .parquet file"
+        remedy = nearest_path(Path(name)) or f"give {arg(option)} a .txt, .jsonl or .parquet file"
         raise UsageError(f"{name} does not exist; {remedy}")

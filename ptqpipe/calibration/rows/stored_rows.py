@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from ptqpipe.checkpoint import nearest_path
 from ptqpipe.checkpoint.regular_file import MAX_JSON_BYTES, MAX_TEXT_BYTES, open_regular
-from ptqpipe.errors import UsageError, first_line, missing_package
+from ptqpipe.errors import UsageError, arg, first_line, missing_package
 
 _LINES = (".jsonl", ".ndjson", ".jsonlines", ".jl", ".ldjson")
 TABLES = (".csv", ".tsv")
@@ -314,9 +314,11 @@ def dataset_rows(name: str) -> Iterator[tuple[int, Any]]:
         yield from enumerate(datasets.load_dataset(repository, config, split=split, streaming=True), 1)
     except Exception as error:  # of what kind depends on the set's files and on the network
         meant = nearest_path(Path(name))
-        remedy = meant or "give --data a .txt, .jsonl or .parquet file, or NAME:CONFIG:SPLIT"
+        remedy = meant or f"give {arg('data')} a .txt, .jsonl or .parquet file, or NAME:CONFIG:SPLIT"
         if not meant and (os.environ.get("HF_HUB_OFFLINE") == "1" or isinstance(error, ConnectionError)):
-            remedy = "the hub is out of reach, or HF_HUB_OFFLINE is 1: give --data a .txt, .jsonl or .parquet file"
+            remedy = (
+                f"the hub is out of reach, or HF_HUB_OFFLINE is 1: give {arg('data')} a .txt, .jsonl or .parquet file"
+            )
         raise UsageError(
             f"{name} is no file, and as a data set it cannot be loaded: {first_line(error)}; {remedy}"
         ) from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ptqpipe.calibration.rows.chats import Messages, text_in
 from ptqpipe.calibration.rows.forms import Notes, shows_images
-from ptqpipe.errors import UsageError, tokenizer_errors
+from ptqpipe.errors import UsageError, arg, tokenizer_errors
 from ptqpipe.models.chat_template import TemplateError, render
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def row_text(
     if all_of_it:
         raise UsageError(
             f"{where}: the model's chat template leaves out all of its text ({' and '.join(lost)} messages); "
-            "leave such rows out, or give plain text with --field"
+            f"leave such rows out, or give plain text with {arg('text_field')}"
         )
     if notes is not None:
         notes.loses([role if role == "tools" else f"{role} messages" for role in lost], where)
@@ -168,7 +168,7 @@ def chat_text(tokenizer: Any, messages: Messages, where: str, *, template: str |
     if not template:
         raise UsageError(
             f"{where} is a list of messages, and the model's tokenizer has no chat template; give plain text with "
-            "--field"
+            + arg("text_field")
         )
     try:
         return render(tokenizer, list(messages), template, {"tools": messages.tools} if messages.tools else {})

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ptqpipe.calibration.rows.chats import Messages, is_turn, messages_of, spoken, turns_of
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.models.images import has_image
 
 CHATS = ("messages", "conversations", "conversation")
@@ -58,7 +58,7 @@ def one_field(row: Mapping[Any, Any], key: str, where: str) -> Value:
     what = f"a list of {' and '.join(kinds)}" if kinds else type(value).__name__
     raise UsageError(
         f"{where}, {key!r} is {what}, expected a text, a list of messages or a list of token ids; name another field "
-        "with --field, or leave such rows out"
+        f"with {arg('text_field')}, or leave such rows out"
     )
 
 

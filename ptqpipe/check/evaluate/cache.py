@@ -23,7 +23,7 @@ import torch
 
 from ptqpipe.check.evaluate.scores import Window, batches, model_logits, vocabulary_of, windows as windows_of
 from ptqpipe.check.options import CACHE_BYTES
-from ptqpipe.errors import CheckpointError, UsageError, not_finite
+from ptqpipe.errors import CheckpointError, UsageError, arg, not_finite
 from ptqpipe.run.quantities import memory_size
 
 LAYOUT = 2
@@ -106,7 +106,8 @@ class KeptLogits:
         if needed > MOST_IN_MEMORY:
             most = MOST_IN_MEMORY // (MOST * self.vocabulary)
             raise UsageError(
-                f"log-probabilities of {len(tokens)} tokens take {memory_size(needed)}; use --max-tokens {most} or less"
+                f"log-probabilities of {len(tokens)} tokens take {memory_size(needed)}; use "
+                f"{arg('max_tokens', most)} or less"
             )
         windows = windows_of(len(tokens), window, begin=begin)
         self._kept = {

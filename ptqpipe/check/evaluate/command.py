@@ -31,7 +31,7 @@ from ptqpipe.check.evaluate.tokenized_text import SAMPLE, SAMPLE_NAME, Text, rea
 from ptqpipe.check.options import EvalOptions
 from ptqpipe.check.report.provenance import run_facts
 from ptqpipe.checkpoint import CheckpointReader, completed_run, name_of, resolve_source
-from ptqpipe.errors import CheckpointError, UsageError, one_line
+from ptqpipe.errors import CheckpointError, UsageError, arg, one_line
 from ptqpipe.models.language_model import with_note
 from ptqpipe.models.source import Source
 from ptqpipe.run.machine import counting_bar
@@ -181,7 +181,7 @@ def _header(job: _Job) -> str:
         parts = f"{count} window{'s' * (count != 1)} of {job.window}{stride}"
         lines += [f"{text.name}: {len(text.tokens):,} tokens in {parts}", *text.notes]
     if any(text.name == SAMPLE_NAME for text in job.texts):
-        lines.append("(the sample text of the package; for a better test give text like yours with --data)")
+        lines.append(f"(the sample text of the package; for a better test give text like yours with {arg('data')})")
     if job.options.tasks:
         lines.append(f"tasks: {', '.join(job.options.tasks)}")
     return "\n".join(lines)
@@ -212,7 +212,7 @@ def _prepare(ckpt: str, source: str | None, options: EvalOptions, progress: bool
     words = path if other is None or (path / "tokenizer_config.json").exists() else other
     tokenizer = cache(lambda: load_tokenizer(words))  # files of tokens need none
     data = options.data if options.data or options.tasks else (str(SAMPLE),)
-    check_once(data, "--data")
+    check_once(data, "data")
     texts = tuple(read_text(name, tokenizer, field=options.text_field, max_tokens=options.max_tokens) for name in data)
     for text in texts:
         _check_tokens(text, int(config.get_text_config().vocab_size))
@@ -234,9 +234,13 @@ def _protocol(config: Any, options: EvalOptions) -> tuple[int, int]:
     window = default_length(config) if options.seqlen is None else options.seqlen
     stride = window if options.stride is None else options.stride
     if positions is not None and window > positions:
-        raise UsageError(f"--seqlen {window} is more than the model's {positions} positions; choose a smaller one")
+        raise UsageError(
+            f"{arg('seqlen', window)} is more than the model's {positions} positions; choose a smaller one"
+        )
     if window < 2 or not 1 <= stride <= window:
-        raise UsageError(f"--seqlen {window} --stride {stride}: expected a window of 2 or more and 1 <= stride <= it")
+        raise UsageError(
+            f"{arg('seqlen', window)} and {arg('stride', stride)}: expected a window of 2 or more and 1 <= stride <= it"
+        )
     return window, stride
 
 
@@ -269,15 +273,18 @@ def _reference(job: _Job, text: Text, path: Path, other: Callable[[], Any]) -> A
     if store is None:
         most = disk_size(store_bytes(job.windows(text), int(config.get_text_config().vocab_size)))
         job.log(
-            f"both models are loaded at once: {most} of the source's log-probabilities exceed --cache-size "
-            f"{option_size(options.cache_size)} or the free disk space, or {options.cache_dir} is not writable"
+            f"both models are loaded at once: {most} of the source's log-probabilities exceed "
+            f"{arg('cache_size', option_size(options.cache_size))} or the free disk space, "
+            f"or {options.cache_dir} is not writable"
         )
         return other()
     what = "the source's log-probabilities"
     if store.stored:
         job.log(f"{what} are in {store.folder} from an earlier run")
     else:
-        job.log(f"{what} are cached in {store.folder}, at most {disk_size(store.most)} (--cache-size 0: no cache)")
+        job.log(
+            f"{what} are cached in {store.folder}, at most {disk_size(store.most)} ({arg('cache_size', 0)}: no cache)"
+        )
     with counting_bar(_scored(job, text), "tokens", shown=job.progress, title=f"source, {text.name}") as advance:
         store.fill(job.windows(text), text.tokens, on_batch=lambda tokens: advance(tokens, ""))
     return store

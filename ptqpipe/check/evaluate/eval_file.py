@@ -193,7 +193,7 @@ def read_result(path: Path, *, run_id: str | None) -> dict[str, Any]:
     """
     content = read_json_object(path)
     if "version" not in content:
-        raise CheckpointError(f"{path} is no result of ptqpipe eval; give what `ptqpipe eval -o` wrote")
+        raise CheckpointError(f"{path} is no result of ptqpipe eval; give a file that ptqpipe eval wrote")
     if content["version"] != VERSION:
         raise CheckpointError(
             f"eval file {path} has version {content['version']!r}, expected {VERSION}; run ptqpipe eval again"

@@ -10,7 +10,7 @@ from ptqpipe.check.evaluate.eval_file import is_result
 from ptqpipe.check.evaluate.verdict import verdict
 from ptqpipe.checkpoint import RECORD_FILE, check_file, name_of, write_file
 from ptqpipe.checkpoint.regular_file import read_json
-from ptqpipe.errors import OutputExists, PtqError
+from ptqpipe.errors import OutputExists, PtqError, arg
 from ptqpipe.run.quantities import number, table
 
 _NAME = 16  # characters of the name of a text or task
@@ -46,8 +46,8 @@ def check_target(out: Path, *, overwrite: bool, compared: bool, tasks: bool) -> 
     ]
     if lost:
         raise OutputExists(
-            f"{out} holds {' and '.join(lost)}, which this call does not measure; --overwrite replaces it, or give "
-            "another -o"
+            f"{out} holds {' and '.join(lost)}, which this call does not measure; "
+            f"{arg('overwrite', True)} replaces it, or give another {arg('out')}"
         )
 
 

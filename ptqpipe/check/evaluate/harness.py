@@ -22,7 +22,7 @@ import numpy as np
 import yaml
 
 from ptqpipe.checkpoint.regular_file import MAX_TEXT_BYTES, read_regular_text
-from ptqpipe.errors import PtqWarning, UsageError, first_line, missing_package, read_failure, tokenizer_errors
+from ptqpipe.errors import PtqWarning, UsageError, arg, first_line, missing_package, read_failure, tokenizer_errors
 
 LOCAL_TASKS = Path(__file__).resolve().parent / "tasks"
 RESAMPLES = 1000
@@ -78,7 +78,7 @@ def check_tasks(request: TaskRequest) -> None:
     manager = _manager(request)
     if request.task_data is not None and not any(name.startswith("local_") for name in request.names):
         raise UsageError(
-            f"--task-data is for local_ tasks, and {', '.join(request.names)} is none; leave it out, or ask for "
+            f"{arg('task_data')} is for local_ tasks, and {', '.join(request.names)} is none; leave it out, or ask for "
             f"{', '.join(_local_names())}"
         )
     for name in request.names:
@@ -145,7 +145,7 @@ def _language_model() -> Any:
             if longest > self.max_length:
                 raise UsageError(
                     f"a task has an answer of {longest} tokens, and the model takes {self.max_length}; leave that task "
-                    "out, or its later samples with --limit"
+                    f"out, or its later samples with {arg('limit')}"
                 )
             room = self.max_length + 1  # the last token is not read
             self.cut += sum(len(question) + len(answer) > room for _, question, answer in requests)
@@ -214,9 +214,9 @@ def _manager(request: TaskRequest) -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
-        raise missing_package("--tasks", "lm-eval", "ptqpipe[eval]") from None
+        raise missing_package(arg("tasks"), "lm-eval", "ptqpipe[eval]") from None
     if request.include_path is not None and not request.include_path.is_dir():
-        raise UsageError(f"--include-path {request.include_path} is no folder; name one with task YAMLs")
+        raise UsageError(f"{arg('include_path', request.include_path)} is no folder; name one with task YAMLs")
     include_path = None if request.include_path is None else str(request.include_path)
     return _index(TaskManager, include_path, not set(_local_names()).issuperset(request.names))
 
@@ -267,7 +267,7 @@ def _local_config(name: str, task_data: Path | None) -> dict[str, Any]:
     config: dict[str, Any] = yaml.safe_load((LOCAL_TASKS / f"{name}.yaml").read_text(encoding="utf-8"))
     files: Mapping[str, str] = config["dataset_kwargs"]["data_files"]
     if task_data is None:
-        raise UsageError(f"task {name!r} reads {', '.join(files.values())}; name its folder with --task-data DIR")
+        raise UsageError(f"task {name!r} reads {', '.join(files.values())}; name its folder with {arg('task_data')}")
     paths = {}
     for split, file in files.items():
         places = [task_data / file, *sorted(task_data.glob(f"*/{file}"))]

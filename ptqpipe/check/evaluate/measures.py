@@ -8,7 +8,7 @@ import torch
 
 from ptqpipe.check.evaluate.bootstrap import RESAMPLES, SEED, cluster_sums, interval, standard_error
 from ptqpipe.check.evaluate.scores import Scores
-from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.errors import NumericsError, UsageError, arg
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 
@@ -90,6 +90,6 @@ def _check_finite(scores: Scores) -> None:
         if values is not None and not bool(torch.isfinite(values).all()):
             where = int((~torch.isfinite(values)).nonzero()[0])
             raise NumericsError(
-                f"the {name} gives no probability to scored token {where} (NaN or zero); use --dtype fp32, or "
-                "check its weights"
+                f"the {name} gives no probability to scored token {where} (NaN or zero); use "
+                f"{arg('dtype', 'fp32')}, or check its weights"
             )

@@ -1,4 +1,4 @@
-"""Texts as tokens: what --data names (`rows`) and a model's tokenizer, and the sample text of the package.
+"""Texts as tokens: what data names (`rows`) and a model's tokenizer, and the sample text of the package.
 
 Rows follow each other in one stream, texts parted by a blank line.
 """
@@ -25,7 +25,7 @@ from ptqpipe.calibration.rows import (
     row_tokens,
     size_of,
 )
-from ptqpipe.errors import UsageError, tokenizer_errors
+from ptqpipe.errors import UsageError, arg, tokenizer_errors
 
 SAMPLE = Path(__file__).resolve().parent / "sample.txt"
 SAMPLE_NAME = "sample text"
@@ -58,7 +58,7 @@ class Text:
 def read_text(
     name: str | Path, tokenizer: Callable[[], Any], *, field: str | None = None, max_tokens: int | None = None
 ) -> Text:
-    """The first ``max_tokens`` tokens of what a --data names: a file, all files of a folder, or a data set by name.
+    """The first ``max_tokens`` tokens of what ``data`` names: a file, all files of a folder, or a data set by name.
 
     tokenizer  gives transformers' tokenizer of the model; called for texts only
     field      of a row that is used; None: the first of the usual ones that it has
@@ -84,7 +84,7 @@ def read_text(
             ids = tokenizer()("\n\n".join(texts), verbose=False)["input_ids"]
     ids_tensor = torch.tensor(ids, dtype=torch.int64)[:max_tokens]
     if max_tokens is not None and max_tokens < LEAST:
-        raise UsageError(f"--max-tokens {max_tokens}: expected 2 or more, since each is predicted from those before it")
+        raise UsageError(f"{arg('max_tokens', max_tokens)}: expected 2 or more: each is predicted from those before it")
     if ids_tensor.numel() < LEAST:
         raise _too_short(name, ids_tensor.numel())
     digest = hashlib.sha256(ids_tensor.numpy().astype("<i8").tobytes()).hexdigest()

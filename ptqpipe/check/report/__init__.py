@@ -29,7 +29,7 @@ from ptqpipe.conversion.output_error import (
     tuned_from,
     tuned_judgement,
 )
-from ptqpipe.errors import UsageError, missing_package
+from ptqpipe.errors import UsageError, arg, missing_package
 from ptqpipe.run.quantities import decibels
 
 FORMATS = ("html", "md")
@@ -41,7 +41,7 @@ MARKDOWN_MARK = "<!-- ptqpipe report -->"
 def check_kind(kind: str) -> None:
     """UsageError for an unknown kind, and where what renders it is not installed."""
     if kind not in FORMATS:
-        raise UsageError(f"--format {kind!r} is unknown; use {' or '.join(FORMATS)}")
+        raise UsageError(f"{arg('kind', kind)} is unknown; use {' or '.join(FORMATS)}")
     try:
         import jinja2
     except ImportError:

@@ -36,7 +36,7 @@ from ptqpipe.checkpoint.tensor_names import layer_of, role_of
 from ptqpipe.conversion.job import as_quantized
 from ptqpipe.conversion.output_error import judged_by, mean_known, samples_text, tuned_blocks, tuned_by, tuned_from
 from ptqpipe.conversion.record import Record, claims_ownership, read_record
-from ptqpipe.errors import CheckpointError, UsageError, one_line
+from ptqpipe.errors import CheckpointError, UsageError, arg, one_line
 from ptqpipe.models.source import Source
 from ptqpipe.run.machine import Machine, one_thread_each
 from ptqpipe.run.quantities import decibels
@@ -203,7 +203,9 @@ def make_report(
     target, kind = target_of(ckpt, out=out, kind=kind)
     original = find_source(ckpt) if source is None else source
     if all_rows and original is None:
-        raise UsageError("--all says on how many rows of the source searches are compared; add --source")
+        raise UsageError(
+            f"{arg('all_rows')} says on how many rows of the source searches are compared; add {arg('source')}"
+        )
     measured = find_evaluation(ckpt) if evaluation is None else evaluation
     machine = machine or Machine()
     report = gather(ckpt, source=original, evaluation=measured, all_rows=all_rows, machine=machine, log=log)
@@ -221,7 +223,7 @@ def target_of(ckpt: Path, *, out: Path | None, kind: str | None) -> tuple[Path, 
         kind = "html" if out is None else KINDS.get(out.suffix.lower())
     if kind is None:
         raise UsageError(
-            f"{out} ends in neither .html nor .md, the two kinds of reports; change the name, or give --kind"
+            f"{out} ends in neither .html nor .md, the two kinds of reports; change the name, or give {arg('kind')}"
         )
     target = out if out is not None else default_path(name_of(ckpt), kind=kind)
     check_kind(kind)
@@ -234,7 +236,7 @@ def _told(target: Path, report: Report, source: Path | None, evaluation: Path | 
     lines = [_summary(report)]
     if report.verdict is not None:
         lines.append(f"{report.verdict[1]}: {report.verdict[0]}")
-    for what, path, remedy in (("source", source, "--source MODEL"), ("eval file", evaluation, "--eval FILE")):
+    for what, path, remedy in (("source", source, arg("source")), ("eval file", evaluation, arg("eval"))):
         lines.append(f"{what}: {path}" if path is not None else f"{what}: not found; give it with {remedy}")
     lines += [f"note: {one_line(note, limit=300)}" for note in report.notes]
     lines += [f"{report.faults} faults: ptqpipe verify {report.name} lists them"] if report.faults else []
@@ -254,5 +256,5 @@ def _summary(report: Report) -> str:
             f"{report.blocks_judged}"
         )
     parts += [f"weight error {error:.2f} dB"] if error is not None and not report.by_data else []
-    parts += ["errors unknown (give --source)"] if error is None else []
+    parts += [f"errors unknown (give {arg('source')})"] if error is None else []
     return f"{report.name}: {', '.join(parts)}"

@@ -25,7 +25,7 @@ class Row(NamedTuple):
 
     @property
     def formats(self) -> str:
-        """The formats of its weights and their inputs, as `--format` names them, the one with most numbers first."""
+        """The formats of its weights and their inputs, as ``format`` names them, the one with most numbers first."""
         sizes: dict[str, int] = defaultdict(int)
         for weight in self.report.weights:
             sizes[weight.scheme] += weight.elements

@@ -1,5 +1,6 @@
 """report A B C: checkpoints of one model compared, from their records and their eval files."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from ptqpipe.check.report import Report, render_comparison
 from ptqpipe.check.report.command import gather, target_of
 from ptqpipe.check.report.find import find_evaluation, read_source
 from ptqpipe.checkpoint import name_of, write_file
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, argv
 from ptqpipe.run.machine import Machine
 
 
@@ -55,7 +56,10 @@ def _check_one_model(ckpts: Sequence[Path]) -> None:
 def _notes(reports: Sequence[Report]) -> list[str]:
     """Reasons why the divergences are not comparable."""
     missing = [report.name for report in reports if report.verdict is None]
-    lines = [f"not measured: {', '.join(missing)}; run ptqpipe eval {missing[0]} --source MODEL"] if missing else []
+    lines = []
+    if missing:  # goes into the file: a shell's command, whoever asks
+        call = shlex.join(["ptqpipe", "eval", missing[0], *argv(source="MODEL")])
+        lines.append(f"not measured: {', '.join(missing)}; run {call}")
     texts = {_text_of(report.evaluation) for report in reports if report.evaluation is not None and report.verdict}
     if len(texts) > 1:
         lines.append("the divergences are of different texts or windows: compare them with care, or measure again")

@@ -129,7 +129,7 @@ def proof_words(report: Report) -> str:
         return "as recorded: no search that proves it chose them"
     if report.errors_from == "source":
         return "as recorded; brute force can check none of them here"
-    return "as recorded; ptqpipe report --source checks it by brute force"
+    return "as recorded; a report with the source checks it by brute force"
 
 
 def _policy(*scripts: str) -> str:

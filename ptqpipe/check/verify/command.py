@@ -34,7 +34,7 @@ from ptqpipe.conversion.job import as_quantized
 from ptqpipe.conversion.output_error import tuned_judgement
 from ptqpipe.conversion.planned_outputs import BIAS_REASON as CORRECTED, Outputs
 from ptqpipe.conversion.record import Record, claims_ownership, read_record
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.search.proof import Optimality
 from ptqpipe.quantization.learned_codes import TRAINED_REASON
@@ -91,7 +91,7 @@ def verify(
     begun = time.monotonic()
     findings = Findings(own=False, chosen=False)
     if workers is not None and workers < 1:
-        raise UsageError(f"--workers {workers} is too few; use 1 or more")
+        raise UsageError(f"{arg('workers', workers)} is too few; use 1 or more")
     opened = _open(ckpt, "checkpoint", findings)
     original = _open(source, "source", findings) if source is not None else None
     moments = Statistics.open(statistics) if statistics is not None else None

@@ -12,6 +12,7 @@ from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.checkpoint.json_values import finite
 from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
 from ptqpipe.conversion.output_error import mean_known
+from ptqpipe.errors import arg
 from ptqpipe.numerics.search.proof import Optimality
 from ptqpipe.run.quantities import disk_size, number, sqnr_db, table
 
@@ -60,7 +61,7 @@ class VerifyReport:
 
 def header(ckpt: Path, source: Path | None, nbytes: Sequence[int]) -> str:
     """Lines about the coming checks; ``nbytes`` of each tensor."""
-    against = "by itself, without --source" if source is None else f"against {source}"
+    against = "by itself, without its source" if source is None else f"against {source}"
     return f"checking {ckpt}, {len(nbytes)} tensors in {disk_size(sum(nbytes))}, {against}"
 
 
@@ -84,7 +85,7 @@ def render(report: VerifyReport, *, all_faults: bool = False) -> str:
 def _not_the_source(report: VerifyReport) -> str:
     return (
         f"{report.source} is not the model that {report.ckpt} was made from: the fingerprint in {RECORD_FILE} is "
-        "another model's; give that model as --source"
+        f"another model's; give that model as {arg('source')}"
     )
 
 
@@ -94,12 +95,12 @@ def _faults(faults: Sequence[Finding], *, all_faults: bool) -> list[str]:
     lines = _grouped(faults)
     if len(lines) <= MOST_FAULTS:
         return lines
-    return [*lines[:MOST_FAULTS], f"  ... {len(faults)} faults in all; --all-faults lists each of them"]
+    return [*lines[:MOST_FAULTS], f"  ... {len(faults)} faults in all; {arg('all_faults', True)} lists each of them"]
 
 
 def _headline(report: VerifyReport) -> str:
     maker = "written by ptqpipe" if report.own else "not written by ptqpipe"
-    against = "without --source: errors and missing tensors are not checked"
+    against = "without its source: errors and missing tensors are not checked"
     if report.source is not None:
         against = f"against {report.source}"
     kept = f"{report.kept} tensors kept ({disk_size(report.kept_bytes)})"
@@ -153,7 +154,7 @@ def _unproven(report: VerifyReport) -> list[str]:
     if not missing:
         return []
     if report.source is None:
-        return ["optimal: not proven; the proof needs the weights that CKPT was made from, add --source"]
+        return [f"optimal: not proven; the proof needs the weights that CKPT was made from, add {arg('source')}"]
     reason = "their scales are not chosen by their own squared error alone (calibration, or one scale for several)"
     return [f"optimal: {len(missing)} of {len(report.weights)} weights are left out: {reason}"]
 

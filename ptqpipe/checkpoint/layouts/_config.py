@@ -252,11 +252,11 @@ def expert_name_warnings(targets: Sequence[Target], config: Mapping[str, Any], *
     kind = str(config.get("model_type"))
     if kind not in _NO_PER_EXPERT_NAMES and (kind not in _ONLY_COMPRESSED_TENSORS or container == "compressed_tensors"):
         return []
-    remedy = "import ptqpipe before loading, serve with vLLM, or keep the experts (--ignore 're:.*experts.*')"
+    remedy = "import ptqpipe before loading, serve with vLLM, or keep the experts (ignore 're:.*experts.*')"
     if kind == "gpt_oss":
-        remedy = "use --container gptoss_mxfp4"
+        remedy = "use the container gptoss_mxfp4"
     if kind in _ONLY_COMPRESSED_TENSORS:
-        remedy = "use --container compressed_tensors"
+        remedy = "use the container compressed_tensors"
     return [f"transformers 5.23 has no per-expert names for {kind} here and leaves its experts random; {remedy}"]
 
 

@@ -271,7 +271,7 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
         if name in ("fp8_block", "mxfp8"):
             remedy = "deepseek_fp8" if name == "fp8_block" else "mxfp8_hf"
             lines.append(
-                f"transformers up to 5.23 refuses {name} experts in this layout; use --container {remedy} for it"
+                f"transformers up to 5.23 refuses {name} experts in this layout; use the container {remedy} for it"
             )
         if name == "fp8_tensor" and scheme.activation is Activation.FP8_TOKEN:
             lines.append("vLLM 0.33 and SGLang 0.5.23 refuse experts with fp8_tensor; use fp8 or fp8_block for them")

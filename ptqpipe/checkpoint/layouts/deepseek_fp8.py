@@ -63,7 +63,7 @@ def parts(
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     """What readers get wrong about this output: one line each, with the remedy."""
-    remedy = "use --container compressed_tensors for SGLang"
+    remedy = "use the container compressed_tensors for SGLang"
     return [
         *expert_name_warnings(targets, config, container="deepseek_fp8"),
         *sglang_scale_warnings(config, remedy=remedy),

@@ -207,7 +207,7 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     """What readers get wrong about this output: one line each, with the remedy."""
     lines = [
         "transformers does not read ModelOpt's layout: FP8 weights load as garbage without an error; "
-        "use --container compressed-tensors for transformers"
+        "use the container compressed-tensors for transformers"
     ]
     algorithms = {t.module: _ALGORITHMS.get((structure(t.scheme.fmt), t.scheme.activation)) for t in targets}
     experts = {algorithm for module, algorithm in algorithms.items() if experts_of(module)}
@@ -216,20 +216,20 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     if "FP8_PER_CHANNEL_PER_TOKEN" in experts or ("FP8_PB_WO" in experts and not mixed):
         lines.append(
             "vLLM 0.32 reads no experts with FP8 per channel (or, as the only scheme, per block) in ModelOpt's layout; "
-            "use --container compressed-tensors or deepseek_fp8 for it"
+            "use the container compressed-tensors or deepseek_fp8 for it"
         )
     if "FP8_PER_CHANNEL_PER_TOKEN" in used or ("FP8_PB_WO" in used and not mixed):
         lines.append(
             "SGLang 0.5.23 reads no FP8 per channel (or, as the only scheme, per block) in ModelOpt's layout; "
-            "use --container compressed-tensors for it"
+            "use the container compressed-tensors for it"
         )
     if "W4A16_NVFP4" in experts:
         lines.append(
             "SGLang 0.5.23 may quantize the inputs of these experts, with a scale of 1, where its kernels can; "
-            "use --container compressed-tensors for SGLang"
+            "use the container compressed-tensors for SGLang"
         )
     if "MXFP8" in used:
-        lines += sglang_scale_warnings(config, remedy="use --format fp8 or nvfp4 for SGLang")
+        lines += sglang_scale_warnings(config, remedy="use fp8 or nvfp4 for SGLang")
     return lines
 
 

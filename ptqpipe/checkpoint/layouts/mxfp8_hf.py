@@ -29,11 +29,11 @@ detect, lists, config_faults = _LAYOUT.detect, _LAYOUT.lists, _LAYOUT.config_fau
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     """What readers are known to get wrong about this output."""
-    refused = "vLLM 0.32 refuses this layout of mxfp8; use --container compressed-tensors for vLLM"
+    refused = "vLLM 0.32 refuses this layout of mxfp8; use the container compressed-tensors for vLLM"
     return [
         refused,
         *expert_name_warnings(targets, config, container="mxfp8_hf"),
-        *sglang_scale_warnings(config, remedy="use --format fp8 or nvfp4 for SGLang"),
+        *sglang_scale_warnings(config, remedy="use fp8 or nvfp4 for SGLang"),
     ]
 
 

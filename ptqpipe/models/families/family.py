@@ -29,7 +29,7 @@ class ReaderIssue:
     containers  the layouts in which they do; empty: all that other programs read
     formats     the formats in which they do, by their names in ``schemes.py``; empty: all
     by_default  kept unless a rule names it; else it concerns readers alone
-    mtp         the part is the whole multi-token prediction layer: ``--mtp`` of a conversion decides over it
+    mtp         the part is the whole multi-token prediction layer: ``mtp`` of a conversion decides over it
     """
 
     keep: Keep

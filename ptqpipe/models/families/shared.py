@@ -100,7 +100,7 @@ HEAD_AS_CODES = ReaderIssue(
     Keep(r"re:(.*\.)?layers\.", "a model whose head SGLang does not name, in ModelOpt's layout"),
     symptom=(
         "SGLang takes the head of this family for codes wherever something is in ModelOpt's layout, and stops or, in "
-        "FP8, computes with it without a word; it reads --container compressed_tensors"
+        "FP8, computes with it without a word; it reads compressed-tensors"
     ),
     readers=("sglang",),
     containers=("modelopt",),

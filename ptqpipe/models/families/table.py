@@ -22,7 +22,7 @@ FAMILIES: tuple[Family, ...] = (
                 symptom=(
                     "SGLang puts the two side by side with all that belongs to them, also the one scale or the shape "
                     "of packed weights in compressed-tensors, and stops with an error of their shape; it reads "
-                    "--container modelopt, and vLLM both"
+                    "ModelOpt's layout, and vLLM both"
                 ),
                 readers=("sglang",),
                 containers=("compressed_tensors",),
@@ -288,7 +288,7 @@ FAMILIES: tuple[Family, ...] = (
                 Keep(r"re:(.*\.)?block_sparse_moe\.", "experts of a Granite hybrid with inputs in 4 bits"),
                 symptom=(
                     "vLLM has no name for the scales of their inputs in compressed-tensors, and stops with a KeyError; "
-                    "it reads --container modelopt"
+                    "it reads ModelOpt's layout"
                 ),
                 readers=("vllm",),
                 containers=("compressed_tensors",),

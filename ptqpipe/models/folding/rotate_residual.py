@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.models.folding.structure import Edge, Matrix, Norm, Structure
 from ptqpipe.models.folding.tensors import Folding, Reset, Rotate, on_columns, rotate_columns, rotate_rows
 
@@ -39,7 +39,10 @@ def check(structure: Structure, block: int, *, untie: bool) -> None:
     elif structure.others:
         reason = f"it is not known whether '{structure.others[0]}' reads the residual stream"
     elif structure.tied and not untie:
-        reason = "the output head is tied to the embedding; --untie stores a head of its own, which can be rotated"
+        reason = (
+            f"the output head is tied to the embedding; {arg('untie', True)} stores a head of its own, which can be "
+            "rotated"
+        )
     else:
         return
     raise UsageError(f"rotate_residual is refused: {reason}")

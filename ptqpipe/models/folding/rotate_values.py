@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.models.folding.structure import Edge, Matrix, Structure
 from ptqpipe.models.folding.tensors import Folding, rotate_columns, rotate_rows
 
@@ -21,22 +21,24 @@ def check(structure: Structure, block: int, *, untie: bool) -> None:
     if not edges:
         raise UsageError(
             f"rotate_values is refused: {structure.model_type} has no value projection into which a rotation can be "
-            "folded; --apply rotate_residual rotates the rest"
+            f"folded; {arg('transforms', 'rotate_residual')} rotates the rest"
         )
     gated = next((edge for edge in edges if edge.gated), None)
     if gated is not None:
         raise UsageError(
             f"rotate_values is refused: a gate multiplies each channel behind the attention of {structure.model_type} "
-            f"('{gated.id}'), and a rotation mixes channels; --apply rotate_residual rotates the rest"
+            f"('{gated.id}'), and a rotation mixes channels; {arg('transforms', 'rotate_residual')} rotates the rest"
         )
     wrong = next((edge for edge in edges if edge.head_dim % block or edge.channels % edge.head_dim), None)
     if wrong is not None:
         raise UsageError(
             f"rotate_values cannot rotate blocks of {block}: the heads of '{wrong.id}' have {wrong.head_dim} channels; "
-            "choose a --block that divides them"
+            f"choose a {arg('rotation_size')} that divides them"
         )
     if structure.norms.layer_norm and any(_start(edge) % block for edge in edges):
-        raise UsageError(f"rotate_values needs values that begin at multiples of {block}; choose a smaller --block")
+        raise UsageError(
+            f"rotate_values needs values that begin at multiples of {block}; choose a smaller {arg('rotation_size')}"
+        )
 
 
 def fold(

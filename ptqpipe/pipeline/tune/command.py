@@ -36,7 +36,7 @@ from ptqpipe.calibration.runner import BATCH_TOKENS, Block, MtpBlock, Runner
 from ptqpipe.checkpoint import Finished, LayerFolder, Mode, check_place
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.prepare import prepare
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.models.language_model import takes_images, with_note
 from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
@@ -122,7 +122,9 @@ def _samples(prepared: Conversion, data: Sequence[str], options: TuneOptions, co
         images=takes_images(config, path),
     )
     if samples.images and options.metric == "kl":
-        raise UsageError("--metric kl takes no rows with images; use --metric output, or data without images")
+        raise UsageError(
+            f"{arg('metric', 'kl')} takes no rows with images; use {arg('metric', 'output')}, or data without images"
+        )
     return samples.judged() if options.follows and samples.windows.numel() > BATCH_TOKENS else samples
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ptqpipe.calibration.options import TextOptions
 from ptqpipe.errors import UsageError, arg
 from ptqpipe.pipeline.options import RECIPE, STATS
-from ptqpipe.recipe.options import RecipeOptions, unstated
+from ptqpipe.recipe.options import RecipeOptions, same_option
 from ptqpipe.run.options import ComputingOptions, RestartOptions, argument, option, required
 
 
@@ -144,12 +144,12 @@ class TuneCommand(TuneOptions, ComputingOptions, RestartOptions):
     """The options of `tune`."""
 
     model: str = argument()
-    format: str | None = unstated(RecipeOptions, "format")
-    ignore: tuple[str, ...] = unstated(RecipeOptions, "ignore", ())
+    format: str | None = same_option(RecipeOptions, "format")
+    ignore: tuple[str, ...] = same_option(RecipeOptions, "ignore")
     recipe: Path | None = option(None, RECIPE, metavar="NAME|FILE", kind="recipe")
     stats: Path | None = option(None, STATS, metavar="DIR")
-    container: str | None = unstated(RecipeOptions, "container")
-    rotate: str | None = unstated(RecipeOptions, "rotate")
+    container: str | None = same_option(RecipeOptions, "container")
+    rotate: str | None = same_option(RecipeOptions, "rotate")
     out: Path = required("Folder of codes to write.", short="-o")
 
     @property

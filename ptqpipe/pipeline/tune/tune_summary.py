@@ -8,6 +8,7 @@ from ptqpipe.calibration.data import Samples
 from ptqpipe.checkpoint import Finished, name_of
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.output_error import samples_text
+from ptqpipe.errors import arg
 from ptqpipe.pipeline.tune.tune_options import TuneOptions
 from ptqpipe.run.quantities import counted, memory_size, number, table
 
@@ -68,7 +69,7 @@ def _end_to_end(found: Mapping[str, Any] | None) -> list[str]:
         kinds = Counter(entry["kind"] for entry in found["trained"].values())
         told = [f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.items()]
         told += ["global scales"] if "global" in found["train"]["kinds"] else []
-        lines.append(_of_descent("then --train", "values", found["train"], f"trained: {', '.join(told)}"))
+        lines.append(_of_descent(f"then {arg('train')}", "values", found["train"], f"trained: {', '.join(told)}"))
     return lines
 
 

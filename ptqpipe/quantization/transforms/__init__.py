@@ -11,7 +11,7 @@ passed in as callables.
 from importlib import import_module
 from typing import Protocol, cast
 
-from ptqpipe.errors import UsageError, did_you_mean
+from ptqpipe.errors import UsageError, arg, did_you_mean
 from ptqpipe.models.folding import ROTATIONS
 from ptqpipe.quantization.transforms.learn_rotations import BATCH, Learned, Reader, Rounding, learn
 from ptqpipe.quantization.transforms.problem import Consumer, Problem, Quantize, Solution, SolveOptions
@@ -41,8 +41,8 @@ def transform_names(asked: str) -> tuple[str, ...]:
         if key in ONLINE:
             raise UsageError(
                 f"{key!r} rotates activations while the model runs, which is no change of a float model; use "
-                "`ptqpipe convert --rotate down_proj:64`, or rotate_residual and rotate_values, which are folded into "
-                "the weights"
+                f"{arg('rotate', 'down_proj:64')} of convert, or rotate_residual and rotate_values, which are folded "
+                "into the weights"
             )
         names = _SHORT.get(key, (key,))
         for name in names:

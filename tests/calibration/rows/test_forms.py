@@ -192,7 +192,7 @@ def test_rows_of_tables_of_arrow_are_those_of_lines(suffix: str, tmp_path: Path)
 
 
 REFUSED_ROWS: dict[str, tuple[Any, str]] = {
-    "unknown fields": ({"id": 3, "headline": "Hi."}, "has id, headline, not any of messages, .*--text-field"),
+    "unknown fields": ({"id": 3, "headline": "Hi."}, "has id, headline, not any of messages, .*text_field"),
     "a number": (5, "line 1 is int, expected an object"),
     "nested lists": ([[1, 2]], "line 1 is list, expected an object"),
     "a number as text": ({"text": 5}, "line 1, 'text' is int, expected a text"),

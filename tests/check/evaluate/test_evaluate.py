@@ -256,7 +256,7 @@ def test_the_default_name_lies_beside_the_checkpoint(checkpoints: dict[str, Path
         (["--data", "BINARY"], "is not UTF-8"),
         (["--data", "RANGE"], "token 99999, outside the model's vocabulary"),
         (["--tasks", "pika"], "task 'pika' is unknown; near it are"),
-        (["--tasks", "local_piqa"], "--task-data DIR"),
+        (["--tasks", "local_piqa"], "with --task-data"),
         (["--data", "TEXT", "--seqlen", "100000"], "positions; choose a smaller one"),
         (["--data", "TEXT", "--seqlen", "8", "--stride", "9"], "--stride 9"),
         (["--data", "TEXT", "--device", "tpu"], "device 'tpu' is unknown"),
@@ -309,7 +309,7 @@ def test_the_bench_model_has_the_recorded_perplexity(shared_dir: Path, tmp_path:
     """assets/models/bench-4m/SOURCE.md: 56.05 on the first 24,576 tokens; here on the first 8,192 of them."""
     model, text = shared_dir / "assets/models/bench-4m/hf", shared_dir / "assets/data/wikitext2/wiki.test.raw"
     out = tmp_path / "q"
-    ptqpipe.convert(model, format="nvfp4", out=out, search="absmax", global_scale="absmax")
+    ptqpipe.convert(model, format="nvfp4", out=out, scale_search="absmax", global_scale="absmax")
     found = measured(
         tmp_path / "a.json", out, "--source", model, "--data", text, "--seqlen", 256, "--max-tokens", 8192,
         "--cache-dir", tmp_path / "cache",

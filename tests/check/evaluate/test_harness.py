@@ -241,7 +241,7 @@ def test_local_tasks_need_no_index_of_thousands_of_others(data: Path, monkeypatc
 
 @pytest.mark.slow
 def test_local_data_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--task-data DIR"):
+    with pytest.raises(UsageError, match="with task_data"):
         check_tasks(TaskRequest(("local_piqa",)))
     with pytest.raises(UsageError, match=r"needs piqa\.jsonl"):
         check_tasks(TaskRequest(("local_piqa",), task_data=tmp_path))

@@ -35,7 +35,7 @@ def test_a_text_is_one_stream(tmp_path: Path) -> None:
 def test_the_field_of_a_row_can_be_named(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", {"text": "no", "body": "yes"})
     assert bytes(read_text(file, lambda: letters, field="body").tokens.tolist()) == b"yes"
-    with pytest.raises(UsageError, match="--max-tokens 1: expected 2 or more"):
+    with pytest.raises(UsageError, match="max_tokens=1: expected 2 or more"):
         read_text(file, lambda: letters, max_tokens=1)
 
 

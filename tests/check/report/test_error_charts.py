@@ -149,7 +149,7 @@ def test_where_no_scale_is_claimed_optimal_the_source_is_not_asked_for(pair: tup
     for report in (gather(out), gather(out, source=pair[0])):
         assert report.proof.claimed == 0
         assert "no search that proves it chose them" in "".join(Page(render_html(report)).text)
-    assert "--source checks it" in "".join(Page(render_html(gather(pair[1]))).text)
+    assert "with the source checks it" in "".join(Page(render_html(gather(pair[1]))).text)
 
 
 def test_illegal_scales_are_a_note_and_no_number(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_where_the_model_diverges_is_drawn_and_texts_are_shown(pair: tuple[Path,
 def test_the_source_and_the_eval_file_are_found(pair: tuple[Path, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(pair[1], tmp_path / "alone" / "in" / "ckpt")
     _, told = make_report(folder, out=tmp_path / "a.md")
-    assert "source: not found; give it with --source MODEL" in told
+    assert "source: not found; give it with source" in told
     assert "eval file: not found" in told
     shutil.copytree(pair[0], folder.parent / "source")
     measured(folder, 0.002)
@@ -168,7 +168,7 @@ def test_an_eval_file_of_something_else_is_refused(
 def test_a_file_that_is_no_eval_file_is_not_of_another_version(pair: tuple[Path, Path], tmp_path: Path) -> None:
     file = tmp_path / "eval.json"
     file.write_text(json.dumps({"results": {}}))
-    with pytest.raises(CheckpointError, match=r"eval\.json is no result of ptqpipe eval; give what"):
+    with pytest.raises(CheckpointError, match=r"eval\.json is no result of ptqpipe eval; give a file"):
         gather(pair[1], evaluation=file)
 
 

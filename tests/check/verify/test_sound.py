@@ -59,7 +59,7 @@ def test_what_convert_writes_is_sound_and_its_scales_are_proven_again(
 def test_a_search_that_proves_nothing_is_sound_and_what_it_costs_is_told(
     model: Path, tmp_path: Path, scheme: str
 ) -> None:
-    out = ptqpipe.convert(model, search=scheme, out=tmp_path / "out", workers=1).out
+    out = ptqpipe.convert(model, scale_search=scheme, out=tmp_path / "out", workers=1).out
     report = check(out, model, optimal=True)
     assert report.ok, found(report)
     notes = [note for note in report.notes if note.check == "optimal"]

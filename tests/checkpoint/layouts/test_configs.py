@@ -416,8 +416,8 @@ LLAMA = {"architectures": ["LlamaForCausalLM"]}
     ("container", "names", "scheme", "config", "says"),
     [
         ("compressed_tensors", [EXPERT], "nvfp4", {}, "loads NVFP4 experts wrong"),
-        ("compressed_tensors", [EXPERT], "fp8_block", {}, "--container deepseek_fp8"),
-        ("compressed_tensors", [EXPERT], "mxfp8", {}, "--container mxfp8_hf"),
+        ("compressed_tensors", [EXPERT], "fp8_block", {}, "the container deepseek_fp8"),
+        ("compressed_tensors", [EXPERT], "mxfp8", {}, "the container mxfp8_hf"),
         (
             "compressed_tensors",
             [EXPERT],
@@ -429,9 +429,9 @@ LLAMA = {"architectures": ["LlamaForCausalLM"]}
         ("compressed_tensors", ["a.b"], "mxfp4", {}, "SGLang"),
         ("compressed_tensors", ["a.b"], "mxfp8a16", {}, "quantizes the activations"),
         ("compressed_tensors", ["a.b"], "fp8_dynamic", {"dtype": "float16"}, "load with dtype=bfloat16"),
-        ("compressed_tensors", [EXPERT], "mxfp4", {"model_type": "gpt_oss"}, "--container gptoss_mxfp4"),
+        ("compressed_tensors", [EXPERT], "mxfp4", {"model_type": "gpt_oss"}, "the container gptoss_mxfp4"),
         ("compressed_tensors", [EXPERT], "fp8_dynamic", {"model_type": "qwen3_vl_moe"}, "leaves its experts random"),
-        ("deepseek_fp8", [EXPERT], "fp8_block", {"model_type": "llama4"}, "--container compressed_tensors"),
+        ("deepseek_fp8", [EXPERT], "fp8_block", {"model_type": "llama4"}, "the container compressed_tensors"),
         ("deepseek_fp8", ["a.b"], "fp8_block", LLAMA, "without its scales"),
         ("mxfp8_hf", ["a.b"], "mxfp8", LLAMA, "without its scales"),
         ("modelopt", ["a.b"], "mxfp8", LLAMA, "without its scales"),

@@ -472,10 +472,10 @@ def test_a_reverse_pass_in_bfloat16_finds_the_moments_of_one_in_float32(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "other"}, "'other' is unknown"),
-        ({"share": 1.5}, "--feedback 1.5 is out of range"),
-        ({"metric": "other"}, "--metric 'other' is unknown; use kl, output"),
-        ({"method": "learned"}, "'learned' is unknown; use gptq, kl, layerwise"),
+        ({"method": "other"}, 'method="other" is unknown'),
+        ({"feedback": 1.5}, "feedback=1.5 is out of range"),
+        ({"metric": "other"}, 'metric="other" is unknown; use kl, output'),
+        ({"method": "learned"}, 'method="learned" is unknown; use gptq, kl, layerwise'),
     ],
 )
 def test_settings_that_do_not_exist_are_refused(

@@ -23,7 +23,7 @@ from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import codes as codes_of, command as tune
 from ptqpipe.pipeline.tune.kl import end_to_end
 from ptqpipe.pipeline.tune.kl.descent import Found, Variables
-from ptqpipe.pipeline.tune.tune_options import Settings, TuneOptions, settings_of
+from ptqpipe.pipeline.tune.tune_options import Settings, TuneOptions
 from ptqpipe.pipeline.tune.tune_summary import render
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe.options import RecipeOptions
@@ -52,7 +52,7 @@ def run(text: Path, out: Path, **changes: Any) -> dict[str, Any]:
     [("nvfp4_w4a4", 0.01), ("mxfp4", 0.01), ("nvfp4", 0.0015), ("mxfp4a16", 0.0015), ("fp8", 0.0015)],
 )
 def test_codes_take_larger_steps_where_inputs_have_four_bits(scheme: str, rate: float, tmp_path: Path) -> None:
-    options = TuneOptions(method="kl", settings=settings_of(None, seed=3))
+    options = TuneOptions(method="kl", seed=3)
     with prepare(DEMO, options=RecipeOptions(format=scheme), out=tmp_path / "o", collected=True) as prepared:
         settings = end_to_end.with_rate(prepared, options).settings
     assert settings == Settings(steps=100, rate=rate, seed=3)
@@ -202,11 +202,11 @@ def test_a_run_that_is_stopped_again_and_again_goes_on_to_the_same_codes(
     [
         (
             {"options": replace(OPTIONS, samples=16)},
-            "needs held-out samples.*give --samples 33 or more",
+            "needs held-out samples.*give samples=33 or more",
         ),
         (
             {"machine": Machine(workers=1, memory_bytes=700 << 20)},
-            "--max-memory 700MiB is too small for --method kl.*or --",
+            'max_memory="700MiB" is too small for method="kl".*or method=',
         ),
     ],
     ids=["data", "memory"],
@@ -226,5 +226,5 @@ def test_a_window_longer_than_the_sample_text_is_one_line(
     short = tmp_path / "sample.txt"
     short.write_text("Too short.")
     monkeypatch.setattr(end_to_end, "SAMPLE", short)
-    with pytest.raises(UsageError, match="less than --seqlen 64; lower --seqlen"):
+    with pytest.raises(UsageError, match="less than seqlen=64; lower seqlen"):
         run(text, tmp_path / "out")

@@ -97,7 +97,7 @@ def test_what_was_trained_is_what_is_written_and_the_record_says_so(trained: tup
     assert changes["norms"] == pytest.approx(0.1, abs=3e-3)
     told = render(Finished(home / "codes", content, 1.0, 1))
     assert "end to end, 3 steps: no codes lowered the KL divergence on both held-out samples and sample text;" in told
-    assert "then --train, step 7 of 8: KL divergence x 1000 on held-out samples 2 -> 1, sample text 3 -> 1.5; " in told
+    assert "then train, step 7 of 8: KL divergence x 1000 on held-out samples 2 -> 1, sample text 3 -> 1.5; " in told
     assert f"trained: embeddings, norms ({list(kinds.values()).count('norms')}), global scales" in told
     with CheckpointReader.open(DEMO) as source, CheckpointReader.open(home / "out") as out:
         for name, entry in found["trained"].items():
@@ -256,9 +256,9 @@ def test_gradients_of_floats_are_those_of_the_divergence(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "train", "message"),
     [
-        ({}, ("heads",), "--train 'heads' is unknown; use head, embeddings, norms, biases, global"),
-        ({"method": "gptq"}, ("head",), "--train belongs to --method kl"),
-        ({}, ("biases",), "--train biases: the model has no such tensor; leave it out"),
+        ({}, ("heads",), 'train="heads" is unknown; use head, embeddings, norms, biases, global'),
+        ({"method": "gptq"}, ("head",), 'train belongs to method="kl"'),
+        ({}, ("biases",), 'train="biases": the model has no such tensor; leave it out'),
         ({"scheme": "mxfp4a16"}, ("global",), "no weight has a global scale in this format; leave it out"),
     ],
     ids=["unknown", "method", "none", "no global"],
@@ -313,7 +313,7 @@ def test_a_head_that_is_the_embedding_is_trained_as_one(tmp_path: Path) -> None:
     with prepare(model, options=RecipeOptions(format="nvfp4"), out=tmp_path / "o", collected=True) as plan:
         skeleton = Skeleton.of(plan.source, dtype=torch.float32)
         for one in ("head", "embeddings"):
-            with pytest.raises(UsageError, match="is its embedding, one tensor; name both: --train head,embeddings"):
+            with pytest.raises(UsageError, match='is its embedding, one tensor; name both: train="head,embeddings"'):
                 find_kept(plan, skeleton, (one,))
         kept = find_kept(plan, skeleton, ("head", "embeddings"))
         assert [each.tensor for each in kept] == ["model.embed_tokens.weight"]

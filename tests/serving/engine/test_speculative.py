@@ -97,7 +97,7 @@ def test_a_model_with_a_quantized_layer_loads_without_it(
     logits = []
     for at, asked in enumerate(("keep", mtp)):
         out = tmp_path / f"out{at}"
-        ptqpipe.convert(folders[kind], out=out, format="nvfp4", mtp=asked, search="absmax", workers=1)
+        ptqpipe.convert(folders[kind], out=out, format="nvfp4", mtp=asked, scale_search="absmax", workers=1)
         with torch.no_grad():
             logits.append(loader(out, dtype=torch.float32)(torch.tensor([PROMPTS[2]])).logits)
     assert torch.equal(*logits)
@@ -107,7 +107,7 @@ def test_a_model_with_a_quantized_layer_loads_without_it(
 @pytest.mark.parametrize(("kind", "mtp"), [("deepseek_v3", "nvfp4"), ("glm4_moe", "fp8"), ("qwen3_next", "fp8")])
 def test_a_quantized_layer_computes_what_its_codes_say(kind: str, mtp: str, tmp_path: Path) -> None:
     folder = families.make_model(tmp_path / "model", kind, mtp=True)
-    out = ptqpipe.convert(folder, out=tmp_path / "out", format="nvfp4", mtp=mtp, search="absmax", workers=1).out
+    out = ptqpipe.convert(folder, out=tmp_path / "out", format="nvfp4", mtp=mtp, scale_search="absmax", workers=1).out
     ids = torch.randint(3, 96, (1, 8), generator=torch.Generator().manual_seed(1))
     found = []
     for packed, source in ((True, out), (False, out), (False, folder)):

@@ -22,7 +22,7 @@ from ptqpipe.calibration.runner import BATCH_TOKENS, Runner
 from ptqpipe.check.evaluate.tokenized_text import SAMPLE, read_text
 from ptqpipe.checkpoint import CheckpointReader, LayerFolder, is_sealed, output_errors, write_tensors
 from ptqpipe.conversion.conversion import Conversion
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg, argv
 from ptqpipe.pipeline.tune import codes as codes_of
 from ptqpipe.pipeline.tune.block import BlockWork
 from ptqpipe.pipeline.tune.in_order import divided
@@ -55,12 +55,14 @@ def check(prepared: Conversion, samples: Samples, options: TuneOptions, machine:
     """UsageError for images, data too short for a part that is not learned from, windows longer than the sample text,
     tensors that cannot be trained, and too little memory."""
     if samples.images:
-        raise UsageError("--method kl takes no rows with images; use --method gptq, or data without images")
+        raise UsageError(
+            f"{arg('method', 'kl')} takes no rows with images; use {arg('method', 'gptq')}, or data without images"
+        )
     rows, seqlen = len(samples.windows) + len(samples.held_out), samples.windows.shape[1]
     if rows <= max(1, BATCH_TOKENS // seqlen):
         raise UsageError(
-            f"--method kl needs held-out samples, but the data give {rows} of {seqlen} tokens, which is one batch; "
-            f"give --samples {BATCH_TOKENS // seqlen + 1} or more"
+            f"{arg('method', 'kl')} needs held-out samples, but the data give {rows} of {seqlen} tokens, which is one "
+            f"batch; give {arg('samples', BATCH_TOKENS // seqlen + 1)} or more"
         )
     _other(prepared, samples)
     if options.train:
@@ -68,8 +70,9 @@ def check(prepared: Conversion, samples: Samples, options: TuneOptions, machine:
     least = _need(prepared, options.train) + BASE_BYTES
     if least > machine.memory_bytes:
         raise UsageError(
-            f"--max-memory {option_size(machine.memory_bytes)} is too small for --method kl, which has all decoder "
-            f"layers in memory; give --max-memory {option_size_above(least)}, or --method gptq"
+            f"{arg('max_memory', option_size(machine.memory_bytes))} is too small for {arg('method', 'kl')}, which "
+            f"has all decoder layers in memory; give {arg('max_memory', option_size_above(least))}, or "
+            + arg("method", "gptq")
         )
 
 
@@ -120,7 +123,7 @@ def _sources(samples: Samples, judged: Sequence[int], sizes: Sequence[int]) -> d
     files = origin.unique().tolist()
     if len(files) == 1:
         return {DATA: torch.arange(len(windows))}
-    return {f"{DATA} of --data {file + 1}": (origin == file).nonzero().squeeze(1) for file in files}
+    return {f"{DATA} of {' '.join(argv(data=file + 1))}": (origin == file).nonzero().squeeze(1) for file in files}
 
 
 def _told(found: Found) -> dict[str, Any]:
@@ -164,8 +167,8 @@ def _learn(
         )
         if runner.of_tokens and (wrong := [kind for kind in ("embeddings", "norms") if kind in options.train]):
             raise UsageError(
-                f"--train {wrong[0]}: {type(skeleton.model).__name__} gives its decoder layers more of the tokens than "
-                f"hidden states, which would change; leave {wrong[0]} out"
+                f"{arg('train', wrong[0])}: {type(skeleton.model).__name__} gives its decoder layers more of the "
+                f"tokens than hidden states, which would change; leave {wrong[0]} out"
             )
         learned, judged = divided(runner.held_from, settings.held_out)
         entering = OnDisk(partial) if isinstance(runner.activations, OnDisk) else InMemory()
@@ -264,8 +267,8 @@ def _other(prepared: Conversion, samples: Samples) -> torch.Tensor:
     windows = text.windows(seqlen)
     if not len(windows):
         raise UsageError(
-            f"--method kl also tests on the sample text of the package, which has {len(text.tokens)} tokens, less than "
-            f"--seqlen {seqlen}; lower --seqlen"
+            f"{arg('method', 'kl')} also tests on the sample text of the package, which has {len(text.tokens)} "
+            f"tokens, less than {arg('seqlen', seqlen)}; lower {arg('seqlen')}"
         )
     most = max(1, round((len(samples.windows) + len(samples.held_out)) / HELD_SHARE))
     return windows[:: -(-len(windows) // most)]

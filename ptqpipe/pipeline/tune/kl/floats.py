@@ -14,7 +14,7 @@ import torch
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.planned_outputs import BIAS_REASON
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.numerics.global_scale import canonical
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline.tune.kl.descent import Float
@@ -63,8 +63,8 @@ def find_kept(prepared: Conversion, skeleton: Skeleton, train: Sequence[str]) ->
         for name in _parameters(model, kind):
             if kind in ("head", "embeddings") and _tied(skeleton) and not {"head", "embeddings"} <= set(train):
                 raise UsageError(
-                    f"--train {kind}: the head of {source.reader.path} is its embedding, one tensor; name both: "
-                    "--train head,embeddings"
+                    f"{arg('train', kind)}: the head of {source.reader.path} is its embedding, one tensor; name both: "
+                    + arg("train", "head,embeddings")
                 )
             origins = skeleton.origins.get(name, ())
             if not origins and kind == "head":
@@ -75,20 +75,21 @@ def find_kept(prepared: Conversion, skeleton: Skeleton, train: Sequence[str]) ->
             if tensor is None or not own or source.tensors[tensor][0] not in FLOAT_DTYPES:
                 why, remedy = "it is a part of one, or is stored in codes", ""
                 if tensor is not None and reason is None and tensor not in source.stored:
-                    why, remedy = "the recipe quantizes it", ", or keep it with --ignore"
+                    why, remedy = "the recipe quantizes it", f", or keep it with {arg('ignore')}"
                 raise UsageError(
-                    f"--train {kind}: '{name}' is no float tensor of its own in the output ({why}); leave {kind} out"
+                    f"{arg('train', kind)}: '{name}' is no float tensor of its own in the output ({why}); leave "
+                    f"{kind} out"
                     f"{remedy}"
                 )
             if reason == BIAS_REASON:
                 raise UsageError(
-                    f"--train {kind}: the recipe's bias_correction decides '{tensor}'; leave one of them out"
+                    f"{arg('train', kind)}: the recipe's bias_correction decides '{tensor}'; leave one of them out"
                 )
             tensors.append(TrainedTensor(name, tensor, DTYPES[source.tensors[tensor][0]][0], kind))
         if len(tensors) == before and not (kind == "head" and _tied(skeleton)):
-            raise UsageError(f"--train {kind}: the model has no such tensor; leave it out")
+            raise UsageError(f"{arg('train', kind)}: the model has no such tensor; leave it out")
     if GLOBAL in train and not any(unit.scheme.fmt.has_global for unit in prepared.outputs.plan.units):
-        raise UsageError(f"--train {GLOBAL}: no weight has a global scale in this format; leave it out")
+        raise UsageError(f"{arg('train', GLOBAL)}: no weight has a global scale in this format; leave it out")
     return tuple(tensors)
 
 

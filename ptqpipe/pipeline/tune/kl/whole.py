@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ptqpipe.calibration.activations import Activations
 from ptqpipe.calibration.reverse import pieces
 from ptqpipe.calibration.runner import Block, Runner
-from ptqpipe.errors import NumericsError
+from ptqpipe.errors import NumericsError, arg
 
 LayerForward = Callable[[torch.Tensor, int], torch.Tensor]
 """(hidden states that enter a quantized layer, number of the batch) -> those that leave it."""
@@ -71,7 +71,7 @@ class Whole:
         if not (total < float("inf") and bool(torch.isfinite(gradient).all())):
             raise NumericsError(
                 "the gradients of the KL divergence are not finite; check the model's weights and the data, or use "
-                "--method gptq"
+                + arg("method", "gptq")
             )
         if x.requires_grad:  # else the head alone is learned
             x.backward(gradient)
