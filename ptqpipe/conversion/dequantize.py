@@ -21,6 +21,7 @@ from ptqpipe.conversion.job import (
     CheckpointJob,
     CopyTensor,
     Run,
+    WriteJob,
     WriteResult,
     merged,
     named_source,
@@ -30,17 +31,36 @@ from ptqpipe.conversion.job import (
 from ptqpipe.errors import NumericsError, UsageError, arg
 from ptqpipe.models.folded import FoldedTensors
 from ptqpipe.models.source import Source
-from ptqpipe.run.machine import Job, WorkerBudget
+from ptqpipe.run.machine import WorkerBudget
 
 RUN_ELEMENTS = 1 << 20  # weights that are decoded at a time: their float32 and its temporaries take some 20 bytes each
 
 
 @dataclass(frozen=True, slots=True)
-class WriteFloats(Job):
+class WriteFloats(WriteJob):
     """Writes a tensor of a source, rounded once to the dtype of ``spec``; ``stored``: decodes it."""
 
     spec: TensorSpec
     stored: StoredWeight | None = None
+
+    def run(self, work: "FloatCheckpoint", writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
+        """NumericsError for numbers that the written dtype cannot hold."""
+        spec, squared, energy = self.spec, 0.0, 0.0
+        written = writer.tensor(spec.name)
+        facts: dict[str, Any] = {"shape": list(spec.shape)}
+        if self.stored is not None:
+            facts["format"] = self.stored.scheme.fmt.name
+            for rows in _decoded(work.source, self.stored, spec):
+                written.put(rows)
+        else:
+            for _, rows in work.view.runs(spec.name):
+                rounded = round_to(rows, spec)
+                squared += float(((rounded.double() - rows) ** 2).sum())
+                energy += float((rows**2).sum())
+                written.put(rounded)
+            work.check_rounding(spec, squared)
+            facts |= {"squared_error": squared, "energy": energy}
+        return {"members": {spec.name: facts | {"sha256": written.sha256}}}
 
 
 @dataclass(frozen=True)
@@ -52,43 +72,25 @@ class FloatCheckpoint(CheckpointJob[WriteFloats | CopyTensor]):
         """The tensors that are not decoded, before they are rounded."""
         return self.source.view or FoldedTensors(self.source.reader, {})
 
-    def do(self, job: WriteFloats | CopyTensor, writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
-        """NumericsError for numbers that the written dtype cannot hold."""
-        spec = job.spec
-        if isinstance(job, CopyTensor):
-            return {"kept": {spec.name: self.copy(job, writer)}}
-        written, facts = writer.tensor(spec.name), {"shape": list(spec.shape)}
-        if job.stored is not None:
-            facts["format"] = job.stored.scheme.fmt.name
-            for rows in self._decoded(job.stored, spec):
-                written.put(rows)
-        else:
-            squared = energy = 0.0
-            for _, rows in self.view.runs(spec.name):
-                rounded = round_to(rows, spec)
-                squared, energy = (
-                    squared + float(((rounded.double() - rows) ** 2).sum()),
-                    energy + float((rows**2).sum()),
-                )
-                written.put(rounded)
-            facts |= {"squared_error": squared, "energy": energy}
-        return {"members": {spec.name: facts | {"sha256": written.sha256}}}
+    def check_rounding(self, spec: TensorSpec, squared: float) -> None:
+        """Whether a tensor may be rounded at all: an error for one that may not. ``squared``: its squared error."""
 
-    def _decoded(self, stored: StoredWeight, spec: TensorSpec) -> Iterator[torch.Tensor]:
-        """A weight, or all experts of a stack, in the output's dtype and orientation, in runs in their order."""
-        shared = stored.part(PartKind.GLOBAL_DIVISOR) or stored.part(PartKind.GLOBAL)
-        for expert in stored.planes:
-            if shared is not None:
-                self.source.number(shared, expert=expert)  # raises for one that is no scale
-            runs = self.source.runs(stored.weight, expert=expert, elements=RUN_ELEMENTS)
-            decoded = ((first, round_to(stored.plain(q), spec)) for first, q in runs)
-            if not stored.transposed:
-                yield from (rows for _, rows in decoded)
-                continue
-            whole = torch.empty(stored.shape[1], stored.shape[0], dtype=FLOAT_DTYPES[spec.dtype])
-            for first, rows in decoded:
-                whole[:, first : first + rows.shape[0]] = rows.t()
-            yield whole
+
+def _decoded(source: Source, stored: StoredWeight, spec: TensorSpec) -> Iterator[torch.Tensor]:
+    """A weight, or all experts of a stack, in the output's dtype and orientation, in runs in their order."""
+    shared = stored.part(PartKind.GLOBAL_DIVISOR) or stored.part(PartKind.GLOBAL)
+    for expert in stored.planes:
+        if shared is not None:
+            source.number(shared, expert=expert)  # raises for one that is no scale
+        runs = source.runs(stored.weight, expert=expert, elements=RUN_ELEMENTS)
+        decoded = ((first, round_to(stored.plain(q), spec)) for first, q in runs)
+        if not stored.transposed:
+            yield from (rows for _, rows in decoded)
+            continue
+        whole = torch.empty(stored.shape[1], stored.shape[0], dtype=FLOAT_DTYPES[spec.dtype])
+        for first, rows in decoded:
+            whole[:, first : first + rows.shape[0]] = rows.t()
+        yield whole
 
 
 def round_to(rows: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -27,9 +27,10 @@ from ptqpipe.check.report.command import make_report
 from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, has_begun, read_json_object, run_id_of
 from ptqpipe.conversion import command as conversion
+from ptqpipe.conversion.call_recipe import best_with
 from ptqpipe.conversion.job import named_source
 from ptqpipe.conversion.options import TransformOptions
-from ptqpipe.conversion.prepare import best_with, prepare
+from ptqpipe.conversion.prepare import prepare
 from ptqpipe.conversion.transform.factors import find_factors
 from ptqpipe.errors import AlreadyComplete, CheckpointError, PtqWarning, arg
 from ptqpipe.models.source import Source

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from ptqpipe.calibration import pairs
 from ptqpipe.cli import main
-from ptqpipe.conversion.conversion import Conversion
-from ptqpipe.conversion.transform.command import Transformation
+from ptqpipe.conversion.transform.transformation import Transformation
+from ptqpipe.conversion.unit_job import QuantizeUnit
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline import command as stage, disk_space, stages
@@ -87,7 +87,7 @@ def test_no_more_codes_lie_beside_the_output_than_the_header_says_and_no_copy_of
         return call
 
     looked_at = ("generate", "calibrate", "find_factors", "tune", "verify")
-    inside = ((Transformation, "fold"), (Conversion, "do"), (tune_stage, "follow"), (backwards, "write_tensors"))
+    inside = ((Transformation, "fold"), (QuantizeUnit, "run"), (tune_stage, "follow"), (backwards, "write_tensors"))
     for where, name in (*((stages, name) for name in looked_at), *inside):
         monkeypatch.setattr(where, name, looking(getattr(where, name)))
     said: list[str] = []

@@ -16,7 +16,8 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import FOLDING_FILE, Finished, LayerFolder, Mode, read_json_object, resolve_source
 from ptqpipe.conversion.job import named_source
 from ptqpipe.conversion.options import TransformOptions
-from ptqpipe.conversion.transform.command import Transformation, check_memory, prepare
+from ptqpipe.conversion.transform.command import check_memory, prepare
+from ptqpipe.conversion.transform.transformation import Transformation
 from ptqpipe.errors import UsageError
 from ptqpipe.models.folding import ROTATIONS
 from ptqpipe.models.source import Source

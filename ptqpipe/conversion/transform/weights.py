@@ -6,20 +6,22 @@ Reads runs of rows; holds one run, and the sample of rows that a search was prom
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ptqpipe.calibration.inputs import InputStatistics
 from ptqpipe.calibration.statistics import Statistics
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.errors import NumericsError, UsageError
-from ptqpipe.models.folded import FoldedTensors
-from ptqpipe.models.folding import Edge, Matrix
+from ptqpipe.models.folded import FoldedTensors, encoded
+from ptqpipe.models.folding import Edge, Matrix, move_factors
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.global_scale import absmax_global
 from ptqpipe.numerics.kernels.cpu_decode import decoded
-from ptqpipe.numerics.schemes import Activation
+from ptqpipe.numerics.schemes import Activation, get_scheme
 from ptqpipe.quantization import quantize_rows
-from ptqpipe.quantization.transforms import Consumer, Problem, Quantize
+from ptqpipe.quantization.transforms import Consumer, Problem, Quantize, Solution, SolveOptions, get_scaling
 from ptqpipe.runtime.input_quantizers import InputQuantizer
 
 SAMPLE_ELEMENTS = 1 << 21  # of all weights of a problem, for searches; four times as many choose 0.02 % better
@@ -165,3 +167,48 @@ def weight_quantizer(fmt: Format) -> Quantize:
 def input_quantizer(activation: Activation) -> Quantize | None:
     """What readers do with activations, the static scale being that of the largest input; None where they stay."""
     return None if activation is Activation.NONE else lambda x: InputQuantizer.fitted(activation, x)(x)
+
+
+def solve_edge(
+    name: str, edge: Edge, weights: Weights, statistics: Statistics, options: TransformOptions
+) -> dict[str, Any]:
+    """Finds the factors that one scaling moves across an edge, and adds them to ``weights``; the journal's entry."""
+    scaling = get_scaling(name)
+    search_for = get_scheme(options.format).fmt if scaling.NEEDS_QUANTIZER else None
+    problem = make_problem(edge, weights, statistics, search_for=search_for)
+    if problem is None:
+        return {"transform": name, "edge": edge.id, "kind": edge.kind, "skipped": "nothing is quantized"}
+    solution = scaling.solve(problem, _solve_options(options, name))
+    weights.tensors.add(move_factors(edge, solution.factors))
+    weights.divide_inputs(edge, solution.factors)
+    return {**_entry(name, edge, solution), "factors": encoded(solution.factors)}
+
+
+def _entry(name: str, edge: Edge, solution: Solution) -> dict[str, Any]:
+    """The entry of the factors on one edge in the record."""
+    factors = solution.factors
+    entry: dict[str, Any] = {
+        "transform": name,
+        "edge": edge.id,
+        "kind": edge.kind,
+        "channels": edge.channels,
+        "least": float(factors.amin()),
+        "largest": float(factors.amax()),
+        "changed": int((factors != 1).sum()),
+        "tensors": edge.tensors(),
+        **solution.facts,
+    }
+    return entry if solution.error is None else entry | {"error": solution.error, "plain_error": solution.plain_error}
+
+
+def _solve_options(options: TransformOptions, name: str) -> SolveOptions:
+    scaling = get_scaling(name)
+    alpha = SolveOptions().alpha if options.alpha is None else options.alpha
+    if not scaling.NEEDS_QUANTIZER:
+        return SolveOptions(alpha=alpha, powers_of_two=options.power_of_two)
+    scheme = get_scheme(options.format)
+    return SolveOptions(
+        powers_of_two=options.power_of_two,
+        quantize=weight_quantizer(scheme.fmt),
+        quantize_inputs=input_quantizer(scheme.activation) if scaling.NEEDS_INPUT_QUANTIZER else None,
+    )
