@@ -78,7 +78,7 @@ def argv(**options: object) -> list[str]:
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            words.append(f"--{'' if value else 'no-'}{flag}")
         elif value is not None:
             several = value if isinstance(value, list | tuple) else (value,)
             words += [word for one in several for word in (f"--{flag}", str(one))]

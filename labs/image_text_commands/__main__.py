@@ -53,7 +53,7 @@ def served(model: Path) -> tuple[str, str]:
     from ptqpipe.serving.command import serving
     from ptqpipe.serving.options import ServeOptions
 
-    options = ServeOptions(str(model), port=0, dtype="float32", kv_cache_size=1 << 24, workers=1)
+    options = ServeOptions(ckpt=str(model), port=0, dtype="float32", kv_cache_size=1 << 24, workers=1)
     body = {"prompt": list(PROMPT), "max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
     try:
         with serving(options, log=lambda line: None) as url:

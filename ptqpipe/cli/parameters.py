@@ -199,15 +199,16 @@ def _option(one: Field[Any], row: Option, kind: Any) -> click.Option:
         names = [f"{flag}/--no-{flag[2:]}" if one.default is True else flag, one.name]
         text += "  [default: on]" if one.default is True else ""
         return click.Option(names, is_flag=True, default=one.default, help=text)
+    fallback: dict[str, Any] = {} if needed else {"default": one.default}  # click takes None for a value that is there
     return click.Option(
         [*([row.short] if row.short else []), flag, one.name],
         type=_type(row, get_args(kind)[0] if several else kind),
         multiple=several,
         required=needed,
-        **({} if needed else {"default": one.default}),
         metavar=row.metavar or None,
         envvar=row.envvar or None,
         help=text + (f"  [default: {default}]" if default and not needed else ""),
+        **fallback,
     )
 
 

@@ -220,9 +220,9 @@ def _command_lines(record: Mapping[str, Any]) -> list[str]:
     if not isinstance(recipe, Mapping):
         decoded = "dequantized_from" in record
         names = ",".join(one_line(str(name), limit=40) for name in _list(record.get("transforms")))
-        options = {"dtype": record.get("dtype")} if decoded else {"transforms": names or None}
-        command = ("dequantize", "CKPT") if decoded else ("transform", "MODEL")
-        return ["Made by", "", _command(*command, **options)]
+        if decoded:
+            return ["Made by", "", _command("dequantize", "CKPT", dtype=record.get("dtype"))]
+        return ["Made by", "", _command("transform", "MODEL", transforms=names or None)]
     rules = [rule for rule in _list(recipe.get("rules")) if isinstance(rule, Mapping)]
     one = rules[0] if len(rules) == 1 and rules[0].get("match") == "*" else None
     options: dict[str, object] = {"recipe": "FILE"} if one is None else {"format": one.get("scheme")}

@@ -239,8 +239,9 @@ class Pipeline:
                 done = calibrate(self.path, self.texts, pairs, options=options, mode="resume", machine=self.computing)
                 self.notes += [] if done is None else done.notes
             self.ledger.add(pairs / STATS_FILE)
-            learning: dict[str, Any] = {"learn": self.preset.steps, "format": self._format, "untie": self.work.untie}
-            rotation = TransformOptions(self.preset.rotations, dtype="fp32", **learning)
+            rotation = TransformOptions(
+                self.preset.rotations, dtype="fp32", learn=self.preset.steps, format=self._format, untie=self.work.untie
+            )
             with suppress(AlreadyComplete):
                 find_factors(self.path, target, stats=pairs, options=rotation, mode="resume", machine=self.computing)
         self.ledger.add(target / FOLDING_FILE)
