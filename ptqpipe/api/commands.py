@@ -19,10 +19,11 @@ from ptqpipe.calibration import command as calibrate_stage, own_text as generate
 from ptqpipe.calibration.options import CalibrateCommand, CalibrateOptions, GenerateCommand, GenerateOptions
 from ptqpipe.checkpoint import Finished
 from ptqpipe.conversion import command as convert_stage
+from ptqpipe.conversion.call_recipe import best_with
 from ptqpipe.conversion.convert_summary import converted_text, missing_config
 from ptqpipe.conversion.job import WriteResult
 from ptqpipe.conversion.options import TransformCommand, TransformOptions
-from ptqpipe.conversion.prepare import best_with, prepare
+from ptqpipe.conversion.prepare import prepare
 from ptqpipe.conversion.push import also_complete, check_push, push
 from ptqpipe.conversion.transform import command as transform_stage
 from ptqpipe.errors import PtqWarning

@@ -47,7 +47,8 @@ def convert(options: ConvertCommand, terminal: Terminal) -> None:
         return
     from ptqpipe.checkpoint import check_output
     from ptqpipe.conversion import command as stage, convert_summary as tables
-    from ptqpipe.conversion.prepare import best_with, prepare
+    from ptqpipe.conversion.call_recipe import best_with
+    from ptqpipe.conversion.prepare import prepare
     from ptqpipe.conversion.push import also_complete
     from ptqpipe.pipeline.validate import for_reader
     from ptqpipe.run.machine import without_collections

@@ -7,7 +7,7 @@ from typing import Unpack
 
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.job import Run, WriteResult, write_checkpoint
-from ptqpipe.conversion.planned_outputs import QuantizeUnit
+from ptqpipe.conversion.unit_job import QuantizeUnit
 from ptqpipe.errors import UsageError, arg
 from ptqpipe.run.machine import Machine
 from ptqpipe.run.quantities import option_size, option_size_above

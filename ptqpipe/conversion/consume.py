@@ -9,7 +9,8 @@ import threading
 from collections.abc import Sequence
 
 from ptqpipe.checkpoint import CheckpointWriter, output_errors
-from ptqpipe.conversion.planned_outputs import QuantizeUnit
+from ptqpipe.conversion.job import WriteJob
+from ptqpipe.conversion.unit_job import QuantizeUnit
 from ptqpipe.quantization.learned_codes import Rounding
 
 
@@ -23,8 +24,8 @@ class Consumed:
         self._lock = threading.Lock()
         self._left: dict[str, set[str]] | None = None
 
-    def after_commit(self, job: QuantizeUnit, writer: CheckpointWriter) -> None:
-        """A unit is in the journal. Removes what no unit needs any more, after what is written is on disk."""
+    def after_commit(self, job: WriteJob, writer: CheckpointWriter) -> None:
+        """A job is in the journal. Removes what no unit needs any more, after what is written is on disk."""
         with self._lock:
             if self._left is None:
                 self._left = self._find(writer)

@@ -5,8 +5,6 @@ each part at its place. Memory is a few chunks for each worker, whatever the siz
 source and recipe alone. tune takes its plan and its units, and runs no job of it.
 """
 
-import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,31 +13,16 @@ import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.calibration.statistics import Statistics
-from ptqpipe.checkpoint import CheckpointWriter, NotFinite, TensorWriter, margin
-from ptqpipe.checkpoint.dtypes import DTYPES
-from ptqpipe.checkpoint.layouts import WHOLE_ROLES, Part, PartKind, encode_part, part_offset
+from ptqpipe.checkpoint import CheckpointWriter, NotFinite, TensorWriter
 from ptqpipe.conversion.consume import Consumed
-from ptqpipe.conversion.input_moments import InputScales, describe_statistics, means_of, unit_extra_bytes
+from ptqpipe.conversion.input_moments import describe_statistics
+from ptqpipe.conversion.input_scales import InputScales
 from ptqpipe.conversion.job import CheckpointJob, CopyTensor, merged, named_source, write_whole
-from ptqpipe.conversion.kv_cache import write_scales
-from ptqpipe.conversion.measured import Changes, certificate, changes_of, counting
-from ptqpipe.conversion.planned_outputs import MeanErrors, OutputJob, Outputs, QuantizeUnit
-from ptqpipe.conversion.units import learned_codes, quantize_unit
-from ptqpipe.errors import NumericsError, arg
-from ptqpipe.models.slices import Member
-from ptqpipe.models.source import Scratch, Source, SourceRows
-from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.quantization import UnitResult, WeightError, check_decode, gathered_bytes
+from ptqpipe.conversion.measured import certificate
+from ptqpipe.conversion.planned_outputs import OutputJob, Outputs
+from ptqpipe.conversion.unit_job import QuantizeUnit
+from ptqpipe.models.source import Source
 from ptqpipe.quantization.learned_codes import TRAINED_REASON, Rounding
-from ptqpipe.recipe.plan import Unit
-from ptqpipe.run.machine import WorkerBudget
-
-# A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.
-LOST = 0.5
-
-_PARTS = 4  # that a weight is read in at most: codes, scales, a global scale, and its numbers
-
-_of_worker = threading.local()
 
 
 @dataclass(frozen=True)
@@ -85,73 +68,7 @@ class Conversion(CheckpointJob[OutputJob]):
         )
         return (*self.doubts, *warnings, *issues)
 
-    def cache_bytes(self, job: OutputJob) -> int:
-        """As `CheckpointJob`: a unit's weights as they are in memory, which most searches read more than once."""
-        if not isinstance(job, QuantizeUnit):
-            return 0
-        return math.ceil(sum(member.elements * _memory_bytes(self.source, member) for member in job.unit.members))
-
-    def extra_bytes(self, job: OutputJob) -> int:
-        """As `CheckpointJob`: what choosing the codes of a unit takes, by the algorithms' own estimates."""
-        if not isinstance(job, QuantizeUnit):
-            return 0
-        unit, codes = job.unit, 0
-        if self.rounding is None:
-            codes = unit_extra_bytes(unit, self.statistics)
-            if unit.scheme.fmt.one_scale:
-                size = max(_memory_bytes(self.source, member) for member in unit.members)
-                codes += gathered_bytes([m.shape for m in unit.members], unit.scheme.fmt, element_bytes=size)
-        whole = self.source.whole_bytes(dict.fromkeys(member.source.tensor for member in unit.members))
-        return whole + codes
-
-    def do(self, job: OutputJob, writer: CheckpointWriter, share: WorkerBudget) -> Mapping[str, Any]:
-        """As `CheckpointJob`. NumericsError for damaged weights, and for what a format would lose."""
-        if isinstance(job, QuantizeUnit):
-            return self._quantize(job, writer, share)
-        if isinstance(job, CopyTensor):
-            return {"kept": {job.tensor: self._keep(job, writer)}}
-        assert self.statistics is not None  # `check_cached`
-        return {"kept": write_scales(job.module, job.specs, self.statistics, writer)}
-
-    def _quantize(self, job: QuantizeUnit, writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
-        """Quantizes a unit, writes its parts, and returns its record."""
-        unit = job.unit
-        size = self.cache_bytes(job)
-        weights = _weights(job, self.source, size if size <= share.cache_bytes else None)
-        scales = self.input_scales.of(unit)
-        parts = PartWriter(job, writer, input_scales=scales)
-        biases = {f"{name.removesuffix('bias')}weight": name for name in job.biases}
-        errors = MeanErrors(weights, means_of(unit, self.statistics, set(biases)), parts.write_rows)
-        changed: dict[tuple[int, int], Changes] = {}
-        codes = learned_codes(unit, self.rounding)
-        done = quantize_unit(
-            unit,
-            weights,
-            counting(weights, errors.write_rows if biases else parts.write_rows, changed),
-            statistics=self.statistics,
-            codes=codes,
-            device=share.device,
-        )
-        check_decode([member.weight for member in unit.members], done.errors, unit.scheme.fmt)
-        if codes is None:  # those were judged by what the model loses, and may differ from weights where no input is
-            check_kept_alive(unit, done.errors)
-        changes = changes_of(weights, unit.scheme.fmt, changed)
-        columns = zip(unit.members, done.errors, parts.finish(), done.record_fields, scales, changes, strict=True)
-        return {
-            "members": {
-                member.key: {
-                    **_facts(unit, member, done, error),
-                    "sha256": sha256,
-                    **({} if scale is None else {"input_scale": float(scale)}),
-                    **outcome,
-                    **change,
-                }
-                for member, error, sha256, outcome, scale, change in columns
-            },
-            "kept": errors.write(unit.members, biases, self.source, writer),
-        }
-
-    def _keep(self, job: CopyTensor, writer: CheckpointWriter) -> dict[str, Any]:
+    def copy(self, job: CopyTensor, writer: CheckpointWriter) -> dict[str, Any]:
         """Copies a kept tensor byte for byte; one that the source stores quantized is written decoded, as bfloat16.
 
         One that was trained with the codes has their folder's values. NaN and infinities, which make a model useless
@@ -170,7 +87,7 @@ class Conversion(CheckpointJob[OutputJob]):
 
     def after_commit(self, job: OutputJob, writer: CheckpointWriter) -> None:
         """As `CheckpointJob`."""
-        if self.consumed is not None and isinstance(job, QuantizeUnit):
+        if self.consumed is not None:
             self.consumed.after_commit(job, writer)
 
     def can_redo(self, job: OutputJob) -> bool:
@@ -222,97 +139,6 @@ class Conversion(CheckpointJob[OutputJob]):
         for opened in (self.source, self.statistics, self.rounding):
             if opened is not None:
                 opened.close()
-
-
-def _memory_bytes(source: Source, member: Member) -> float:
-    """Bytes of an element in memory: as stored, float32 where it is decoded or rotated, with codes below 8 bits."""
-    name = member.source.tensor
-    low = source.below_8_bits(name)
-    codes = 0 if low is None else low.bits_per_weight(source.stored[name].shape) / 8
-    return codes + (4 if member.source.rotation or name in source.stored else DTYPES[source.tensors[name][0]][1])
-
-
-def _weights(job: QuantizeUnit, source: Source, nbytes: int | None) -> list[SourceRows]:
-    """The weights of a unit, read when asked for. ``nbytes``: once, to so much memory that the worker uses again and
-    again."""
-    scratch: Scratch | None = getattr(_of_worker, "scratch", None)
-    if scratch is None:  # the worker's own; it goes when the worker's thread ends
-        scratch = _of_worker.scratch = Scratch()
-    members = job.unit.members
-    if nbytes is not None:
-        scratch.begin(nbytes + _PARTS * (64 + margin()) * len(members))
-    cache = nbytes is not None
-    return [SourceRows(source, m.source, shape=m.shape, cache=cache, memory=scratch.take) for m in members]
-
-
-def _facts(unit: Unit, member: Member, result: UnitResult, error: WeightError) -> dict[str, Any]:
-    """The fields of the record for any quantized weight: its rule, and its errors."""
-    return {
-        "shape": list(member.shape),
-        "format": unit.scheme.fmt.name,
-        "scheme": unit.scheme.name,
-        "search": unit.search,
-        "proven": result.proven,
-        "global_scale": result.global_scale,
-        "versus_plain_global": result.versus_plain_global,
-        "squared_error": error.squared_error,
-        "energy": error.energy,
-        "relative_mse": error.relative_mse,
-        "versus_absmax": error.versus_absmax,
-        "bits_per_weight": unit.scheme.bits_per_weight(member.shape),
-        **({"rotation": unit.scheme.rotation} if unit.scheme.rotation else {}),
-    }
-
-
-def check_kept_alive(unit: Unit, errors: Sequence[WeightError]) -> None:
-    """NumericsError for a weight of which mostly zeros are left: its scale, often a shared one, cannot hold it."""
-    for member, error in zip(unit.members, errors, strict=True):
-        if error.relative_mse > LOST:
-            others = [m.weight for m in unit.members if m is not member]
-            shared = f", at the scale that it shares with {' and '.join(others)}" if others else ""
-            raise NumericsError(
-                f"{member.weight} would lose {min(error.relative_mse, 1.0):.0%} of its energy in "
-                f"{unit.scheme.fmt.name}{shared}; repair the source, or keep it: {arg('ignore', [member.module])}"
-            )
-
-
-class PartWriter:
-    """Takes a unit's quantized rows and writes their parts at their places, with a running hash of each part."""
-
-    def __init__(
-        self, job: QuantizeUnit, writer: CheckpointWriter, *, input_scales: Sequence[torch.Tensor | None]
-    ) -> None:
-        self._job, self._writer, self._input_scales = job, writer, input_scales
-        self._last: dict[int, QTensor] = {}
-        self._written: dict[tuple[int, str], TensorWriter] = {}
-
-    def write_rows(self, member: int, row: int, q: QTensor) -> None:
-        """Rows from ``row`` on of member number ``member``, in order; row 0 begins (again)."""
-        self._last[member] = q
-        for part in self._job.parts[member]:
-            if part.role not in WHOLE_ROLES:
-                if part.role is PartKind.SCALES and row > 0 and q.fmt.shares_rows:
-                    continue  # one scale for all rows, written with the first run
-                self._put(member, part, q, row)
-
-    def finish(self) -> list[dict[str, str]]:
-        """Writes the parts that are not rows (global scales, right factors); the hashes of every part, by member."""
-        for member, q in self._last.items():
-            for part in self._job.parts[member]:
-                if part.role in WHOLE_ROLES:
-                    self._put(member, part, q, 0)
-        return [
-            {part.role.value: self._written[member, part.name].sha256 for part in parts}
-            for member, parts in enumerate(self._job.parts)
-        ]
-
-    def _put(self, member: int, part: Part, q: QTensor, row: int) -> None:
-        if row == 0:
-            where = self._job.unit.members[member]
-            expert = where.source.expert if where.stack is not None else None
-            offset = part_offset(part, q.fmt, where.shape, expert=expert)
-            self._written[member, part.name] = self._writer.tensor(part.name, byte_offset=offset)
-        self._written[member, part.name].put(encode_part(part, q, input_global_scale=self._input_scales[member]))
 
 
 def _write_decoded(

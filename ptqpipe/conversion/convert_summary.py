@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
+from ptqpipe.conversion.bias_correction import BIAS_REASON
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.job import WriteResult
 from ptqpipe.conversion.output_error import (
@@ -15,7 +16,6 @@ from ptqpipe.conversion.output_error import (
     mean_known,
     tuned_blocks,
 )
-from ptqpipe.conversion.planned_outputs import BIAS_REASON
 from ptqpipe.errors import arg, one_line
 from ptqpipe.models.model_kind import has_tokenizer, may_continue_text
 from ptqpipe.numerics.kernels import cpu

@@ -1,12 +1,12 @@
-"""dequantize: a packed checkpoint in, a plain float one out, which every tool loads.
+"""dequantize: a packed checkpoint in, a plain float one out, which every tool loads; and how floats are written.
 
-The numbers are the decode that every reported error is measured on, rounded once to the asked dtype. Names, kept
-tensors and files are those of the checkpoint; scales of activations and of the kv cache have no place in a float model
-and are left out, and listed. Weights stream through in runs of rows; a stack that the model holds as [in, out] needs
-memory for one expert.
+The numbers are the decode that every reported error is measured on, or those of a model with factors folded in, in
+float64; they are rounded once, to the dtype that is written. Names, kept tensors and files are those of the checkpoint;
+scales of activations and of the kv cache have no place in a float model and are left out, and listed. Weights stream
+through in runs of rows; a stack that the model holds as [in, out] needs memory for one expert.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -15,12 +15,13 @@ import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, TensorSpec, check_disjoint
-from ptqpipe.checkpoint.dtypes import FLOATS
+from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES, FLOATS
 from ptqpipe.checkpoint.layouts import DECODED_ROLES, PartKind, StoredWeight, kv_scale, without_quantization
 from ptqpipe.conversion.job import (
     CheckpointJob,
     CopyTensor,
     Run,
+    WriteJob,
     WriteResult,
     merged,
     named_source,
@@ -28,22 +29,83 @@ from ptqpipe.conversion.job import (
     write_checkpoint,
 )
 from ptqpipe.errors import NumericsError, UsageError, arg
+from ptqpipe.models.folded import FoldedTensors
 from ptqpipe.models.source import Source
-from ptqpipe.run.machine import Job, WorkerBudget
+from ptqpipe.run.machine import WorkerBudget
 
 RUN_ELEMENTS = 1 << 20  # weights that are decoded at a time: their float32 and its temporaries take some 20 bytes each
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeWeight(Job):
-    """Decodes a stored weight, or all experts of a stack, into the tensor ``spec``."""
+class WriteFloats(WriteJob):
+    """Writes a tensor of a source, rounded once to the dtype of ``spec``; ``stored``: decodes it."""
 
     spec: TensorSpec
-    stored: StoredWeight
+    stored: StoredWeight | None = None
+
+    def run(self, work: "FloatCheckpoint", writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
+        """NumericsError for numbers that the written dtype cannot hold."""
+        spec, squared, energy = self.spec, 0.0, 0.0
+        written = writer.tensor(spec.name)
+        facts: dict[str, Any] = {"shape": list(spec.shape)}
+        if self.stored is not None:
+            facts["format"] = self.stored.scheme.fmt.name
+            for rows in _decoded(work.source, self.stored, spec):
+                written.put(rows)
+        else:
+            for _, rows in work.view.runs(spec.name):
+                rounded = round_to(rows, spec)
+                squared += float(((rounded.double() - rows) ** 2).sum())
+                energy += float((rows**2).sum())
+                written.put(rounded)
+            work.check_rounding(spec, squared)
+            facts |= {"squared_error": squared, "energy": energy}
+        return {"members": {spec.name: facts | {"sha256": written.sha256}}}
 
 
 @dataclass(frozen=True)
-class Dequantization(CheckpointJob[DecodeWeight | CopyTensor]):
+class FloatCheckpoint(CheckpointJob[WriteFloats | CopyTensor]):
+    """A source as a plain checkpoint of floats."""
+
+    @property
+    def view(self) -> FoldedTensors:
+        """The tensors that are not decoded, before they are rounded."""
+        return self.source.view or FoldedTensors(self.source.reader, {})
+
+    def check_rounding(self, spec: TensorSpec, squared: float) -> None:
+        """Whether a tensor may be rounded at all: an error for one that may not. ``squared``: its squared error."""
+
+
+def _decoded(source: Source, stored: StoredWeight, spec: TensorSpec) -> Iterator[torch.Tensor]:
+    """A weight, or all experts of a stack, in the output's dtype and orientation, in runs in their order."""
+    shared = stored.part(PartKind.GLOBAL_DIVISOR) or stored.part(PartKind.GLOBAL)
+    for expert in stored.planes:
+        if shared is not None:
+            source.number(shared, expert=expert)  # raises for one that is no scale
+        runs = source.runs(stored.weight, expert=expert, elements=RUN_ELEMENTS)
+        decoded = ((first, round_to(stored.plain(q), spec)) for first, q in runs)
+        if not stored.transposed:
+            yield from (rows for _, rows in decoded)
+            continue
+        whole = torch.empty(stored.shape[1], stored.shape[0], dtype=FLOAT_DTYPES[spec.dtype])
+        for first, rows in decoded:
+            whole[:, first : first + rows.shape[0]] = rows.t()
+        yield whole
+
+
+def round_to(rows: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Rows in the dtype of a tensor. NumericsError for what is not finite in it."""
+    rounded = rows.to(FLOAT_DTYPES[spec.dtype])
+    if bool(torch.isfinite(rounded).all()):
+        return rounded
+    if not bool(torch.isfinite(rows).all()):
+        raise NumericsError(f"'{spec.name}' has NaN or inf; the checkpoint is damaged, copy or make it again")
+    remedy = f"use {arg('dtype', 'bf16')} or fp32" if spec.dtype == "F16" else "check the model's weights"
+    raise NumericsError(f"'{spec.name}' has numbers that {spec.dtype} cannot hold; {remedy}")
+
+
+@dataclass(frozen=True)
+class Dequantization(FloatCheckpoint):
     """A decoding that is decided to the byte.
 
     dtype    of the weights, a key of ``dtypes.FLOATS``
@@ -70,32 +132,6 @@ class Dequantization(CheckpointJob[DecodeWeight | CopyTensor]):
     def run_parts(self) -> Mapping[str, str]:
         """As `CheckpointJob`."""
         return parts_of_stage("dequantize", self.head, layout=self.layout.digest)
-
-    def do(self, job: DecodeWeight | CopyTensor, writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
-        """As `CheckpointJob`. NumericsError where fp16 would overflow."""
-        name = job.spec.name
-        if isinstance(job, CopyTensor):
-            return {"kept": {name: self.copy(job, writer)}}
-        stored, written = job.stored, writer.tensor(name)
-        for expert in stored.planes:
-            for rows in self._rows(stored, expert):
-                written.put(rows)
-        facts = {"shape": list(job.spec.shape), "format": stored.scheme.fmt.name, "sha256": written.sha256}
-        return {"members": {name: facts}}
-
-    def _rows(self, stored: StoredWeight, expert: int | None) -> Iterable[torch.Tensor]:
-        """A weight, or an expert of a stack, in the output's dtype and orientation, in runs that follow each other."""
-        shared = stored.part(PartKind.GLOBAL_DIVISOR) or stored.part(PartKind.GLOBAL)
-        if shared is not None:
-            self.source.number(shared, expert=expert)  # raises for one that is no scale
-        dtype, runs = FLOATS[self.dtype][1], self.source.runs(stored.weight, expert=expert, elements=RUN_ELEMENTS)
-        decoded = ((first, _rounded(stored.plain(q), dtype, stored.weight)) for first, q in runs)
-        if not stored.transposed:
-            return (rows for _, rows in decoded)
-        whole = torch.empty(stored.shape[1], stored.shape[0], dtype=dtype)
-        for first, rows in decoded:
-            whole[:, first : first + rows.shape[0]] = rows.t()
-        return [whole]
 
     def configs(self) -> dict[str, dict[str, Any]]:
         """As `CheckpointJob`."""
@@ -128,7 +164,7 @@ def dequantize(ckpt: Path, out: Path, *, dtype: str = "bf16", **run: Unpack[Run]
 def _prepare(source: Source, out: Path, dtype: str) -> Dequantization:
     if source.container is None:
         raise UsageError(f"{source.reader.path} is not quantized; there is nothing to decode")
-    jobs: list[DecodeWeight | CopyTensor] = []
+    jobs: list[WriteFloats | CopyTensor] = []
     dropped: list[str] = []
     for name, (stored_dtype, shape) in source.tensors.items():
         stored = source.stored.get(name)
@@ -137,7 +173,7 @@ def _prepare(source: Source, out: Path, dtype: str) -> Dequantization:
             unused = (part for part in stored.parts if part.role not in DECODED_ROLES)
             dropped += [part.name for part in unused if part.role is not PartKind.SHAPE]
             size = sum(source.reader.entries[part].nbytes for part in parts)
-            jobs.append(DecodeWeight(name, len(jobs), size, TensorSpec(name, FLOATS[dtype][0], shape), stored))
+            jobs.append(WriteFloats(name, len(jobs), size, TensorSpec(name, FLOATS[dtype][0], shape), stored))
         elif kv_scale(name, stored_dtype, shape) is not None:
             dropped.append(name)
         else:
@@ -146,15 +182,6 @@ def _prepare(source: Source, out: Path, dtype: str) -> Dequantization:
     layout = ShardLayout.plan([[job.spec] for job in jobs])
     made_by = (source.reader.read_json(RECORD_FILE) or {}).get("run_id")
     return Dequantization(out, source, layout, tuple(jobs), dtype, tuple(dropped), made_by)
-
-
-def _rounded(rows: torch.Tensor, dtype: torch.dtype, weight: str) -> torch.Tensor:
-    rounded = rows.to(dtype)
-    if dtype is torch.float16 and not bool(torch.isfinite(rounded).all()):
-        if not bool(torch.isfinite(rows).all()):
-            raise NumericsError(f"{weight} has NaN or inf; the checkpoint is damaged, copy or convert it again")
-        raise NumericsError(f"{weight} has numbers beyond 65504, which fp16 cannot hold; use {arg('dtype', 'bf16')}")
-    return rounded
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

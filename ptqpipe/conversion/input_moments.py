@@ -6,9 +6,6 @@ statistics, one for all layers that quantize one input together: readers fuse th
 of a layer, so these have one scale, which is found once. Must not know how moments are used or where scales are stored.
 """
 
-import re
-import threading
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +16,13 @@ import torch
 from ptqpipe.calibration.inputs import OUT_ROWS, Moments
 from ptqpipe.calibration.statistics import KnownInputs, Statistics
 from ptqpipe.checkpoint import OF_WEIGHTS, name_of
+from ptqpipe.conversion.bias_correction import corrected_biases
 from ptqpipe.conversion.kv_cache import statistics_remedy
-from ptqpipe.conversion.planned_outputs import corrected_biases
 from ptqpipe.errors import CheckpointError, UsageError, arg
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.rotation import rotated
-from ptqpipe.numerics.schemes import Activation
-from ptqpipe.quantization import CHUNK_ELEMENTS, fp8_scale, memory_bytes, nvfp4_scale, static_amax, two_sided
+from ptqpipe.quantization import CHUNK_ELEMENTS, memory_bytes, two_sided
 from ptqpipe.quantization.columns import has_block_scales
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.recipe.plan import Plan, Unit
@@ -54,84 +50,6 @@ def check_model(folder: Statistics | Rounding, source: Source) -> None:
         f"the {what} in {folder.path} belong to {model} (fingerprint {theirs[:_SHOWN]}), this is {name} "
         f"(fingerprint {ours[:_SHOWN]}); name the folder with that model's files, or {verb} this one"
     )
-
-
-_EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+)")
-
-
-class InputScales:
-    """The static scale of every unit's input. What experts share is read once and kept; may be asked by threads."""
-
-    def __init__(self, recipe: Recipe, statistics: Statistics | None) -> None:
-        """``statistics`` None: the constant of the recipe."""
-        self._recipe = recipe
-        self._statistics = statistics
-        self._experts: dict[tuple[str, str], list[str]] | None = None  # (experts, leaf) -> modules
-        self._shared: dict[tuple[float, str, tuple[str, ...]], float] = {}
-        self._lock = threading.Lock()
-
-    def of(self, unit: Unit) -> list[torch.Tensor | None]:
-        """The scale of every member's input, float32 0-d, which they share; None where the scheme has none."""
-        largest = unit.scheme.activation.static_max
-        if largest is None:
-            return [None] * len(unit.members)
-        statistics = self._statistics
-        if statistics is None:
-            constant = torch.tensor(self._recipe.largest_input(unit.scheme.activation), dtype=torch.float32) / largest
-            return [constant] * len(unit.members)
-        amax = 0.0
-        alone = []
-        for module in map(module_of, unit.members):
-            match = _EXPERT.fullmatch(module)
-            leaves = () if match is None else self._fused_with(match[2])
-            if match is None or len(leaves) == 1:
-                alone.append(module)
-            else:
-                amax = max(amax, self._of_experts(statistics, match[1], leaves, largest))
-        amax = max(amax, self._amax(statistics, alone, largest))
-        nvfp4 = unit.scheme.activation is Activation.NVFP4_STATIC_GLOBAL
-        scale = (nvfp4_scale if nvfp4 else fp8_scale)(amax, headroom=self._recipe.headroom)
-        return [scale] * len(unit.members)
-
-    def _fused_with(self, leaf: str) -> tuple[str, ...]:
-        return next((group for group in self._recipe.fuse if leaf in group), (leaf,))
-
-    def _of_experts(self, statistics: Statistics, experts: str, leaves: tuple[str, ...], largest: float) -> float:
-        """The largest activation of these projections of all experts of a layer."""
-        key = (largest, experts, leaves)
-        with self._lock:
-            if key not in self._shared:
-                index = self._index(statistics)
-                modules = [module for leaf in leaves for module in index.get((experts, leaf), ())]
-                self._shared[key] = self._amax(statistics, modules, largest)
-            return self._shared[key]
-
-    def _index(self, statistics: Statistics) -> dict[tuple[str, str], list[str]]:
-        """(experts, leaf) -> the modules of that projection."""
-        if self._experts is None:
-            self._experts = defaultdict(list)
-            for module in statistics.modules:
-                match = _EXPERT.fullmatch(module)
-                if match is not None:
-                    self._experts[match[1], match[2]].append(module)
-        return self._experts
-
-    def _amax(self, statistics: Statistics, modules: list[str], largest: float) -> float:
-        """The largest activation that must not clip, over the inputs of these modules; 0 for none."""
-        first = {statistics.key(module): module for module in reversed(modules)}  # each input once
-        amax = 0.0
-        for module in first.values():
-            stored = statistics.of(module)
-            bound = static_amax(
-                stored.amax,
-                stored.second_moment,
-                stored.quantiles,
-                policy=self._recipe.input_scale,
-                largest=largest,
-                name=module,
-            )
-            amax = max(amax, bound)
-        return amax
 
 
 def module_of(member: Member) -> str:

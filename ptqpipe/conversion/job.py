@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypedDict
+from typing import Any, Generic, TypedDict, TypeVar
 
 import torch
 
@@ -41,7 +41,6 @@ from ptqpipe.models.source import Source
 from ptqpipe.run.machine import (
     BASE_BYTES,
     WORKER_BYTES,
-    J,
     Job,
     Machine,
     MemoryPool,
@@ -56,12 +55,36 @@ from ptqpipe.run.quantities import disk_size, memory_size
 
 
 @dataclass(frozen=True, slots=True)
-class CopyTensor(Job):
+class WriteJob(Job, ABC):
+    """Writes some tensors of a checkpoint. ``work`` is the `CheckpointJob` that it is of."""
+
+    @abstractmethod
+    def run(self, work: Any, writer: CheckpointWriter, share: WorkerBudget) -> Mapping[str, Any]:
+        """Writes the tensors at their places; the journal entry (JSON). Called on many threads."""
+
+    def cache_bytes(self, work: Any) -> int:
+        """What a worker that does this job would like to keep in memory."""
+        return 0
+
+    def extra_bytes(self, work: Any) -> int:
+        """What this job needs in addition to that and to what every worker has; it waits until it is free."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTensor(WriteJob):
     """Copies a tensor of the source byte for byte, under the name of ``spec``. ``reason``: why it stays as it is."""
 
     tensor: str
     spec: TensorSpec
     reason: str = ""
+
+    def run(self, work: "CheckpointJob[Any]", writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
+        """As `CheckpointJob.copy`."""
+        return {"kept": {self.spec.name: work.copy(self, writer)}}
+
+
+J = TypeVar("J", bound=WriteJob)
 
 
 @dataclass(frozen=True)
@@ -82,10 +105,6 @@ class CheckpointJob(ABC, Generic[J]):
     def run_parts(self) -> Mapping[str, str]:
         """What decides the bytes, by name: an unfinished run is continued only by one with the same parts."""
 
-    @abstractmethod
-    def do(self, job: J, writer: CheckpointWriter, share: WorkerBudget) -> Mapping[str, Any]:
-        """Writes the tensors of a job at their places; its journal entry (JSON). Called on many threads."""
-
     def before_jobs(self, writer: CheckpointWriter, machine: Machine) -> None:
         """Called on each rank when it is clear that the output may be written, before any job, on the first rank before
         the others: finds what several jobs need, where the journals do not have it yet, and keeps it there."""
@@ -104,7 +123,7 @@ class CheckpointJob(ABC, Generic[J]):
 
     @abstractmethod
     def record(self, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The content of ptqpipe.json, from what `do` returned for every job, in the order of the jobs."""
+        """The content of ptqpipe.json, from the journal's entry of every job, in the order of the jobs."""
 
     @property
     def run_id(self) -> str:
@@ -117,12 +136,12 @@ class CheckpointJob(ABC, Generic[J]):
         return ()
 
     def cache_bytes(self, job: J) -> int:
-        """What a worker that does this job would like to keep in memory."""
-        return 0
+        """As `WriteJob`."""
+        return job.cache_bytes(self)
 
     def extra_bytes(self, job: J) -> int:
-        """What this job needs in addition to that and to what every worker has; it waits until it is free."""
-        return 0
+        """As `WriteJob`."""
+        return job.extra_bytes(self)
 
     def least_memory(self) -> tuple[int, J | None]:
         """(bytes of memory that are needed with one job at a time, the job that needs the most; None for none)."""
@@ -155,11 +174,9 @@ class CheckpointJob(ABC, Generic[J]):
         extra = self.extra_bytes(job)
         return share.workers if not extra else max(1, min(share.workers, share.pool_bytes // extra))
 
-    def copy(
-        self, job: CopyTensor, writer: CheckpointWriter, *, look: Callable[[torch.Tensor], None] | None = None
-    ) -> dict[str, Any]:
-        """Copies a tensor; its part of the record. ``look`` sees every chunk of its bytes."""
-        written = writer.tensor(job.spec.name).copy(self.source.reader, job.tensor, look=look)
+    def copy(self, job: CopyTensor, writer: CheckpointWriter) -> dict[str, Any]:
+        """Copies a tensor; its part of the record."""
+        written = writer.tensor(job.spec.name).copy(self.source.reader, job.tensor)
         return {"sha256": written.sha256, "bytes": written.nbytes}
 
 
@@ -281,7 +298,7 @@ def _do_jobs(work: CheckpointJob[J], writer: CheckpointWriter, machine: Machine,
 
         def do(job: J) -> None:
             with pool.reserve(work.extra_bytes(job)):
-                record = work.do(job, writer, share)
+                record = job.run(work, writer, share)
             writer.commit(job.id, record)
             work.after_commit(job, writer)
             advance(job)

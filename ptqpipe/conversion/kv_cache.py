@@ -13,22 +13,26 @@ import torch
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointWriter, TensorSpec
 from ptqpipe.checkpoint.layouts import Container, container_names, get_container, kv_scale, quantization_config
-from ptqpipe.conversion.job import write_whole
+from ptqpipe.conversion.job import WriteJob, write_whole
 from ptqpipe.errors import NumericsError, UsageError, arg, usage
 from ptqpipe.models.families import in_mtp_layers, language_config, mtp_layer, outside_language_model
 from ptqpipe.models.source import Source
 from ptqpipe.quantization import fp8_scale
-from ptqpipe.run.machine import Job
+from ptqpipe.run.machine import WorkerBudget
 
 CACHE_REASON = "scale of the FP8 kv cache"
 
 
 @dataclass(frozen=True, slots=True)
-class WriteCacheScales(Job):
+class WriteCacheScales(WriteJob):
     """Writes the scales of the keys and values that an attention module caches."""
 
     module: str
     specs: tuple[TensorSpec, TensorSpec]
+
+    def run(self, work: Any, writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
+        """``work``: a `Conversion` with statistics, as `check_cached` says."""
+        return {"kept": write_scales(self.module, self.specs, work.statistics, writer)}
 
 
 def cache_specs(

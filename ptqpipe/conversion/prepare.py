@@ -5,102 +5,25 @@ same static scales. rounding.json holds the recipe that says all of it; whoever 
 Reads no weight and writes nothing. Must not know how units are quantized.
 """
 
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ptqpipe._version import __version__
-from ptqpipe.calibration.statistics import Statistics
-from ptqpipe.checkpoint import check_disjoint, name_of, resolve_source
-from ptqpipe.checkpoint.adapter import ADAPTER_CONFIG
-from ptqpipe.checkpoint.layouts import get_container
+from ptqpipe.checkpoint import check_disjoint, resolve_source
+from ptqpipe.conversion.call_recipe import default_out, recipe_of_call, with_searches
+from ptqpipe.conversion.check_codes import check_codes, check_rounding
 from ptqpipe.conversion.conversion import Conversion
-from ptqpipe.conversion.input_moments import InputScales, check_model, open_statistics
+from ptqpipe.conversion.input_moments import open_statistics
+from ptqpipe.conversion.input_scales import InputScales
 from ptqpipe.conversion.kv_cache import WriteCacheScales, check_cached
-from ptqpipe.conversion.planned_outputs import Outputs, check_read_back, container_of, outputs_of
-from ptqpipe.errors import CheckpointError, RecipeError, UsageError, arg
-from ptqpipe.models.families import doubts, is_known, issues_of
+from ptqpipe.conversion.planned_outputs import check_read_back, container_of, outputs_of
+from ptqpipe.conversion.source_doubts import check_mtp, doubts_of
 from ptqpipe.models.source import Source
-from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.numerics.search import get_search
-from ptqpipe.quantization.learned_codes import ROUNDING_FILE, TRAINED_REASON, Rounding
-from ptqpipe.recipe.file import build_recipe
-from ptqpipe.recipe.options import ALGORITHMS, AUTO, CodeOptions, RecipeOptions
-from ptqpipe.recipe.plan import Plan, check_ignored, make_plan
-from ptqpipe.recipe.recipe import Recipe, matches
+from ptqpipe.quantization.learned_codes import Rounding
+from ptqpipe.recipe.options import RecipeOptions
+from ptqpipe.recipe.plan import check_ignored
 from ptqpipe.run.machine import without_collections
-from ptqpipe.runtime.expected import unlike_model
-
-
-def _again() -> str:
-    """The remedy for codes of another recipe."""
-    same = f"{arg('format')}, {arg('recipe')}, {arg('container')} and {arg('ignore')}"
-    return f"leave out what differs, or tune again with the same {same}"
-
-
-def best_with(
-    options: RecipeOptions, *, stats: Path | None, recipe_path: Path | None, rounding: Path | None = None
-) -> RecipeOptions:
-    """The options with the best that statistics allow, where neither they nor a recipe, a file's or that of learned
-    codes, say it: GPTQ where the full moments are there, else nearest codes at weighted scales."""
-    if stats is None or recipe_path is not None or rounding is not None:
-        return options
-    if not options.stated & {"algorithm", "objective"}:
-        with Statistics.open(stats) as statistics:
-            usable = [name for name, row in ALGORITHMS.items() if not row.moment or statistics.has_any(row.moment)]
-        options = options.but(algorithm=usable[-1])
-    if (
-        options.algorithm == "rtn"
-        and "objective" not in options.stated
-        and options.scale_search in (AUTO, "exact", "brute_force")
-    ):
-        options = options.but(objective="diagonal")
-    return options
-
-
-def with_searches(recipe: Recipe, *, data: bool) -> Recipe:
-    """The recipe, its searches checked. ``data``: its codes are found with data that the rules do not speak of, which
-    start from the exact scales unless a rule names others.
-
-    UsageError for a search that is unknown, or that a rule has no use for.
-    """
-    rules = []
-    for rule in recipe.rules:
-        checked = replace(rule, scale_search="exact") if data and rule.scale_search == AUTO else rule
-        get_search("exact" if checked.scale_search == AUTO else checked.scale_search)
-        scheme = checked.scheme
-        if (
-            checked.scale_search == "enlarged"
-            and scheme is not None
-            and (checked.calibrated or data or scheme.fmt.one_scale)
-        ):
-            why = (
-                f"{scheme.fmt.name} has one scale for all" if scheme.fmt.one_scale else "the data say what errors cost"
-            )
-            raise UsageError(
-                f"{arg('scale_search', 'enlarged')} is for nearest codes without data, and {why}; leave it out"
-            )
-        rules.append(checked)
-    return replace(recipe, rules=tuple(rules))
-
-
-def check_used(options: RecipeOptions, recipe: Recipe, *, statistics: bool) -> None:
-    """UsageError for an option that is given and would change no byte, since nothing of the recipe asks for it."""
-    read = {name for rule in recipe.rules if rule.scheme is not None for name in ALGORITHMS[rule.algorithm].options}
-    own = {name: key for key, row in ALGORITHMS.items() for name in row.options}
-    static = any(scheme.needs_input_global_scale for scheme in recipe.schemes())
-    kinds = "a format with static activation scales, such as nvfp4_w4a4"
-    for name, used, needs in (
-        *((name, name in read, f"algorithm {own[name]}; give {arg('stats')}") for name in own),
-        ("input_scale", static and statistics, f"{arg('stats')} and {kinds}"),
-        ("headroom", static and statistics, f"{arg('stats')} and {kinds}"),
-        ("input_amax", static and not statistics, f"{kinds}, without {arg('stats')}"),
-    ):
-        if name in options.stated and not used:
-            raise UsageError(
-                f"{arg(name, getattr(options, name))} would change nothing: it needs {needs}; otherwise leave it out"
-            )
 
 
 @without_collections()
@@ -130,7 +53,7 @@ def prepare(
     options = options or RecipeOptions()
     with ExitStack() as opened:
         learned = None if rounding is None else opened.enter_context(Rounding.open(rounding))
-        recipe = _recipe(options, recipe_path, learned, statistics=stats is not None or collected)
+        recipe = recipe_of_call(options, recipe_path, learned, statistics=stats is not None or collected)
         recipe = with_searches(recipe, data=collected or learned is not None)
         container_of(recipe, recipe.container_name)  # before anything is downloaded
         source = opened.enter_context(Source.open(resolve_source(str(model))))
@@ -141,21 +64,21 @@ def prepare(
             units = outputs.plan.units
             source.check_requantizable({m.source.tensor: u.scheme.fmt for u in units for m in u.members})
         check_ignored(outputs.plan, options.ignore)
-        _check_mtp(outputs, source)
-        notes = _doubts_of(source, reader)
+        check_mtp(outputs, source)
+        notes = doubts_of(source, reader)
         if reader is not None:
             outputs.check_reader(reader, source.reader.config)
         files, name = outputs.configs(source, version=__version__), outputs.container_name
         check_read_back(outputs.container, files, outputs.layout, outputs.targets, container_name=name)
         if learned is not None:
-            _check_rounding(learned, source, outputs.plan)
+            check_rounding(learned, source, outputs.plan)
         statistics = open_statistics(
             stats, source, outputs.plan, recipe=outputs.recipe, learned=learned, collected=collected
         )
         if statistics is not None:
             opened.enter_context(statistics)
         if learned is not None:
-            _check_codes(learned, source, outputs.plan, recipe=outputs.recipe, options=options, statistics=statistics)
+            check_codes(learned, source, outputs.plan, recipe=outputs.recipe, options=options, statistics=statistics)
         if statistics is not None or not collected:
             check_cached([job.module for job in outputs.jobs if isinstance(job, WriteCacheScales)], statistics)
         target = out if out is not None else default_out(source.reader.path, outputs.recipe)
@@ -166,189 +89,3 @@ def prepare(
         opened.pop_all()  # from here on `Conversion.close` closes them
     decided = Conversion(target, source, outputs.layout, outputs.jobs, outputs, scales, statistics, learned)
     return replace(decided, doubts=notes)
-
-
-def _doubts_of(source: Source, reader: str | None) -> tuple[str, ...]:
-    """What is to be said of a source: that its family has no row, and where its config.json and its tensors are not of
-    one model. CheckpointError for the latter where a program is named that shall load the result."""
-    config = source.reader.config
-    if not source.reader.has_config:
-        return ()
-    unlike = unlike_model(source)
-    if "model_type" not in config:
-        unlike = [
-            "config.json has no 'model_type', which says what class the weights are of; take the config.json that "
-            "was published with them"
-        ]
-    if unlike and reader is not None:
-        raise CheckpointError(f"{arg('reader', reader)}: {unlike[0]}; {reader} would not load what is made of it")
-    unknown = []
-    if not is_known(config):
-        whose = "" if reader is None else f"; {arg('reader', reader)} cannot tell whether {reader} takes them quantized"
-        unknown.append(
-            f"the table of families has no row for model_type {config.get('model_type')!r}: names and shapes alone "
-            f"decide what stays unquantized{whose}; look at the list of what is kept, and add to it with "
-            f"{arg('ignore')}"
-        )
-    if (source.reader.path / ADAPTER_CONFIG).is_file():
-        unknown.append(
-            f"{ADAPTER_CONFIG} lies beside the model: what its adapter adds to the weights is left out; merge it first "
-            "if it shall count"
-        )
-    return (*unknown, *unlike, *doubts(config, source.tensors))
-
-
-def _recipe(options: RecipeOptions, path: Path | None, codes: Rounding | None, *, statistics: bool) -> Recipe:
-    """The recipe of the options and a recipe file, or that of the codes where there is none."""
-    own = None if codes is None else recipe_of_codes(codes, options if path is None else RecipeOptions())
-    recipe = build_recipe(options, path=path, codes=own)
-    check_used(options, recipe, statistics=statistics)
-    return recipe
-
-
-def _check_mtp(outputs: Outputs, source: Source) -> None:
-    """UsageError where multi-token prediction layers are to be quantized and there is nothing of them."""
-    issues = [issue for issue in issues_of(source.reader.config) if issue.mtp]
-    patterns = [issue.keep.pattern for issue in issues]
-    units = (unit for unit in outputs.plan.units if unit.rule.match in patterns)
-    if outputs.recipe.mtp == "keep" or next(units, None) is not None:
-        return
-    mtp, path = arg("mtp", outputs.recipe.mtp), source.reader.path
-    if any(matches(pattern, module) for pattern in patterns for module in outputs.plan.modules):
-        raise UsageError(f"{mtp} would change nothing: what it could quantize is kept for other reasons; leave it out")
-    counted = next((issue.counted_by for issue in issues if issue.counted_by), None)
-    if counted is not None:
-        raise UsageError(
-            f"{mtp}: {path} has no tensor of the layers that {counted} in its config.json counts; add the files with "
-            "them from where the model was published, or leave it out"
-        )
-    raise UsageError(f"{mtp}: {path} has no multi-token prediction layer; leave it out")
-
-
-def _check_rounding(codes: Rounding, source: Source, plan: Plan) -> None:
-    """Learned codes against model and plan. UsageError where they are another model's, or lack a weight."""
-    check_model(codes, source)
-    for unit in plan.units:
-        keys = [member.key for member in unit.members]
-        missing = [key for key in keys if not codes.has(key)]
-        if missing and len(missing) < len(keys):
-            raise UsageError(f"{codes.path} has no codes of '{missing[0]}', but of what shares its scale; tune again")
-    kept = {entry.name: entry.reason for entry in plan.kept}
-    for name in codes.trained:
-        if kept.get(name) != TRAINED_REASON:
-            raise UsageError(
-                f"{codes.path} was tuned with {arg('train')}, which changed '{name}', and this recipe does not keep "
-                "it as it was kept there; give the recipe of tune, or tune again"
-            )
-    if not any(codes.has(member.key) for unit in plan.units for member in unit.members):
-        raise UsageError(f"{codes.path} has codes of no weight that the recipe quantizes; tune with the same recipe")
-
-
-def default_out(path: Path, recipe: Recipe) -> Path:
-    """``<model>-NVFP4A16`` in the working directory; ``-MIXED`` for several schemes."""
-    schemes = recipe.schemes()
-    return Path(f"{name_of(path)}-{schemes[0].suffix if len(schemes) == 1 else 'MIXED'}")
-
-
-def recipe_of_codes(codes: Rounding, options: RecipeOptions) -> Recipe:
-    """The recipe that codes were learned for, which applies where the call gives no recipe file.
-
-    CheckpointError where rounding.json has none that this version knows; UsageError where ``options`` name another
-    format.
-    """
-    described = codes.content.get("recipe")
-    if not isinstance(described, Mapping):
-        raise CheckpointError(f"{codes.path / ROUNDING_FILE} has no recipe, so what its codes mean is lost; tune again")
-    try:
-        recipe = Recipe.from_json(described)
-    except RecipeError as error:
-        raise CheckpointError(f"{codes.path / ROUNDING_FILE}: {error}; tune again") from None
-    names = [scheme.name for scheme in recipe.schemes()]
-    if options.format is not None and [get_scheme(options.format).name] != names:
-        raise UsageError(
-            f"{arg('format', options.format)} contradicts {codes.path}, which holds codes for {', '.join(names)}; "
-            f"leave {arg('format')} out, or tune with the same {arg('format')}"
-        )
-    return recipe
-
-
-def _check_codes(
-    codes: Rounding,
-    source: Source,
-    plan: Plan,
-    *,
-    recipe: Recipe,
-    options: RecipeOptions,
-    statistics: Statistics | None,
-) -> None:
-    """UsageError, in one line, for what of a call contradicts the codes that it is to write.
-
-    plan, recipe  those of the call
-    """
-    _check_plan(codes, source, plan, recipe)
-    if any(unit.scheme.needs_input_global_scale and codes.has(unit.members[0].key) for unit in plan.units):
-        _check_input_scales(codes, recipe, statistics)
-    if all(codes.has(member.key) for unit in plan.units for member in unit.members):
-        for name in (option.name for option in fields(CodeOptions)):
-            value = options.overrides.get(name)
-            if value is not None:
-                raise UsageError(
-                    f"{arg(name, value)} would change nothing: {codes.path} has the codes of every weight; leave it out"
-                )
-
-
-def _check_plan(codes: Rounding, source: Source, plan: Plan, recipe: Recipe) -> None:
-    """The call's plan against the codes' own; a weight without codes may be kept on request."""
-    own = recipe_of_codes(codes, RecipeOptions())
-    if own == recipe:
-        wanted = _fates(plan)
-    else:
-        capabilities = get_container(own.container_name).CAPABILITIES
-        wanted = _fates(make_plan(source.tensors, source.reader.config, recipe=own, capabilities=capabilities))
-    fates = _fates(plan)
-    for key in dict.fromkeys([*codes.content["weights"], *wanted, *fates]):
-        was, now = wanted.get(key), fates.get(key)
-        if (now is None and not codes.has(key)) or (now is not None and now == was):
-            continue
-        before, after = ("kept" if fate is None else f"in {fate[0]}" for fate in (was, now))
-        if before == after:
-            before, after = "quantized", "kept" if now is None else "in another fused group"
-        raise UsageError(f"{codes.path} was tuned with '{key}' {before}, this call has it {after}; {_again()}")
-
-
-_Fate = tuple[str, tuple[str, ...]]
-
-
-def _fates(plan: Plan) -> dict[str, _Fate]:
-    """Key of every quantized weight -> its scheme, and the keys of its unit."""
-    units = [(unit.scheme.label, tuple(m.key for m in unit.members)) for unit in plan.units]
-    return {key: (label, keys) for label, keys in units for key in keys}
-
-
-def _check_input_scales(codes: Rounding, recipe: Recipe, statistics: Statistics | None) -> None:
-    """Codes were learned behind inputs at static scales: those must be the ones that are written."""
-    made_with = codes.content.get("statistics")
-    digest = None if statistics is None else statistics.digest
-    if made_with != digest:
-        if made_with is None:
-            raise UsageError(
-                f"{codes.path} was tuned without statistics, its input scales are constant; leave {arg('stats')} out, "
-                f"or tune again with the same {arg('stats')}"
-            )
-        others = (
-            f"no {arg('stats')} are given" if statistics is None else f"{statistics.path} holds others ({digest:.16})"
-        )
-        raise UsageError(
-            f"{codes.path} was tuned with the input scales of statistics {str(made_with)[:16]}, {others}; give the "
-            f"{arg('stats')} that tune had"
-        )
-    own = recipe_of_codes(codes, RecipeOptions())
-    for name in ("input_amax",) if digest is None else ("input_scale", "headroom"):
-        was, now = getattr(own, name), getattr(recipe, name)
-        if was != now:
-            tuned_with = "the format's own" if was is None else was
-            option = f"no {name} in the recipe" if now is None else arg(name, now)
-            raise UsageError(
-                f"{option} contradicts {codes.path}, which was tuned with {tuned_with}; leave it out, or tune again "
-                "with a recipe that says so"
-            )

@@ -10,13 +10,16 @@ import torch
 
 from ptqpipe.calibration.statistics import KnownInputs
 from ptqpipe.conversion.input_moments import inputs_of
-from ptqpipe.errors import NumericsError
+from ptqpipe.errors import NumericsError, arg
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.quantization import RowWriter, Task, UnitResult, Weight, quantizer
+from ptqpipe.quantization import RowWriter, Task, UnitResult, Weight, WeightError, quantizer
 from ptqpipe.quantization.learned_codes import Rounding
 from ptqpipe.quantization.recheck import Recheck
 from ptqpipe.recipe.options import ALGORITHMS, LEARNED
 from ptqpipe.recipe.plan import Unit
+
+# A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.
+LOST = 0.5
 
 
 def quantize_unit(
@@ -68,3 +71,15 @@ def learned_codes(unit: Unit, rounding: Rounding | None) -> list[QTensor] | None
     if rounding is None or not rounding.has(unit.members[0].key):
         return None
     return [rounding.of(member.key, unit.scheme.fmt, shape=member.shape) for member in unit.members]
+
+
+def check_kept_alive(unit: Unit, errors: Sequence[WeightError]) -> None:
+    """NumericsError for a weight of which mostly zeros are left: its scale, often a shared one, cannot hold it."""
+    for member, error in zip(unit.members, errors, strict=True):
+        if error.relative_mse > LOST:
+            others = [m.weight for m in unit.members if m is not member]
+            shared = f", at the scale that it shares with {' and '.join(others)}" if others else ""
+            raise NumericsError(
+                f"{member.weight} would lose {min(error.relative_mse, 1.0):.0%} of its energy in "
+                f"{unit.scheme.fmt.name}{shared}; repair the source, or keep it: {arg('ignore', [member.module])}"
+            )

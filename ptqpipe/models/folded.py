@@ -10,8 +10,8 @@ not know how factors and matrices are found.
 
 import base64
 import binascii
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -69,8 +69,8 @@ def decoded(text: object, count: int, what: str) -> torch.Tensor:
     return numbers
 
 
-def open_folded(folder: Path) -> CheckpointReader:
-    """The model that a folder of factors names, with them folded in.
+def open_folded(folder: Path) -> tuple[CheckpointReader, "FoldedTensors"]:
+    """The model that a folder of factors names, with them folded in, as `folded` gives it.
 
     CheckpointError where it cannot be read, or is another one by now.
     """
@@ -88,10 +88,12 @@ def open_folded(folder: Path) -> CheckpointReader:
         raise
 
 
-def folded(base: CheckpointReader, foldings: object) -> CheckpointReader:
-    """A plain checkpoint with factors folded into it; who closes it closes ``base``.
+def folded(base: CheckpointReader, foldings: object) -> tuple[CheckpointReader, "FoldedTensors"]:
+    """(a plain checkpoint with factors folded into it, its tensors before they are rounded); who closes it closes
+    ``base``.
 
-    foldings  a list with the edge and the factors (`encoded`) of each; without factors where nothing is changed
+    foldings  a list with the edge and the factors (`encoded`) of each, without factors where nothing is changed; or
+              with a rotation and its matrices, without them Hadamard's
 
     CheckpointError for foldings of another model.
     """
@@ -120,7 +122,8 @@ def folded(base: CheckpointReader, foldings: object) -> CheckpointReader:
     headers = ShardLayout.plan(groups).headers(base.path)
     content = FolderContent(headers, base.index, base.extra_files, base.left_out)
     changes = {"tie_word_embeddings": False} if origins else {}
-    return CheckpointReader(base.path, content, fill=_Folding(base, ops, origins).fill, origin=base, changes=changes)
+    view = FoldedTensors(base, origins, ops)
+    return CheckpointReader(base.path, content, fill=view.fill, origin=base, changes=changes), view
 
 
 Change = tuple[Sequence[Folding], Sequence[Sequence[str]]]
@@ -146,23 +149,27 @@ def _rotation(
 ) -> Change:
     """Rotates the residual stream, or the values of the edge that a folding names."""
     name, key, block = str(folding["transform"]), str(folding.get("edge", STREAM)), folding.get("block")
-    edges = [edge for edge in structure.edges if edge.kind == "value" and edge.id == key]
-    channels = structure.hidden if key == STREAM else sum(edge.channels for edge in edges)
+    stream = name == "rotate_residual" and key == STREAM
+    edges = [edge for edge in structure.edges if edge.kind == "value" and key in (edge.id, STREAM)]
+    channels = structure.hidden if stream else sum(edge.channels for edge in edges)
     if not isinstance(block, int) or block < 1 or RUN % block or not channels or channels % block:
         raise _of_another(base)
-    what = "matrices of the residual stream" if key == STREAM else f"matrices of '{key}'"
-    matrices = decoded(folding.get("matrices"), channels * block, what).reshape(-1, block, block)
-    if not bool(((matrices @ matrices.mT - torch.eye(block, dtype=torch.float64)).abs() < _ORTHOGONAL).all()):
-        raise CheckpointError(f"the {what} are not orthogonal: they are damaged; {_AGAIN}")
-    if key == STREAM:
+    matrices = {}
+    if "matrices" in folding:
+        what = "matrices of the residual stream" if key == STREAM else f"matrices of '{key}'"
+        turn = decoded(folding["matrices"], channels * block, what).reshape(-1, block, block)
+        if not bool(((turn @ turn.mT - torch.eye(block, dtype=torch.float64)).abs() < _ORTHOGONAL).all()):
+            raise CheckpointError(f"the {what} are not orthogonal: they are damaged; {_AGAIN}")
+        matrices = {key: turn}
+    if stream:
         edges = [edge for edge in structure.edges if edge.kind in ("norm", "final")]
-    writers, embeddings = (structure.writers, structure.embeddings) if key == STREAM else ((), ())
+    writers, embeddings = (structure.writers, structure.embeddings) if stream else ((), ())
 
     def read(tensor: str) -> torch.Tensor:
         return apply(base.read(tensor), former.get(tensor, ()))
 
     changes = get_rotation(name).fold(
-        structure, edges, writers=writers, embeddings=embeddings, block=block, read=read, matrices={key: matrices}
+        structure, edges, writers=writers, embeddings=embeddings, block=block, read=read, matrices=matrices
     )
     return changes, rotated_tensors(edges, writers, embeddings)
 
@@ -174,15 +181,36 @@ def _of_another(base: CheckpointReader) -> CheckpointError:
 
 
 @dataclass(frozen=True, slots=True)
-class _Folding:
-    """What is folded into the tensors of ``base``, by name, for every tensor that changes.
+class FoldedTensors:
+    """The tensors of ``base`` with factors and rotations folded in, float64.
 
     origins  name -> that in ``base`` where they differ (a head that was the embedding)
+    ops      what is folded in, by name, for every tensor that changes
     """
 
     base: CheckpointReader
-    ops: Mapping[str, Sequence[Op]]
     origins: Mapping[str, str]
+    ops: dict[str, list[Op]] = field(default_factory=dict)
+
+    def add(self, foldings: Iterable[Folding]) -> None:
+        """Appends to what happens to each tensor."""
+        for name, op in foldings:
+            self.ops.setdefault(name, []).append(op)
+
+    def runs(
+        self, name: str, *, expert: int | None = None, start: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, float64 rows) of a tensor or of one plane of a stack, as stored, in order: [start, stop).
+
+        Where blocks of rows are rotated the first run may begin before ``start`` and the last end behind ``stop``.
+        Without ``expert`` and ``stop`` the rows are those of all planes of a stack, one after another.
+        """
+        entry = self.base.entries[self.origins.get(name, name)]
+        before = 0 if expert is None else expert * entry.shape[1]
+        end = _tall(entry) if expert is None else before + entry.shape[1]
+        end = end if stop is None else before + stop
+        for first, last in self._runs(entry, name, before + start, end):
+            yield first - before, self._rows(entry, name, first, last)
 
     def fill(self, entry: TensorEntry, view: memoryview, start: int) -> None:
         """Writes the tensor's bytes from ``start`` on into the whole of a buffer."""
@@ -191,43 +219,40 @@ class _Folding:
             self.base.read_into(entry.name, view, start=start, stop=stop)
             return
         out = torch.frombuffer(view, dtype=torch.uint8)
-        width = entry.nbytes // _tall(entry)
-        turns = any(isinstance(op, Rotate) for op in self.ops[entry.name])
-        for first, last in _runs(entry, start // width, -(-stop // width), turns=turns):
-            content = torch.frombuffer(bytes_of(self._rows(entry, first, last)), dtype=torch.uint8)
+        source, width = self.base.entries[self.origins.get(entry.name, entry.name)], entry.nbytes // _tall(entry)
+        for first, last in self._runs(source, entry.name, start // width, -(-stop // width)):
+            rows = self._rows(source, entry.name, first, last).to(DTYPES[entry.dtype][0])
+            content = torch.frombuffer(bytes_of(rows), dtype=torch.uint8)
             low, high = max(first * width, start), min(last * width, stop)
             out[low - start : high - start].copy_(content[low - first * width : high - first * width])
 
-    def _rows(self, entry: TensorEntry, first: int, last: int) -> torch.Tensor:
-        """Rows [first, last) of the tensor seen as one tall matrix, all of them of one plane of a stack, as they are
-        now."""
-        name = self.origins.get(entry.name, entry.name)
-        source, tall = self.base.entries[name], _tall(entry)
-        width = source.nbytes // tall
-        raw = self.base.read_raw(name, start=first * width, stop=last * width).view(DTYPES[source.dtype][0])
+    def _rows(self, entry: TensorEntry, name: str, first: int, last: int) -> torch.Tensor:
+        """float64 rows [first, last) of a tensor seen as one tall matrix, all of them of one plane of a stack.
+        ``entry``: its own in ``base``."""
+        width = entry.nbytes // _tall(entry)
+        raw = self.base.read_raw(entry.name, start=first * width, stop=last * width).view(DTYPES[entry.dtype][0])
         rows = raw if len(entry.shape) == 1 else raw.reshape(last - first, entry.shape[-1])
-        plane = tall // entry.shape[0] if len(entry.shape) == 3 else None
-        expert, row = (None, first) if plane is None else divmod(first, plane)
-        return apply(rows, self.ops[entry.name], first=row, expert=expert).to(DTYPES[entry.dtype][0])
+        expert, row = divmod(first, entry.shape[1]) if len(entry.shape) == 3 else (None, first)
+        return apply(rows, self.ops.get(name, ()), first=row, expert=expert)
+
+    def _runs(self, entry: TensorEntry, name: str, row: int, end: int) -> Iterator[tuple[int, int]]:
+        """[first, last) of rows of the tall matrix that hold [row, end), none of them across two planes of a stack.
+
+        Where blocks of rows and columns are rotated the runs are always the same ones, of RUN rows, so that neither the
+        blocks nor the sums depend on what is read beside them.
+        """
+        turns = any(isinstance(op, Rotate) for op in self.ops.get(name, ()))
+        columns = entry.shape[-1] if len(entry.shape) > 1 else 1
+        plane = entry.shape[-2] if len(entry.shape) == 3 else entry.shape[0]
+        step = RUN if turns else max(1, RUN_ELEMENTS // max(1, columns))
+        row -= row % plane % RUN if turns else 0
+        while row < end:
+            whole = (row // plane + 1) * plane
+            last = min(row + step, whole, whole if turns else end)
+            yield row, last
+            row = last
 
 
 def _tall(entry: TensorEntry) -> int:
     """The rows of a tensor seen as one tall matrix; the numbers of a vector."""
     return entry.shape[0] * entry.shape[1] if len(entry.shape) == 3 else entry.shape[0]
-
-
-def _runs(entry: TensorEntry, row: int, end: int, *, turns: bool) -> Iterator[tuple[int, int]]:
-    """[first, last) of rows of the tall matrix that hold [row, end), none of them across two planes of a stack.
-
-    turns  whether blocks of rows and columns are rotated: runs are then always the same ones, of RUN rows, so that
-           neither the blocks nor the sums depend on what is read beside them
-    """
-    columns = entry.shape[-1] if len(entry.shape) > 1 else 1
-    plane = entry.shape[-2] if len(entry.shape) == 3 else entry.shape[0]
-    step = RUN if turns else max(1, RUN_ELEMENTS // columns)
-    row -= row % plane % RUN if turns else 0
-    while row < end:
-        whole = (row // plane + 1) * plane
-        last = min(row + step, whole, whole if turns else end)
-        yield row, last
-        row = last

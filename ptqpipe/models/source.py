@@ -29,7 +29,7 @@ from ptqpipe.checkpoint.layouts import (
     merged_config,
 )
 from ptqpipe.errors import CheckpointError, NumericsError, UsageError, arg, one_line
-from ptqpipe.models.folded import folded, open_folded
+from ptqpipe.models.folded import FoldedTensors, folded, open_folded
 from ptqpipe.models.slices import Slice
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.qtensor import QTensor
@@ -47,6 +47,7 @@ class Source:
     consumed  names of tensors that are parts of a stored weight
     tensors   logical tensors: name -> (dtype, shape), stored weights as the BF16 tensors that they stand for
     config    config.json, with the description of hf_quant_config.json where it has none: what it was read by
+    view      of a checkpoint with factors folded in, its tensors before they are rounded
     """
 
     reader: CheckpointReader
@@ -56,6 +57,7 @@ class Source:
     consumed: frozenset[str]
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     config: Mapping[str, Any]
+    view: FoldedTensors | None = None
 
     @classmethod
     def open(cls, path: Path, *, dangling: bool = False) -> "Source":
@@ -64,9 +66,13 @@ class Source:
         CheckpointError for a quantized checkpoint that no container of ours describes, and for tensors that look like
         parts of a quantized weight and belong to none that is read, unless ``dangling`` lets them through.
         """
-        reader = open_folded(path) if (path / FOLDING_FILE).is_file() else CheckpointReader.open(path)
+        view = None
+        if (path / FOLDING_FILE).is_file():
+            reader, view = open_folded(path)
+        else:
+            reader = CheckpointReader.open(path)
         try:
-            source = cls._detect(reader)
+            source = cls._detect(reader, view)
             if not dangling and (unread := source.dangling):
                 raise CheckpointError(_refused(source, unread))
             return source
@@ -75,7 +81,7 @@ class Source:
             raise
 
     @classmethod
-    def _detect(cls, reader: CheckpointReader) -> "Source":
+    def _detect(cls, reader: CheckpointReader, view: FoldedTensors | None) -> "Source":
         kinds = dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]()  # few: each is one object
         tensors = {}
         for tensor, entry in reader.entries.items():
@@ -84,7 +90,7 @@ class Source:
         config = merged_config(reader.config, reader.read_json(HF_QUANT_CONFIG))
         name = detect_container(config, tensors)
         if name is None:
-            return cls(reader, None, "plain", {}, frozenset(), tensors, config)
+            return cls(reader, None, "plain", {}, frozenset(), tensors, config, view)
         container = get_container(name)
         stored = container.stored_weights(config, tensors)
         consumed = frozenset(part.name for weight in stored.values() for part in weight.parts)
@@ -93,7 +99,7 @@ class Source:
     def folded(self, foldings: object) -> "Source":
         """This plain checkpoint with the factors of a transform in its weights, as `folded.py` takes them; who closes
         it closes this one. CheckpointError for another model's."""
-        return Source._detect(folded(self.reader, foldings))
+        return Source._detect(*folded(self.reader, foldings))
 
     @property
     def plain(self) -> list[str]:

@@ -10,7 +10,6 @@ codes go as they are written into the output.
 Must not know how any stage works; what a quality does is in ``presets.py``.
 """
 
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -49,12 +48,13 @@ from ptqpipe.checkpoint import (
 )
 from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, PtqError, UsageError, WrongOutput, arg
 from ptqpipe.pipeline import messages as text
+from ptqpipe.pipeline.disk_space import check_disk
 from ptqpipe.pipeline.ledger import Ledger
 from ptqpipe.pipeline.prepare_stages import prepare
 from ptqpipe.pipeline.stages import Pipeline, described
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
-from ptqpipe.run.machine import Machine, progress_prefix
-from ptqpipe.run.quantities import disk_size
+from ptqpipe.run.machine import Machine, peak_bytes, progress_prefix, reset_peak
+from ptqpipe.run.quantities import memory_size
 
 CALL_FILE = "pipeline.json"  # of a folder of ``work_dir``
 Say = Callable[[str], None]
@@ -68,6 +68,7 @@ class PipelineResult:
     evaluation  the content of OUT.eval.json, None where nothing was measured
     report      OUT.report.html, None where none was asked for
     seconds     of this run, without what an interrupted one took
+    peak_bytes  the most memory that a stage of this run had resident
     """
 
     out: Path
@@ -75,6 +76,7 @@ class PipelineResult:
     evaluation: Mapping[str, Any] | None = field(repr=False)
     report: Path | None
     seconds: float
+    peak_bytes: int
 
 
 def pipeline(
@@ -109,6 +111,7 @@ def run(run: Pipeline, *, say: Say = lambda line: None) -> PipelineResult:
     with ExitStack() as stack:
         lock = _open(run, paths, stack)
         steps, printed = run.steps(), set[str]()  # several stages look at the same data
+        peaks = [0]
         for line in text.header(run, steps):
             say(line)
         for file in run.ledger.remove_damaged():
@@ -116,9 +119,11 @@ def run(run: Pipeline, *, say: Say = lambda line: None) -> PipelineResult:
         try:
             for number, step in enumerate(steps, 1):
                 started, label = time.monotonic(), f"[{number}/{len(steps)}] {step.name}"
+                reset_peak()
                 with progress_prefix(label), suppress(AlreadyComplete):
                     step.run()
-                say(f"{label}  {time.monotonic() - started:.1f} s")
+                peaks.append(peak_bytes())
+                say(f"{label}  {time.monotonic() - started:.1f} s, peak {memory_size(peaks[-1])}")
                 for line in dict.fromkeys(one for one in run.notes if one not in printed):
                     say(f"  {line}")
                 printed.update(run.notes)
@@ -134,7 +139,7 @@ def run(run: Pipeline, *, say: Say = lambda line: None) -> PipelineResult:
         with output_errors(run.begun):
             discard(paths, run.begun)
     record = read_json_object(run.out / RECORD_FILE)
-    return PipelineResult(run.out, record, run.evaluation, run.report, time.monotonic() - begun)
+    return PipelineResult(run.out, record, run.evaluation, run.report, time.monotonic() - begun, max(peaks))
 
 
 def _open(run: Pipeline, paths: Paths, stack: ExitStack) -> RankLock:
@@ -173,7 +178,7 @@ def _open(run: Pipeline, paths: Paths, stack: ExitStack) -> RankLock:
     if run.work.work_dir is not None:
         _keep(run, stack)
     if former is None:
-        _check_disk(run)
+        check_disk(run.out, run.weights_bytes + run.codes_bytes)
         with output_errors(begun):
             empty(begun, keep=lock.name)  # the stages of another call
     new = RunIdentity(run_id_of(identity), "", identity, replaces=run.mode == "overwrite")
@@ -237,17 +242,6 @@ def _refuse_others(run: Pipeline, paths: Paths, *, begun: bool) -> None:
         raise WrongOutput(
             f"{shown(str(paths.partial))} is left from an unfinished run of another call; give that call again with "
             f"{arg('resume', True)}, or {arg('overwrite', True)} discards it"
-        )
-
-
-def _check_disk(run: Pipeline) -> None:
-    """The output, and what certainly lies beside it."""
-    place = next(folder for folder in Paths.of(run.out).out.parents if folder.is_dir())
-    free, need = shutil.disk_usage(place).free, run.weights_bytes + max(run.disk.codes, run.disk.pairs) + run.disk.small
-    if need > free:
-        raise OutputError(
-            f"{place} has {disk_size(free)} free, the output and temporary files need {disk_size(need)}; free "
-            f"some space, or choose another {arg('out')}"
         )
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from ptqpipe.check.evaluate.verdict import verdict
 from ptqpipe.conversion.convert_summary import kept_damaged, kept_not_finite
 from ptqpipe.conversion.output_error import judgement
-from ptqpipe.run.machine import peak_bytes
 from ptqpipe.run.quantities import disk_size, memory_size
 
 if TYPE_CHECKING:
@@ -21,9 +20,8 @@ def header(run: "Pipeline", steps: Sequence["Step"]) -> Iterator[str]:
     yield f"{run.path} -> {run.out}{size}"
     for number, step in enumerate(steps, 1):
         yield f"  {number} {step.name}: {step.words}"
-    if str(run.disk):
-        yield f"  disk for temporary files, at most: {run.disk}"
-    yield f"  memory: {run.memory}"
+    if run.codes_bytes:
+        yield f"  disk: at most {disk_size(run.codes_bytes)} of codes, until they are in the output"
     yield from (f"  warning: {line}" for line in run.warnings)
 
 
@@ -36,7 +34,7 @@ def render(result: "PipelineResult") -> str:
     also = [str(path) for path in (_measured(result), result.report) if path is not None]
     lines += [f"written: {', '.join(also)}"] if also else []
     lines.append(
-        f"Done: {result.out} {disk_size(_size(result))}, {result.seconds:.1f} s, peak {memory_size(peak_bytes())}"
+        f"Done: {result.out} {disk_size(_size(result))}, {result.seconds:.1f} s, peak {memory_size(result.peak_bytes)}"
     )
     return "\n".join(lines)
 
@@ -51,7 +49,7 @@ def to_json(result: "PipelineResult") -> dict[str, Any]:
         "not_finite": kept_not_finite(result.record),
         "written_bytes": _size(result),
         "seconds": result.seconds,
-        "peak_rss_bytes": peak_bytes(),
+        "peak_rss_bytes": result.peak_bytes,
     }
 
 

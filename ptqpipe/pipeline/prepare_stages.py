@@ -131,7 +131,7 @@ def _own_head_bytes(preset: QualityPreset | None, source: Source) -> int:
 
 
 def _rotatable(preset: QualityPreset | None, source: Source, recipe: Recipe, *, untie: bool) -> QualityPreset | None:
-    """The way with those of its rotations that can be learned for this model, and why the others cannot be."""
+    """The preset with those of its rotations that can be learned for this model, and why the others cannot be."""
     if preset is None or not preset.rotations:
         return preset
     scheme, reader = recipe.schemes()[0], source.reader
@@ -155,7 +155,7 @@ def _rotatable(preset: QualityPreset | None, source: Source, recipe: Recipe, *, 
 
 
 def _with_own_text(preset: QualityPreset, work: PipelineOptions, path: Path) -> tuple[QualityPreset, PipelineOptions]:
-    """The call with the model's own text beside its data, half of the windows; or the way, and why it is left out."""
+    """The call with the model's own text beside its data, half of the windows; or the preset, and why there is none."""
     if takes_images(read_config(path), path):
         why = "the model takes images, and writes text alone"
     elif work.text_field is not None:
@@ -167,7 +167,7 @@ def _with_own_text(preset: QualityPreset, work: PipelineOptions, path: Path) -> 
 
 
 def _foldable(preset: QualityPreset | None, source: Source) -> QualityPreset | None:
-    """The way, without its transform where this family's layers are not known well enough to fold it."""
+    """The preset, without its transform where this family's layers are not known well enough to fold it."""
     if preset is None or not preset.transform:
         return preset
     try:

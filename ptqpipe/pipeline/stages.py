@@ -27,16 +27,18 @@ from ptqpipe.check.report.command import make_report
 from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, has_begun, read_json_object, run_id_of
 from ptqpipe.conversion import command as conversion
+from ptqpipe.conversion.call_recipe import best_with
 from ptqpipe.conversion.job import named_source
 from ptqpipe.conversion.options import TransformOptions
-from ptqpipe.conversion.prepare import best_with, prepare
+from ptqpipe.conversion.prepare import prepare
 from ptqpipe.conversion.transform.factors import find_factors
 from ptqpipe.errors import AlreadyComplete, CheckpointError, PtqWarning, arg
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline import validate
 from ptqpipe.pipeline.budget.command import Budget, plan_mixed, write_recipe
-from ptqpipe.pipeline.disk_space import Disk, disk_of, memory_of, memory_text, pair_samples
+from ptqpipe.pipeline.disk_space import codes_bytes
 from ptqpipe.pipeline.ledger import Ledger
+from ptqpipe.pipeline.pair_rows import pair_samples
 from ptqpipe.pipeline.presets import QualityPreset, describe
 from ptqpipe.pipeline.tune.command import tune
 from ptqpipe.pipeline.tune.tune_options import TuneOptions
@@ -76,7 +78,7 @@ class Pipeline:
     path      of the model; ``floats`` what is quantized: the model, or the folder of the factors to fold into it
     folder    where the stages' outputs lie; ``begun`` the hidden folder that says that a run is unfinished
     texts     files of ``data``, and behind them the model's own text once it is written
-    disk      what it takes beside the output; ``memory`` about what each stage holds
+    codes     bytes of the codes beside the output, at most
     identity  what decides the bytes, by its name in a message
     ledger    what the stages have left in that folder, once the run is open
     command   the call, which eval file and report show
@@ -97,8 +99,7 @@ class Pipeline:
     machine: Machine
     floats: Path = field(init=False)
     begun: Path = field(init=False)
-    disk: Disk = field(init=False)
-    memory: str = field(init=False)
+    codes_bytes: int = field(init=False)
     pair_samples: int = field(init=False)
     identity: Mapping[str, str] = field(init=False)
     evaluation: Mapping[str, Any] | None = None
@@ -113,11 +114,8 @@ class Pipeline:
         self.floats, self.begun = self.path, Paths.of(self.out).stages
         with Source.open(self.path) as source:
             self.identity = self._identity(source)
-            statistics, size = self.needs_statistics, self.weights_bytes
             self.pair_samples = pair_samples(source, self.work)
-            self.disk = disk_of(source, self.work, self.preset, statistics=statistics, weights_bytes=size)
-            limit = self.machine.memory_bytes
-            self.memory = memory_text(memory_of(source, self.work, self.preset, limit=limit), limit)
+            self.codes_bytes = codes_bytes(source, self.preset, weights_bytes=self.weights_bytes)
 
     @property
     def folder(self) -> Path:
@@ -132,9 +130,7 @@ class Pipeline:
     def _identity(self, source: Source) -> dict[str, str]:
         """What decides the bytes, by its name in a message; no folder's name is in it."""
         work, recipe = self.work, build_recipe(self.recipe, path=self.recipe_path)
-        field = (
-            [] if work.text_field is None else [f"{_key('field')} {work.text_field}"]
-        )  # which part of the texts is read
+        field = [] if work.text_field is None else [f"{_key('field')} {work.text_field}"]
         own = [f"{validate.SELF}={self._own_weight!r}"] if self.texts and self._own_weight is not None else []
         values = {
             "data": [*([_content(name) for name in self.texts] or work.data), *own, *field],
@@ -413,5 +409,5 @@ def _static(run: Pipeline) -> bool:
 
 
 def _without_algorithm(content: Mapping[str, Any]) -> dict[str, Any]:
-    rules = [{k: v for k, v in rule.items() if k not in ("algorithm", "weighting")} for rule in content["rules"]]
+    rules = [{k: v for k, v in rule.items() if k not in ("algorithm", "objective")} for rule in content["rules"]]
     return {**content, "rules": rules}

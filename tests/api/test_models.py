@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ptqpipe
-from ptqpipe.conversion.conversion import Conversion
+from ptqpipe.conversion.unit_job import QuantizeUnit
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.pipeline.demo import MODEL
 from ptqpipe.runtime.hf import PackedConfig
@@ -58,13 +58,13 @@ def test_a_model_in_memory_is_saved_as_convert_writes_its_folder(
 ) -> None:
     """Every file, down to the fingerprint of the source in the record; no weight of the float model is written."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    do, seen = Conversion.do, set()
+    run, seen = QuantizeUnit.run, set()
 
     def looking(*given: Any) -> Any:
         seen.update(path.relative_to(tmp_path) for path in tmp_path.rglob("*.safetensors*"))
-        return do(*given)
+        return run(*given)
 
-    monkeypatch.setattr(Conversion, "do", looking)
+    monkeypatch.setattr(QuantizeUnit, "run", looking)
     model = AutoModelForCausalLM.from_pretrained(sources[name], dtype=torch.bfloat16)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     packed = ptqpipe.quantize_model(model, format)

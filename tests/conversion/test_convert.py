@@ -142,7 +142,7 @@ def test_workers_shards_of_the_source_and_memory_change_no_byte(tmp_path: Path, 
 def test_a_sharded_source_gives_the_same_numbers(tmp_path: Path) -> None:
     one = ptqpipe.convert(tiny.save(tmp_path / "one", tiny.llama()), out=tmp_path / "a").out
     many = ptqpipe.convert(
-        tiny.save(tmp_path / "many", tiny.llama(), shards=3), out=tmp_path / "b", shard_bytes=40_000
+        tiny.save(tmp_path / "many", tiny.llama(), shards=3), out=tmp_path / "b", shard_size=40_000
     ).out
     assert len(list(many.glob("*.safetensors"))) > 3
     assert (many / "model.safetensors.index.json").is_file()
@@ -282,7 +282,7 @@ def run(model, out, target):
     W = writer.CheckpointWriter
     W.write, W.commit, W._flush_batch = bomb(W.write), bomb(W.commit), bomb(W._flush_batch)
     os.pwrite, os.replace, os.rename = bomb(os.pwrite), bomb(os.replace), bomb(os.rename)
-    api.convert(model, out=out, workers=2, shard_bytes=60_000)
+    api.convert(model, out=out, workers=2, shard_size=60_000)
     print("calls", count, flush=True)
 
 assert len(os.listdir("/proc/self/task")) == 1  # a fork takes the calling thread alone along
@@ -332,7 +332,7 @@ def test_a_run_killed_at_twenty_random_points_resumes_to_the_same_bytes(model: P
     for out in outs:
         assert not out.exists() or tiny.bytes_of(out) == want  # complete or absent
         if not out.exists():
-            ptqpipe.convert(model, out=out, workers=2, shard_bytes=60_000, resume=bool(partials(out.parent)))
+            ptqpipe.convert(model, out=out, workers=2, shard_size=60_000, resume=bool(partials(out.parent)))
         assert tiny.bytes_of(out) == want
         assert partials(out.parent) == []
 
@@ -344,11 +344,11 @@ def test_a_resume_with_another_recipe_or_a_changed_source_is_refused(model: Path
     assert killed(model, [(out, 40)]) == [["ended", "-9"]]
     assert partials(tmp_path)
     with pytest.raises(OutputError, match="recipe"):
-        ptqpipe.convert(model, out=out, shard_bytes=60_000, scale_search="absmax", resume=True)
+        ptqpipe.convert(model, out=out, shard_size=60_000, scale_search="absmax", resume=True)
     changed = tiny.llama(seed=9)
     tiny.save(model, changed)
     with pytest.raises(OutputError, match="source"):
-        ptqpipe.convert(model, out=out, shard_bytes=60_000, resume=True)
+        ptqpipe.convert(model, out=out, shard_size=60_000, resume=True)
 
 
 def torchrun(*args: object, world: int, **env: str) -> subprocess.CompletedProcess[str]:
@@ -377,7 +377,7 @@ def torchrun(*args: object, world: int, **env: str) -> subprocess.CompletedProce
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.interpreter), 4])
 @pytest.mark.usefixtures("forks")
 def test_several_processes_write_the_same_bytes_as_one(model: Path, tmp_path: Path, world: int) -> None:
-    want = tiny.bytes_of(ptqpipe.convert(model, out=tmp_path / "one", shard_bytes=60_000).out)
+    want = tiny.bytes_of(ptqpipe.convert(model, out=tmp_path / "one", shard_size=60_000).out)
     run = torchrun("convert", model, "-o", tmp_path / "many", "--shard-size", "60000", world=world)
     assert run.returncode == 0, run.stderr[-2000:]
     assert tiny.bytes_of(tmp_path / "many") == want
@@ -389,7 +389,7 @@ def test_several_processes_write_the_same_bytes_as_one(model: Path, tmp_path: Pa
 def test_a_rank_that_fails_fails_the_run_which_resumes(tmp_path: Path) -> None:
     tensors = tiny.llama(layers=3)
     good = tiny.save(tmp_path / "m", tensors)
-    want = tiny.bytes_of(ptqpipe.convert(good, out=tmp_path / "one", shard_bytes=60_000).out)
+    want = tiny.bytes_of(ptqpipe.convert(good, out=tmp_path / "one", shard_size=60_000).out)
     prelude = tmp_path / "sitecustomize.py"
     prelude.write_text(
         "import os\n"

@@ -24,8 +24,8 @@ from ptqpipe.conversion import convert_summary as convert_text
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.convert_summary import plan_text, warnings_of
-from ptqpipe.conversion.planned_outputs import QuantizeUnit
 from ptqpipe.conversion.prepare import prepare
+from ptqpipe.conversion.unit_job import QuantizeUnit
 from ptqpipe.errors import PtqError, RecipeError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization import gptq

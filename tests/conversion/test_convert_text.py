@@ -11,8 +11,8 @@ from ptqpipe.checkpoint.layouts import container_names, get_container
 from ptqpipe.cli import main
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.convert_summary import header_text, plan_text
-from ptqpipe.conversion.planned_outputs import QuantizeUnit
 from ptqpipe.conversion.prepare import prepare
+from ptqpipe.conversion.unit_job import QuantizeUnit
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.numerics.schemes import SCHEMES
 from ptqpipe.recipe.options import RecipeOptions

@@ -83,7 +83,7 @@ def fp8_blocks(folder: Path) -> Path:
 def converted_to(scheme: str, container: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         source = dense(folder.parent / "float")
-        ptqpipe.convert(source, format=scheme, container=container, out=folder, shard_bytes=10_000, workers=1)
+        ptqpipe.convert(source, format=scheme, container=container, out=folder, shard_size=10_000, workers=1)
         (folder / "ptqpipe.json").unlink()
         return folder
 
@@ -425,7 +425,7 @@ def test_a_mutated_output_has_a_fault_unless_it_means_the_same(
 ) -> None:
     rng = random.Random(scheme)
     source, out = dense(tmp_path / "model"), tmp_path / "out"
-    ptqpipe.convert(source, format=scheme, container=container, out=out, shard_bytes=10_000, workers=1)
+    ptqpipe.convert(source, format=scheme, container=container, out=out, shard_size=10_000, workers=1)
     folder, whole = Folder(out), meaning(out)
     assert verify(out, source=source, workers=1).ok
     faults = 0
@@ -447,7 +447,7 @@ def test_other_commands_on_a_mutated_output_are_one_line_or_do_their_work(
 ) -> None:
     rng = random.Random(f"others {scheme}")
     source, out, good, made = (tmp_path / name for name in ("model", "out", "good", "made"))
-    ptqpipe.convert(dense(source), format=scheme, container=container, out=out, shard_bytes=10_000, workers=1)
+    ptqpipe.convert(dense(source), format=scheme, container=container, out=out, shard_size=10_000, workers=1)
     shutil.copytree(out, good)
     other = "compressed_tensors" if container == "ptqpipe" else "ptqpipe"
     commands: list[Callable[[], object]] = [

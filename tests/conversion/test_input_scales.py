@@ -9,7 +9,7 @@ import torch
 
 from ptqpipe.calibration.inputs import InputStatistics
 from ptqpipe.calibration.statistics import Statistics
-from ptqpipe.conversion.input_moments import InputScales
+from ptqpipe.conversion.input_scales import InputScales
 from ptqpipe.numerics.schemes import Activation, get_scheme
 from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import RecipeOptions

@@ -228,7 +228,7 @@ def test_a_killed_run_keeps_what_it_has_learned_and_ends_with_the_same_bytes(
     died = subprocess.run([sys.executable, "-c", KILLED, *map(str, (model, stats, out))], timeout=200, check=False)
     assert died.returncode == -9
     assert not out.exists()
-    for other in (replace(OPTIONS, learn=5), replace(OPTIONS, block=16)):
+    for other in (replace(OPTIONS, learn=5), replace(OPTIONS, rotation_size=16)):
         with pytest.raises(OutputError, match="was started by another run: options changed"):
             transform(model, out, stats=stats, options=other, mode="resume")
     learned: list[int] = []
@@ -248,7 +248,7 @@ def test_a_killed_run_keeps_what_it_has_learned_and_ends_with_the_same_bytes(
 @pytest.mark.usefixtures("forks")
 def test_two_processes_learn_once_and_write_the_same_bytes(llama: tuple[Path, Path], tmp_path: Path) -> None:
     model, stats = llama
-    options = replace(OPTIONS, shard_bytes=60_000)
+    options = replace(OPTIONS, shard_size=60_000)
     want = tiny.bytes_of(run(model, tmp_path / "one", options, stats).out)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     what = ["--transforms", "rotate", "--learn", "4", "--format", "fp8", "--shard-size", "60000", "--stats", str(stats)]
@@ -294,7 +294,7 @@ def test_the_command_is_one_line_where_it_refuses(llama: tuple[Path, Path], tmp_
     for what, says in (
         (["--learn", "-1"], r"--learn -1 is no number of steps"),
         (["--learn", "5", "--format", "nvfp4"], r"nvfp4 has none"),
-        (["--learn", "5", "--format", "fp8", "--block", "128"], r"no multiple of the block of 128"),
+        (["--learn", "5", "--format", "fp8", "--rotation-size", "128"], r"no multiple of the block of 128"),
     ):
         call = [
             "transform",

@@ -15,8 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
+from ptqpipe.checkpoint import TensorSpec
 from ptqpipe.cli import main
-from ptqpipe.conversion.dequantize import _rounded, dequantize
+from ptqpipe.conversion.dequantize import dequantize, round_to
 from ptqpipe.conversion.job import WriteResult
 from ptqpipe.conversion.relayout.command import relayout
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError, PtqError, UsageError
@@ -276,7 +277,7 @@ def test_relayout_of_a_conversion_is_the_conversion_to_that_layout(
 
 def test_shards_keep_their_borders(tmp_path: Path) -> None:
     model = tiny.save(tmp_path / "model", tiny.llama(layers=3))
-    first = ptqpipe.convert(model, out=tmp_path / "first", shard_bytes=60_000).out
+    first = ptqpipe.convert(model, out=tmp_path / "first", shard_size=60_000).out
     assert len(list(first.glob("*.safetensors"))) > 3
     there = run(first, tmp_path / "there", "modelopt").out
     assert {p.name for p in there.glob("*.safetensors")} == {p.name for p in first.glob("*.safetensors")}
@@ -398,11 +399,11 @@ def test_fp16_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     tensors = tiny.llama()
     tensors["model.layers.0.mlp.down_proj.weight"] *= 1e7
     packed = ptqpipe.convert(tiny.save(tmp_path / "model", tensors), format="fp8", out=tmp_path / "packed").out
-    with pytest.raises(NumericsError, match=r"down_proj\.weight has numbers beyond 65504"):
+    with pytest.raises(NumericsError, match=r"down_proj\.weight' has numbers that F16 cannot hold; use"):
         dequantize(packed, tmp_path / "half", dtype="fp16")
     assert dequantize(packed, tmp_path / "full", dtype="fp32") is not None
-    with pytest.raises(NumericsError, match="w has NaN or inf; the checkpoint is damaged"):
-        _rounded(torch.tensor([[1.0, float("nan")]]), torch.float16, "w")
+    with pytest.raises(NumericsError, match="'w' has NaN or inf; the checkpoint is damaged"):
+        round_to(torch.tensor([[1.0, float("nan")]]), TensorSpec("w", "F16", (1, 2)))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])

@@ -17,9 +17,10 @@ import ptqpipe
 from ptqpipe.checkpoint import OF_WEIGHTS, TensorSpec
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.cli import main
+from ptqpipe.conversion.dequantize import round_to
 from ptqpipe.conversion.job import WriteResult
 from ptqpipe.conversion.options import TransformOptions
-from ptqpipe.conversion.transform.command import _beyond, transform
+from ptqpipe.conversion.transform.command import transform
 from ptqpipe.conversion.transform.factors import find_factors
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, PtqError, UsageError
 from ptqpipe.models.source import Source
@@ -199,7 +200,7 @@ def test_powers_of_two_are_exact_unless_the_norm_adds_one(tmp_path: Path, kind: 
     assert {t.dtype for n, t in load_file(tmp_path / "out" / "model.safetensors").items() if "layernorm" in n} == {
         torch.bfloat16 if kind == "llama" else torch.float32
     }
-    inner = run(model, tmp_path / "inner", replace(every, edges=("value", "up")), stats)
+    inner = run(model, tmp_path / "inner", replace(every, fold_at=("value", "up")), stats)
     assert inner.record["exact"]  # no norm among these
     for out in [tmp_path / "inner"] + [tmp_path / "out"] * (kind == "llama"):
         assert torch.equal(logits(out, ids), logits(model, ids))
@@ -447,7 +448,7 @@ def test_two_processes_write_the_same_bytes_as_one(tmp_path: Path) -> None:
     options = TransformOptions("rotate", rotation_size=16, shard_size=60_000)
     want = tiny.bytes_of(run(model, tmp_path / "one", options, None).out)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    args = (model, "--transforms", "rotate", "--block", 16, "--shard-size", 60_000, "-o", tmp_path / "many")
+    args = (model, "--transforms", "rotate", "--rotation-size", 16, "--shard-size", 60_000, "-o", tmp_path / "many")
     done = cli(*args, launcher=launcher)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("rotate_residual then rotate_values") == 1
@@ -505,12 +506,12 @@ def test_a_real_gpt2_keeps_its_logits(tmp_path: Path, shared_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "value", "says"),
     [
-        ("F16", 1e6, 'has numbers that F16 cannot hold; use dtype="fp32"'),
-        ("BF16", 1e300, "has numbers that BF16 cannot hold; check its weights"),
-        ("F32", 1e300, "has numbers that F32 cannot hold; check its weights"),
-        ("F32", float("nan"), "has NaN or inf; the source checkpoint is damaged"),
+        ("F16", 1e6, 'has numbers that F16 cannot hold; use dtype="bf16" or fp32'),
+        ("BF16", 1e300, "has numbers that BF16 cannot hold; check the model's weights"),
+        ("F32", 1e300, "has numbers that F32 cannot hold; check the model's weights"),
+        ("F32", float("nan"), "has NaN or inf; the checkpoint is damaged"),
     ],
 )
 def test_what_a_dtype_cannot_hold_gets_a_remedy_that_helps(dtype: str, value: float, says: str) -> None:
-    error = _beyond(TensorSpec("w", dtype, (1, 1)), torch.tensor([[value]], dtype=torch.float64))
-    assert says in str(error)
+    with pytest.raises(NumericsError, match=says):
+        round_to(torch.tensor([[value]], dtype=torch.float64), TensorSpec("w", dtype, (1, 1)))

@@ -83,7 +83,7 @@ def test_a_tensor_that_is_kept_with_nan_is_told_as_convert_without_data_tells_it
 
 
 def test_fast_weights_scales_by_small_statistics(model: Path, text: Path, tmp_path: Path) -> None:
-    done = made(model, tmp_path / "out", work_of(text, quality="fast", keep_stages=str(tmp_path / "kept")))
+    done = made(model, tmp_path / "out", work_of(text, quality="fast", work_dir=str(tmp_path / "kept")))
     assert {entry["weighting"] for entry in done.record["weights"].values()} == {"diagonal"}
     assert {path.name for path in (tmp_path / "kept").iterdir()} == {"pipeline.json", "statistics"}
     columns = {

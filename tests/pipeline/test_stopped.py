@@ -12,7 +12,8 @@ import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.transform import learn as learning
-from ptqpipe.conversion.transform.command import Transformation
+from ptqpipe.conversion.transform.transformation import Transformation
+from ptqpipe.conversion.unit_job import QuantizeUnit
 from ptqpipe.errors import AlreadyComplete, UsageError, WrongOutput
 from ptqpipe.pipeline import stages
 from ptqpipe.pipeline.tune import command as tune_stage
@@ -30,7 +31,7 @@ STAGES = [  # in their order: each goes on where the one before was stopped
     (Transformation, "fold", 2),
     (stages, "calibrate", 1),  # of the transformed model
     (tune_stage, "follow", 2),
-    (Conversion, "do", 5),
+    (QuantizeUnit, "run", 5),
     (Conversion, "record", 1),
     (stages, "verify", 1),
     (stages.evaluation, "evaluate", 1),
@@ -186,7 +187,7 @@ def test_the_stages_that_another_call_kept_are_not_taken_for_ones_own(model: Pat
     made(model, tmp_path / "c", PipelineOptions(budget="6.5bits", work_dir=kept))
     assert (tmp_path / "kept" / "recipe.yaml").read_bytes() == recipe
     with pytest.raises(UsageError, match="has files that no run left there; name an empty folder"):
-        made(model, tmp_path / "d", work_of(text, keep_stages=str(text.parent)))
+        made(model, tmp_path / "d", work_of(text, work_dir=str(text.parent)))
     assert {path.name for path in tmp_path.iterdir()} == {"a", "c", "kept"}
 
 

@@ -109,16 +109,6 @@ def batches(spans: Sequence[Window], *, vocabulary: int) -> Iterator[list[Window
         yield batch
 
 
-def scoring_bytes(vocabulary: int, window: int) -> int:
-    """About what `score` takes beside a model and a reference on disk.
-
-    Fitted to windows of 1024 and vocabularies of 2,048, 32,000 and 151,936: the peak of a process is up to 9 % below
-    what this and a model of that head make.
-    """
-    logits = 4 * vocabulary * max(min(BATCH_TOKENS, BATCH_LOGITS // vocabulary), window)
-    return 4 * logits + 5 * min(logits, 4 * CHUNK_LOGITS)
-
-
 def vocabulary_of(model: Any) -> int | None:
     """Width of the logits of a model or a store of logits (its ``vocabulary``), None where it is unknown."""
     if not isinstance(model, torch.nn.Module):

@@ -17,10 +17,10 @@ from ptqpipe.check.verify.tensor_fates import compare_decoded
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader, run_id_of
 from ptqpipe.checkpoint.dtypes import FLOATS
 from ptqpipe.checkpoint.layouts import Part, get_container, is_kv_scale, quantization_config
+from ptqpipe.conversion.bias_correction import corrected_biases, with_reasons
 from ptqpipe.conversion.job import run_parts_of
 from ptqpipe.conversion.kv_cache import CACHE_REASON
 from ptqpipe.conversion.measured import certificate
-from ptqpipe.conversion.planned_outputs import corrected_biases, with_reasons
 from ptqpipe.conversion.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of, self_faults
 from ptqpipe.errors import CheckpointError, PtqError, RecipeError
 from ptqpipe.models.source import Source

@@ -29,10 +29,11 @@ from ptqpipe.check.verify.report import VerifyReport, header
 from ptqpipe.check.verify.weight_checks import WeightReport, check_weight
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
+from ptqpipe.conversion.bias_correction import BIAS_REASON as CORRECTED
 from ptqpipe.conversion.input_moments import describe_statistics
 from ptqpipe.conversion.job import as_quantized
 from ptqpipe.conversion.output_error import tuned_judgement
-from ptqpipe.conversion.planned_outputs import BIAS_REASON as CORRECTED, Outputs
+from ptqpipe.conversion.planned_outputs import Outputs
 from ptqpipe.conversion.record import Record, claims_ownership, read_record
 from ptqpipe.errors import UsageError, arg
 from ptqpipe.models.source import Source, SourceRows

@@ -35,7 +35,6 @@ from ptqpipe.conversion.relayout.jobs import (
     WeightPiece,
     dropped_parts,
     kept_job,
-    move,
     specs_of,
     targets_of,
     warnings_of,
@@ -45,7 +44,6 @@ from ptqpipe.errors import CheckpointError, FormatError, UsageError, arg, usage
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.recipe.plan import is_matrix
-from ptqpipe.run.machine import WorkerBudget
 
 # What holds of each part of a stack's weight that is split: how its numbers were found, not what they cost.
 _OF_EVERY_PART = (
@@ -93,26 +91,15 @@ class Relayout(CheckpointJob[MoveWeight | CopyTensor]):
         """As `CheckpointJob`."""
         return tuple(warnings_of(self.source, self.container, self.container_name, self.jobs))
 
-    def do(self, job: MoveWeight | CopyTensor, writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
-        """As `CheckpointJob`. CheckpointError for bytes that are not those that the source's record describes."""
-        if isinstance(job, CopyTensor):
-            return {"kept": {job.spec.name: self._keep(job, writer)}}
-        moved = [(piece, move(piece, self.source, writer)) for piece in job.pieces]
-        return {
-            "members": {piece.name: self._member(piece, result) for piece, result in moved},
-            "changed": [piece.name for piece, result in moved if result.changed],
-            "irreversible": [name for _, result in moved for name in result.irreversible],
-        }
-
-    def _keep(self, job: CopyTensor, writer: CheckpointWriter) -> dict[str, Any]:
-        """Copies a tensor; its entry in the record, with that of the source's record."""
-        written = self.copy(job, writer)
+    def copy(self, job: CopyTensor, writer: CheckpointWriter) -> dict[str, Any]:
+        """As `CheckpointJob`, with what the source's record says of the tensor."""
+        written = super().copy(job, writer)
         old = self.old_record.get("kept", {}).get(job.tensor, {})
         self._check_same(job.tensor, written["sha256"], old.get("sha256"))
         taken_over = {key: old[key] for key in ("not_finite",) if key in old}
         return {"reason": old.get("reason", TAKEN_OVER), **written, **taken_over}
 
-    def _member(self, piece: WeightPiece, moved: Moved) -> dict[str, Any]:
+    def member(self, piece: WeightPiece, moved: Moved) -> dict[str, Any]:
         """The record of a weight: that of the source where it is the same weight, with the new hashes. A part of a
         stack that was split has no measured errors of its own."""
         stored = piece.source

@@ -9,20 +9,21 @@ other side divides; what that costs is looked for and recorded. Must not know co
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from ptqpipe.checkpoint import COPY_BYTES, CheckpointReader, CheckpointWriter, TensorSpec
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES
 from ptqpipe.checkpoint.layouts import Container, Part, PartKind, StoredWeight, Target, kv_scale, scale_codes
-from ptqpipe.conversion.job import CopyTensor
+from ptqpipe.conversion.job import CopyTensor, WriteJob
 from ptqpipe.errors import FormatError, NumericsError, arg
 from ptqpipe.models.families import family_of
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import CODECS, Codec
 from ptqpipe.numerics.qtensor import scale_values
 from ptqpipe.numerics.schemes import Scheme
-from ptqpipe.run.machine import Job
+from ptqpipe.run.machine import WorkerBudget
 
 _OTHER_SPELLING = {
     PartKind.GLOBAL: PartKind.GLOBAL_DIVISOR,
@@ -180,10 +181,19 @@ def _exactly(numbers: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class MoveWeight(Job):
+class MoveWeight(WriteJob):
     """Moves a stored weight, or one expert of a stack, as the weights of the output that it becomes."""
 
     pieces: tuple[WeightPiece, ...]
+
+    def run(self, work: Any, writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
+        """``work``: a `Relayout`. CheckpointError for bytes that are not those that the source's record describes."""
+        moved = [(piece, move(piece, work.source, writer)) for piece in self.pieces]
+        return {
+            "members": {piece.name: work.member(piece, result) for piece, result in moved},
+            "changed": [piece.name for piece, result in moved if result.changed],
+            "irreversible": [name for _, result in moved for name in result.irreversible],
+        }
 
 
 def weight_jobs(stored: StoredWeight, source: Source, target: Container, name: str, *, group: int) -> list[MoveWeight]:

@@ -6,7 +6,6 @@ in the journal, so a run that was interrupted goes on behind the last. A folder 
 that one holds, too. Must not know what is made of it.
 """
 
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -15,16 +14,14 @@ from typing import Any
 
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import FOLDING_FILE, Finished, LayerFolder, Mode, read_json_object, resolve_source
-from ptqpipe.conversion.job import named_source, records_of
+from ptqpipe.conversion.job import named_source
 from ptqpipe.conversion.options import TransformOptions
-from ptqpipe.conversion.transform.command import Transformation, check_memory, prepare
-from ptqpipe.conversion.transform.plan import Component
-from ptqpipe.conversion.transform.weights import Weights
+from ptqpipe.conversion.transform.command import check_memory, prepare
+from ptqpipe.conversion.transform.transformation import Transformation
 from ptqpipe.errors import UsageError
-from ptqpipe.models.folded import encoded
 from ptqpipe.models.folding import ROTATIONS
 from ptqpipe.models.source import Source
-from ptqpipe.run.machine import Machine, one_thread_each, peak_bytes, progress_bar, run_jobs
+from ptqpipe.run.machine import Machine, one_thread_each, peak_bytes
 
 
 def find_factors(
@@ -54,57 +51,20 @@ def find_factors(
             )
         check_memory(work, machine or Machine())
         folder = LayerFolder(out, work.run_parts, source=source.reader, index_file=FOLDING_FILE, mode=mode)
-        with folder:
-            if rotates:
-                with one_thread_each():
-                    work.learn(folder.done, folder.commit, machine or Machine())
-            else:
-                _run(work, folder, machine or Machine())
+        with folder, one_thread_each():
+            work.find(folder.done, folder.commit, machine or Machine())
             content = _content(work, folder, path)
             folder.finish(content)
     return Finished(out, content, time.monotonic() - begun, peak_bytes())
 
 
-def _run(work: Transformation, folder: LayerFolder, machine: Machine) -> None:
-    """Finds what is not in the journal yet."""
-    jobs = _components(work)
-    missing = [job for job in jobs if job.id not in folder.done]
-    former = [job for job in jobs if job.id in folder.done]
-    lock = threading.Lock()
-    with one_thread_each(), progress_bar(missing, shown=machine.progress, done=former) as advance:
-
-        def do(job: Component) -> None:
-            entry = {"foldings": _foldings(work, job)}
-            with lock:
-                folder.commit(job.id, entry)
-            advance(job)
-
-        run_jobs(missing, do, threads=work.share_of(machine, missing).threads)
-
-
-def _foldings(work: Transformation, job: Component) -> list[dict[str, Any]]:
-    weights = Weights(work.source.reader, work.origins)
-    foldings = [folding for name in work.names for folding in work.fold(name, job, weights)]
-    return [entry if factors is None else entry | {"factors": encoded(factors)} for entry, factors in foldings]
-
-
-def _components(work: Transformation) -> list[Component]:
-    return [job for job in work.jobs if isinstance(job, Component)]
-
-
-def _rotations(work: Transformation) -> list[dict[str, Any]]:
-    """Of what is learned, the matrices that gain something."""
-    rotations = []
-    for unit in work.units:
-        entry = work.learned[unit.id]
-        if entry["record"] is not None and entry["record"]["error"] < entry["record"]["plain_error"]:
-            rotations.append({**entry["record"], "matrices": entry["matrices"]})
-    return rotations
+def _gains(folding: Mapping[str, Any]) -> bool:
+    """Whether a folding is worth its place: a rotation is that has less error than none."""
+    return "matrices" not in folding or folding.get("error", 0.0) < folding.get("plain_error", 0.0)
 
 
 def _content(work: Transformation, folder: LayerFolder, path: Path) -> Mapping[str, Any]:
     """ptqpipe-folding.json. The model's place is for this machine; nothing that is published has it."""
-    done = records_of([] if work.units else _components(work), folder.done)
     former = read_json_object(path / FOLDING_FILE) if (path / FOLDING_FILE).is_file() else {}
     named = {"path": str(work.source.reader.path.absolute()), **named_source(work.source)}
     return {
@@ -114,7 +74,6 @@ def _content(work: Transformation, folder: LayerFolder, path: Path) -> Mapping[s
         "transforms": [*former.get("transforms", []), *work.names],
         "foldings": [
             *former.get("foldings", []),
-            *_rotations(work),
-            *(folding for entry in done for folding in entry["foldings"]),
+            *(folding for folding in work.foldings() if _gains(folding)),
         ],
     }

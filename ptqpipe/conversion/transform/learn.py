@@ -5,7 +5,6 @@ and is kept in the journal as it is found: a run that is continued learns the ot
 they take, is decided from headers. Must not know how matrices are found.
 """
 
-import base64
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from ptqpipe.calibration.statistics import Statistics, of_all_experts
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.plan import block_of
 from ptqpipe.conversion.transform.weights import Weights, input_quantizer
-from ptqpipe.errors import NumericsError, OutputError, UsageError, arg
+from ptqpipe.errors import NumericsError, UsageError, arg
 from ptqpipe.models.folded import encoded
 from ptqpipe.models.folding import STREAM, Edge, Matrix, Norm, Structure, turns
 from ptqpipe.numerics.formats import Format
@@ -71,9 +70,11 @@ class LearningUnit:
         """What a person reads."""
         return "residual stream" if self.key == STREAM else self.key
 
-    def turns(self, edges: Sequence[Edge]) -> bool:
-        """Whether the component of these edges reads the matrices: those of the residual stream every one does."""
-        return self.key == STREAM or self.edges[0] in edges
+    @property
+    def place(self) -> dict[str, Any]:
+        """What is rotated, as entries name it: without an edge the residual stream."""
+        edge = {} if self.key == STREAM else {"edge": self.key}
+        return {"transform": self.transform, **edge, "block": self.block}
 
     @property
     def most_tokens(self) -> int:
@@ -205,22 +206,10 @@ def _reader(one: Input, unit: LearningUnit, weights: Weights, statistics: Statis
     return Reader(x, h, turns(edge, unit.block), gain[edge.channel_of()])
 
 
-def matrices_of(unit: LearningUnit, kept: Mapping[str, Any]) -> torch.Tensor:
-    """float64 [count, block, block] of a unit, from its entry in the journal. OutputError where that is damaged."""
-    raw = bytearray(base64.b64decode(str(kept["matrices"])))
-    if len(raw) != unit.count * unit.block**2 * 8:
-        raise OutputError(
-            f"the journal's matrices of the {unit.title} are damaged; {arg('overwrite', True)} starts over"
-        )
-    return torch.frombuffer(raw, dtype=torch.float64).reshape(unit.count, unit.block, unit.block)
-
-
 def _entry(unit: LearningUnit, learned: Learned) -> dict[str, Any]:
     """What the record says: the loss (of KL divergence, in nats a token) without, with Hadamard and with these."""
     return {
-        "transform": unit.transform,
-        **({"edge": unit.key} if unit.key != STREAM else {}),
-        "block": learned.matrices.shape[-1],
+        **unit.place,
         "plain_error": learned.plain_error,
         "hadamard_error": learned.hadamard_error,
         "error": learned.error,

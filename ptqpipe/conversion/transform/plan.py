@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ptqpipe.checkpoint import TensorSpec
 from ptqpipe.checkpoint.dtypes import FLOAT_DTYPES, FLOATS
+from ptqpipe.conversion.dequantize import WriteFloats
 from ptqpipe.conversion.job import CopyTensor
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.errors import UsageError, arg
@@ -30,9 +31,8 @@ EDGE_KINDS = ("norm", "latent", "value", "up")
 
 @dataclass(frozen=True, slots=True)
 class Component(Job):
-    """Tensors that edges join: their factors depend on nothing else, so one worker finds and folds them."""
+    """Tensors that edges join: their factors depend on nothing else, so one worker finds them."""
 
-    specs: tuple[TensorSpec, ...]
     edges: tuple[Edge, ...]
     writers: tuple[Matrix, ...]
     embeddings: tuple[str, ...]
@@ -141,8 +141,9 @@ def _used(structure: Structure, names: Sequence[str], options: TransformOptions)
 
 def make_jobs(
     source: Source, structure: Structure, names: Sequence[str], *, dtype: str | None, options: TransformOptions
-) -> tuple[list[Component | CopyTensor], dict[str, str]]:
-    """Components and copied tensors in the order of the source, and where new tensors come from.
+) -> tuple[list[WriteFloats | CopyTensor], list[Component], dict[str, str]]:
+    """(how every tensor is written, those of a component together; the components; where new tensors come from), in
+    the order of the source.
 
     dtype  of the components' tensors; None: each its own
     """
@@ -156,24 +157,28 @@ def make_jobs(
     if residual and structure.tied:
         tensors["lm_head.weight"] = source.tensors[structure.embeddings[0]]
         origins["lm_head.weight"] = structure.embeddings[0]
-    jobs: list[Component | CopyTensor] = []
-    for key, group in grouped(tensors, sets).items():
-        size = sum(source.reader.entries[origins.get(name, name)].nbytes for name in group)
+    jobs: list[WriteFloats | CopyTensor] = []
+    components: list[Component] = []
+    for number, (key, group) in enumerate(grouped(tensors, sets).items()):
+        sizes = [source.reader.entries[origins.get(name, name)].nbytes for name in group]
         if key.startswith("keep:"):
-            jobs.append(CopyTensor(key, len(jobs), size, group[0], _spec(group[0], tensors[group[0]], None)))
+            jobs.append(CopyTensor(key, number, sizes[0], group[0], _spec(group[0], tensors[group[0]], None)))
             continue
-        jobs.append(
+        jobs += [
+            WriteFloats(f"write:{name}", number, size, _spec(name, tensors[name], dtype))
+            for name, size in zip(group, sizes, strict=True)
+        ]
+        components.append(
             Component(
                 key,
-                len(jobs),
-                size,
-                tuple(_spec(name, tensors[name], dtype) for name in group),
+                number,
+                sum(sizes),
                 tuple(edge for edge in edges if edge.tensors()[0] in group),
                 tuple(writer for writer in writers if writer.tensor in group),
                 tuple(name for name in embeddings if name in group),
             )
         )
-    return jobs, origins
+    return jobs, components, origins
 
 
 def _spec(name: str, entry: tuple[str, tuple[int, ...]], dtype: str | None) -> TensorSpec:

@@ -1,29 +1,29 @@
 """What the solvers of `transform` read: a component's weights with all changes so far, and the statistics of its
 inputs.
 
-Reads runs of rows; holds one run, and the sample of rows that a search was promised. Knows the reader and statistics;
-must not know what is done with the numbers.
+Reads runs of rows; holds one run, and the sample of rows that a search was promised.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ptqpipe.calibration.inputs import InputStatistics
 from ptqpipe.calibration.statistics import Statistics
-from ptqpipe.checkpoint import CheckpointReader
+from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.errors import NumericsError, UsageError
-from ptqpipe.models.folding import RUN, Edge, Folding, Matrix, Op, apply
+from ptqpipe.models.folded import FoldedTensors, encoded
+from ptqpipe.models.folding import Edge, Matrix, move_factors
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.global_scale import absmax_global
 from ptqpipe.numerics.kernels.cpu_decode import decoded
-from ptqpipe.numerics.schemes import Activation
+from ptqpipe.numerics.schemes import Activation, get_scheme
 from ptqpipe.quantization import quantize_rows
-from ptqpipe.quantization.transforms import Consumer, Problem, Quantize
+from ptqpipe.quantization.transforms import Consumer, Problem, Quantize, Solution, SolveOptions, get_scaling
 from ptqpipe.runtime.input_quantizers import InputQuantizer
 
-RUN_ELEMENTS = 1 << 20  # a run is computed in float64
 SAMPLE_ELEMENTS = 1 << 21  # of all weights of a problem, for searches; four times as many choose 0.02 % better
 FULL_ELEMENTS = 1 << 26  # of the full moments of a problem; beyond it blocks of 16 columns have to do
 SAMPLE_ROWS = 16  # adjacent rows of a sample
@@ -33,19 +33,11 @@ SAMPLE_ROWS = 16  # adjacent rows of a sample
 class Weights:
     """The tensors of one component with what has been folded into them so far.
 
-    origins  output name -> source name where they differ (a head that was the embedding)
-    inputs   edge -> factors [channels] that its inputs were divided by
+    inputs  edge -> factors [channels] that its inputs were divided by
     """
 
-    reader: CheckpointReader
-    origins: Mapping[str, str]
-    ops: dict[str, list[Op]] = field(default_factory=dict)
+    tensors: FoldedTensors
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def add(self, foldings: list[Folding]) -> None:
-        """Appends to what happens to each tensor."""
-        for name, op in foldings:
-            self.ops.setdefault(name, []).append(op)
 
     def divide_inputs(self, edge: Edge, factors: torch.Tensor) -> None:
         """Remembers that the inputs of an edge's consumers are smaller now."""
@@ -53,32 +45,13 @@ class Weights:
 
     def whole(self, name: str) -> torch.Tensor:
         """A small tensor (a norm) as it is by now, float64."""
-        return torch.cat([rows for _, rows in self.runs(name)])
-
-    def runs(
-        self, name: str, *, expert: int | None = None, start: int = 0, stop: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, float64 rows) of a tensor or of one plane of a stack, as stored, in order: [start, stop).
-
-        Runs begin at multiples of RUN, so the first may begin before ``start``.
-        """
-        source = self.origins.get(name, name)
-        shape = self.reader.entries[source].shape
-        shape = shape[1:] if expert is not None else shape
-        columns = shape[1] if len(shape) > 1 else 1
-        step = max(RUN, RUN_ELEMENTS // max(1, columns) // RUN * RUN)
-        plane = None if expert is None else self.reader.read(source, start=expert, stop=expert + 1)[0]
-        end = shape[0] if stop is None else stop
-        for first in range(start // RUN * RUN, end, step):
-            last = min(first + step, shape[0])
-            rows = self.reader.read(source, start=first, stop=last) if plane is None else plane[first:last]
-            yield first, apply(rows, self.ops.get(name, ()), first=first, expert=expert)
+        return torch.cat([rows for _, rows in self.tensors.runs(name)])
 
     def rows(self, matrix: Matrix) -> Iterator[tuple[int, torch.Tensor]]:
         """(first row, float64 rows) of a logical [out, in] weight. NumericsError for NaN and inf."""
         n, _ = matrix.shape
         if matrix.transposed:
-            stored = torch.cat([rows for _, rows in self.runs(matrix.tensor, expert=matrix.expert)])
+            stored = torch.cat([rows for _, rows in self.tensors.runs(matrix.tensor, expert=matrix.expert)])
             runs = iter([(0, stored[:, matrix.start : matrix.start + n].t())])
         else:
             runs = self._logical(matrix)
@@ -89,7 +62,7 @@ class Weights:
 
     def _logical(self, matrix: Matrix) -> Iterator[tuple[int, torch.Tensor]]:
         begin, end = matrix.start, matrix.start + matrix.shape[0]
-        for first, rows in self.runs(matrix.tensor, expert=matrix.expert, start=begin, stop=end):
+        for first, rows in self.tensors.runs(matrix.tensor, expert=matrix.expert, start=begin, stop=end):
             low, high = max(first, begin), min(first + rows.shape[0], end)
             yield low - begin, rows[low - first : high - first]
 
@@ -194,3 +167,48 @@ def weight_quantizer(fmt: Format) -> Quantize:
 def input_quantizer(activation: Activation) -> Quantize | None:
     """What readers do with activations, the static scale being that of the largest input; None where they stay."""
     return None if activation is Activation.NONE else lambda x: InputQuantizer.fitted(activation, x)(x)
+
+
+def solve_edge(
+    name: str, edge: Edge, weights: Weights, statistics: Statistics, options: TransformOptions
+) -> dict[str, Any]:
+    """Finds the factors that one scaling moves across an edge, and adds them to ``weights``; the journal's entry."""
+    scaling = get_scaling(name)
+    search_for = get_scheme(options.format).fmt if scaling.NEEDS_QUANTIZER else None
+    problem = make_problem(edge, weights, statistics, search_for=search_for)
+    if problem is None:
+        return {"transform": name, "edge": edge.id, "kind": edge.kind, "skipped": "nothing is quantized"}
+    solution = scaling.solve(problem, _solve_options(options, name))
+    weights.tensors.add(move_factors(edge, solution.factors))
+    weights.divide_inputs(edge, solution.factors)
+    return {**_entry(name, edge, solution), "factors": encoded(solution.factors)}
+
+
+def _entry(name: str, edge: Edge, solution: Solution) -> dict[str, Any]:
+    """The entry of the factors on one edge in the record."""
+    factors = solution.factors
+    entry: dict[str, Any] = {
+        "transform": name,
+        "edge": edge.id,
+        "kind": edge.kind,
+        "channels": edge.channels,
+        "least": float(factors.amin()),
+        "largest": float(factors.amax()),
+        "changed": int((factors != 1).sum()),
+        "tensors": edge.tensors(),
+        **solution.facts,
+    }
+    return entry if solution.error is None else entry | {"error": solution.error, "plain_error": solution.plain_error}
+
+
+def _solve_options(options: TransformOptions, name: str) -> SolveOptions:
+    scaling = get_scaling(name)
+    alpha = SolveOptions().alpha if options.alpha is None else options.alpha
+    if not scaling.NEEDS_QUANTIZER:
+        return SolveOptions(alpha=alpha, powers_of_two=options.power_of_two)
+    scheme = get_scheme(options.format)
+    return SolveOptions(
+        powers_of_two=options.power_of_two,
+        quantize=weight_quantizer(scheme.fmt),
+        quantize_inputs=input_quantizer(scheme.activation) if scaling.NEEDS_INPUT_QUANTIZER else None,
+    )

@@ -17,9 +17,9 @@ from ptqpipe.calibration.paired import Known, quantized_inputs
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.statistics import KnownInputs
 from ptqpipe.calibration.store import BlockInputs
-from ptqpipe.conversion.conversion import Conversion, check_kept_alive
+from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.input_moments import module_of
-from ptqpipe.conversion.units import quantize_unit
+from ptqpipe.conversion.units import check_kept_alive, quantize_unit
 from ptqpipe.models.slices import Member, Slice
 from ptqpipe.models.source import SourceRows
 from ptqpipe.numerics.qtensor import QTensor

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ptqpipe.checkpoint.dtypes import DTYPES
+from ptqpipe.conversion.bias_correction import BIAS_REASON
 from ptqpipe.conversion.conversion import Conversion
-from ptqpipe.conversion.planned_outputs import BIAS_REASON
 from ptqpipe.errors import UsageError, arg
 from ptqpipe.numerics.global_scale import canonical
 from ptqpipe.numerics.qtensor import QTensor
