@@ -6,7 +6,7 @@ from pathlib import Path
 from ptqpipe.calibration.rows import weighted
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.plan import foldable_rotations, matrix_bytes
-from ptqpipe.errors import PtqError, arg
+from ptqpipe.errors import PtqError
 from ptqpipe.models.folding.find_structure import find_structure
 from ptqpipe.models.language_model import takes_images
 from ptqpipe.models.source import Source
@@ -34,7 +34,7 @@ def rotatable(preset: QualityPreset | None, source: Source, recipe: Recipe, *, u
         return preset
     scheme, reader = recipe.schemes()[0], source.reader
     if recipe.rotations:
-        return _without_rotations(preset, f"{arg('rotate')} rotates inputs while the model runs")
+        return _without_rotations(preset, "the recipe rotates inputs while the model runs")
     if takes_images(read_config(reader.path), reader.path):
         return _without_rotations(preset, "they are learned from text alone, and the model takes images")
     if source.container is not None:
@@ -43,9 +43,9 @@ def rotatable(preset: QualityPreset | None, source: Source, recipe: Recipe, *, u
     try:
         structure = find_structure(source.tensors, reader.config)
     except PtqError as error:
-        return _without_rotations(preset, str(error))
+        return _without_rotations(preset, _for_record(str(error)))
     names, refused = foldable_rotations(structure, options)
-    refused = [reason.replace("is refused:", "is left out:", 1) for reason in refused]
+    refused = [_for_record(reason).replace("is refused:", "is left out:", 1) for reason in refused]
     if matrix_bytes(names, structure, options) > MATRICES and "rotate_values" in names:
         names.remove("rotate_values")
         refused.append(f"rotate_values is left out: the matrices would take over {disk_size(MATRICES)} in the record")
@@ -57,7 +57,7 @@ def with_own_text(preset: QualityPreset, work: PipelineOptions, path: Path) -> t
     if takes_images(read_config(path), path):
         why = "the model takes images, and writes text alone"
     elif work.text_field is not None:
-        why = f"{arg('text_field', work.text_field)} is in no row of it"
+        why = f"field {work.text_field} is in no row of it"
     else:
         weights = sum(weighted(name)[1] or 1.0 for name in work.data)
         return preset, replace(work, data=(*work.data, f"{validate.SELF}={weights!r}"))
@@ -71,9 +71,14 @@ def foldable(preset: QualityPreset | None, source: Source) -> QualityPreset | No
     try:
         find_structure(source.tensors, source.reader.config)
     except PtqError as error:
-        line = f"{preset.transform} is left out: {error}"
+        line = f"{preset.transform} is left out: {_for_record(str(error))}"
         return preset._replace(transform="", without=(*preset.without, line))
     return preset
+
+
+def _for_record(message: str) -> str:
+    """A message without its remedy, which spells options for who reads it: the record's bytes stay the same."""
+    return message.partition(";")[0]
 
 
 def _without_rotations(preset: QualityPreset, why: str) -> QualityPreset:
