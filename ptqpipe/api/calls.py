@@ -7,7 +7,7 @@ Names, types and defaults come from there, so that none is written twice.
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import Field, fields
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 from ptqpipe.api.kinds import check_kinds
 from ptqpipe.checkpoint import resolve_source
 from ptqpipe.errors import UsageError
-from ptqpipe.recipe.options import recipe_path
+from ptqpipe.recipe.options import RecipeOptions, recipe_path
 from ptqpipe.run.machine import Machine, machine_for
 from ptqpipe.run.options import MachineOptions, Option, Options, check_names, described, options_of, spelled, type_of
 from ptqpipe.run.quantities import bytes_of
@@ -42,13 +42,7 @@ def command(kind: type[Options] = Options, *, progress: bool = False) -> Callabl
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         plain = inspect.signature(function)
         own = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        more = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=_annotation(kind, name)
-            )
-            for name, (one, _) in rows.items()
-            if name not in plain.parameters
-        ]
+        more = [_keyword(kind, one, row) for name, (one, row) in rows.items() if name not in plain.parameters]
         more += [_PROGRESS] * (progress and "progress" not in plain.parameters)
         names = [p.name for p in (*own, *more)]
 
@@ -64,10 +58,13 @@ def command(kind: type[Options] = Options, *, progress: bool = False) -> Callabl
     return decorate
 
 
-def _annotation(kind: type[Options], name: str) -> Any:
-    """The type of an option in Python, which takes text for a path, and for a size."""
-    hint, row = get_type_hints(kind)[name], next(described(one) for one in fields(kind) if one.name == name)
-    return hint | str if row is not None and row.kind == "size" else hint
+def _keyword(kind: type[Options], one: Field[Any], row: Option) -> inspect.Parameter:
+    """An option in Python: a size may be a text, too; None is one that a call does not state, where that matters."""
+    hint, default = get_type_hints(kind)[one.name], one.default
+    hint = hint | str if row.kind == "size" else hint
+    if one.name in {one.name for one in options_of(RecipeOptions)} and hasattr(kind, "stated"):
+        hint, default = hint | None, None
+    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 def options_from(kind: type[T], options: Mapping[str, Any], **more: Any) -> T:

@@ -7,7 +7,7 @@ from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 
@@ -53,6 +53,8 @@ def _fits(value: Any, kind: Any) -> bool:
         if isinstance(value, list | tuple | set | frozenset):
             return all(isinstance(one, kinds[0] | PathLike) for one in value)
         return isinstance(value, Iterable) and not isinstance(value, bytes | Mapping) and not hasattr(value, "dtype")
+    if get_origin(kind) is Literal:
+        return isinstance(value, str)
     if get_origin(kind) is Callable:
         return callable(value)
     if kind is Path:
@@ -82,6 +84,7 @@ def _words(kind: Any) -> str:
         return "names: a text, or a list of texts"
     if any(get_origin(one) is Callable for one in kinds):
         return "a function"
+    kinds = tuple(str if get_origin(one) is Literal else one for one in kinds)
     name = next((words for one, words in _WORDS.items() if one in kinds), "")
     module = "a model in memory" if torch.nn.Module in kinds else ""
     return ", or ".join(filter(None, (name, module)))

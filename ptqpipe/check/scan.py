@@ -1,100 +1,134 @@
-"""The numbers of one stored weight for a report: how its codes are used and, against its source, error by block.
+"""The facts of one stored weight, from one pass over its bytes in runs of rows: which codes and scales it has, whether
+a quantizer may write them, and, against its source, its errors, its worst blocks, and codes that are not the nearest.
 
-One pass over the bytes in runs of rows, decoded by the torch reference. A second one says what each way of choosing
-scales leaves of the squared error, by running the real searches on the source: abs-max and exact block scales at the
-abs-max global scale of the fused group, four over six at its own (amax / (6 x 256), arXiv 2512.02010), and the scales
-that are stored; on the rows that rank global scales when a checkpoint is converted (``global_scale.sample_rows``), or
-on all. Must not know records, files or rendering.
+Decoded by the torch reference (``qtensor.py``), never by the kernels that wrote the checkpoint; memory does not grow
+with the weight. Judges and prints nothing: that is for verify and report. Must not know records or config files.
 """
 
+import functools
 import heapq
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
-from ptqpipe.check.report import Codes, ScaleChoice, WorstBlock
+from ptqpipe.check.report.content import WorstBlock
+from ptqpipe.conversion.measured import Changes
 from ptqpipe.models.source import Source, SourceRows, row_runs
-from ptqpipe.numerics.formats import Codec, Format
-from ptqpipe.numerics.global_scale import (
-    SAMPLE_ALL,
-    SAMPLE_FRACTION,
-    SAMPLE_RUNS,
-    absmax_global,
-    canonical,
-    sample_rows,
+from ptqpipe.numerics.formats import Format, unpack
+from ptqpipe.numerics.global_scale import absmax_divisor, absmax_global
+from ptqpipe.numerics.qtensor import (
+    Illegal,
+    QTensor,
+    check_finite,
+    code_places,
+    encode,
+    illegal_numbers,
+    magnitude_codes,
+    scale_values,
+    to_blocks,
 )
-from ptqpipe.numerics.qtensor import Illegal, QTensor, check_finite, illegal_numbers, scale_values, to_blocks
-from ptqpipe.quantization import total_error
+from ptqpipe.numerics.search.enlarged import enlarge
+from ptqpipe.numerics.search.proof import chosen_scale
 
-ABSMAX = "abs-max"
-STORED = "as stored"
-NAMES = (ABSMAX, "OCP floor", "four over six", "exact", STORED)  # the order in which reports show them
-_CHUNK_ELEMENTS = 1 << 21
-_FOUR_OVER_SIX_DIVISOR = 6.0 * 256.0
-SAMPLE = (
-    f"all rows of weights of up to {SAMPLE_ALL:,} elements, of larger ones about one in {SAMPLE_FRACTION} (at least "
-    f"{SAMPLE_ALL:,} elements) in up to {SAMPLE_RUNS} runs spread evenly from the first row to the last"
-)
 WORST_PER_WEIGHT = 3
 SHOWN_VALUES = 16  # of a block
 FLOAT_BINS = 1024  # float scales are counted by float32's exponent and two further bits: quarters of an octave
+_LOOK = 4.0  # times the typical error: worth a comparison of its own
+_SAMPLE_RUNS = 4
+_EXACT = 1e-12  # a relative MSE below float32 rounding
+
+_LEGAL, _UNCHANGED = Illegal(), Changes()
 
 
 @dataclass(slots=True)
-class Scan:
-    """The result of one pass over a stored weight.
+class WeightFacts:
+    """One pass over a stored weight.
 
-    name          of the weight
-    whole         whether the weight has one scale: a "block" is then a row, so that there is something to rank
-    code_counts   [2^bits] of the element codec
-    scale_counts  [2^bits] of the scale codec, or of ``FLOAT_BINS``
-    illegal       runs of rows with numbers that no quantizer may write
-    squared_error, energy, amax   None without a source, and where the stored numbers are illegal
+    illegal        numbers that no quantizer may write
+    code_counts    int64 [2^bits] of the element codec
+    scale_counts   int64 [2^bits] of the scale codec, or [``FLOAT_BINS``]
+    squared_error, energy, amax   against the source in float64; None without one, and where codes are illegal
+    row_error, row_energy         float64 [N]: the same by row
+    reach          the magnitude that the scale of the whole weight fits, about; 0 without one
+    changes        of a weight that the source stores below 8 bits; of others nothing is counted
+    other_codes, far_codes        codes that are not the nearest to their weight; those two or more steps away
+    first_other    row of the first code that is not the nearest one bit for bit, the sign of zero included
     """
 
     name: str
-    whole: bool
-    code_counts: torch.Tensor
-    scale_counts: torch.Tensor
-    illegal: int = 0
+    fmt: Format
+    shape: tuple[int, int]
+    illegal: Illegal = _LEGAL
+    code_counts: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    scale_counts: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     squared_error: float | None = None
     energy: float | None = None
     amax: float | None = None
+    row_error: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    row_energy: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    reach: float = 0.0
+    changes: Changes = _UNCHANGED
+    other_codes: int = 0
+    far_codes: int = 0
+    first_other: int | None = None
     _blocks: int = 0
     _worst: list[tuple[float, int, int, WorstBlock]] = field(default_factory=list)
 
-    def count(self, q: QTensor, *, scales: bool) -> None:
-        """Counts the codes of a run of rows, and its scales where they are not those of another run."""
+    @property
+    def decodes(self) -> bool:
+        """Whether readers make numbers of all codes: those below a zero scale may be zero, and nothing else."""
+        return self.illegal == Illegal(empty_scales=self.illegal.empty_scales)
+
+    @property
+    def relative_mse(self) -> float:
+        """squared error / energy; 0 for an all-zero weight stored exactly, inf for one that is not."""
+        if self.energy:
+            return (self.squared_error or 0.0) / self.energy
+        return math.inf if self.squared_error else 0.0
+
+    @property
+    def worst(self) -> list[WorstBlock]:
+        """The blocks with the largest errors, divided by the mean one; of a weight with one scale its rows."""
+        mean = (self.squared_error or 0.0) / max(1, self._blocks)
+        if mean <= 0 or self._blocks < 2:
+            return []
+        return [replace(b, ratio=b.ratio / mean) for _, _, _, b in sorted(self._worst, reverse=True)]
+
+    def _count(self, q: QTensor, *, scales: bool) -> None:
         self.code_counts += _code_counts(q)
         if scales:
             self.scale_counts += _scale_counts(q)
-        counts = illegal_numbers(q)
-        self.illegal += 0 if counts == Illegal(empty_scales=counts.empty_scales) else 1
 
-    def compare(self, q: QTensor, w: torch.Tensor, start: int) -> None:
-        """Sums the errors of the run of rows from ``start`` on against its source ``w``; keeps the worst blocks."""
-        exact, decoded = w.float(), q.dequantize()
-        error = (decoded.double() - exact.double()).square_()
-        power = exact.double().square_()
-        fmt = q.fmt
-        if self.whole:
-            height, width = 1, q.shape[1]
-            blocks, energies = error.sum(dim=1), power.sum(dim=1)
+    def _compare(self, q: QTensor, w: torch.Tensor, start: int, *, values: torch.Tensor, blocks: bool) -> None:
+        """Sums the errors of the decoded ``values`` of rows from ``start`` on against their source ``w``."""
+        exact = w.double()
+        error, power = (values.double() - exact).square_(), exact.square()
+        rows = slice(start, start + q.shape[0])
+        self.row_error[rows], self.row_energy[rows] = error.sum(dim=1), power.sum(dim=1)
+        self.squared_error = (self.squared_error or 0.0) + float(error.sum())
+        self.energy = (self.energy or 0.0) + float(power.sum())
+        self.amax = max(self.amax or 0.0, float(w.abs().amax()))
+        if blocks:
+            self._rank(q, w.float(), start, values=values, error=error, power=power)
+
+    def _rank(
+        self, q: QTensor, w: torch.Tensor, start: int, *, values: torch.Tensor, error: torch.Tensor, power: torch.Tensor
+    ) -> None:
+        """Keeps the blocks with the largest errors."""
+        if self.fmt.one_scale:
+            (height, width), by_block = (1, q.shape[1]), (error, power)
         else:
-            height, width = fmt.block_extent(q.shape)
-            blocks, energies = to_blocks(error, fmt).sum(dim=1), to_blocks(power, fmt).sum(dim=1)
-        self.squared_error = (self.squared_error or 0.0) + float(blocks.sum())
-        self.energy = (self.energy or 0.0) + float(energies.sum())
-        self.amax = max(self.amax or 0.0, float(exact.abs().amax()))
-        self._blocks += len(blocks)
+            (height, width), by_block = q.fmt.block_extent(q.shape), (to_blocks(error, q.fmt), to_blocks(power, q.fmt))
+        sums, energies = (part.sum(dim=1) for part in by_block)
+        self._blocks += len(sums)
         across = -(-q.shape[1] // width)
-        for value, index in zip(*(t.tolist() for t in blocks.topk(min(WORST_PER_WEIGHT, len(blocks)))), strict=True):
+        for value, index in zip(*(t.tolist() for t in sums.topk(min(WORST_PER_WEIGHT, len(sums)))), strict=True):
             if len(self._worst) == WORST_PER_WEIGHT and value <= self._worst[0][0]:
                 break
             row, column = index // across * height, index % across * width
-            block = _block(self.name, q, exact, decoded, (row, column), (height, width), start)
+            block = _block(self.name, q, w, values, (row, column), (height, width), start)
             relative = value / float(energies[index]) if float(energies[index]) else 0.0
             entry = (value, -(start + row), -column, replace(block, ratio=value, relative=relative))
             if len(self._worst) < WORST_PER_WEIGHT:
@@ -102,39 +136,72 @@ class Scan:
             else:
                 heapq.heapreplace(self._worst, entry)
 
-    def forget_source(self) -> None:
-        """Drops what was compared: of illegal numbers no error means anything."""
-        self.squared_error = self.energy = self.amax = None
-        self._worst = []
+    def _compare_codes(self, q: QTensor, w: torch.Tensor, start: int) -> None:
+        nearest = encode(w, q.scales, fmt=q.fmt, global_scale=q.global_scale)
+        where = (nearest.data != q.data).any(dim=1).nonzero()
+        if not len(where):
+            return
+        rows = where[:, 0]
+        own, best = (unpack(part.data[rows], q.fmt.element.bits) for part in (q, nearest))
+        steps = (code_places(own, q.fmt.element) - code_places(best, q.fmt.element)).abs()
+        self.other_codes += int((steps > 0).sum())
+        self.far_codes += int((steps > 1).sum())
+        self.first_other = start + int(rows[0]) if self.first_other is None else self.first_other
 
-    @property
-    def worst(self) -> list[WorstBlock]:
-        """The blocks with the largest errors, divided by the mean one."""
-        mean = (self.squared_error or 0.0) / max(1, self._blocks)
-        if mean <= 0 or self._blocks < 2:
-            return []
-        return [replace(b, ratio=b.ratio / mean) for _, _, _, b in sorted(self._worst, reverse=True)]
 
+def scan_weight(
+    ckpt: Source,
+    weight: str,
+    *,
+    expert: int | None,
+    rows: SourceRows | None,
+    usage: bool = False,
+    nearest: float | None = None,
+) -> WeightFacts:
+    """One pass over a stored weight, or over one expert of a stack; errors where there are ``rows`` of the source.
 
-def scan_weight(ckpt: Source, weight: str, *, expert: int | None, rows: SourceRows | None) -> Scan:
-    """Counts every code and scale of a stored weight; with ``rows`` also its error against the source.
+    usage    also counts every code and scale, and ranks the blocks
+    nearest  also compares the codes with the nearest ones to the source's weights times this number
 
     NumericsError where the source holds NaN or inf.
     """
-    fmt = ckpt.stored[weight].scheme.fmt
-    name = weight if expert is None else f"{weight}[{expert}]"
-    scales = 1 << fmt.scale.bits if fmt.scale.enumerable else FLOAT_BINS
-    codes, scale_codes = (torch.zeros(size, dtype=torch.int64) for size in (1 << fmt.element.bits, scales))
-    scan = Scan(name, fmt.one_scale, codes, scale_codes)
+    stored = ckpt.stored[weight]
+    fmt, name = stored.scheme.fmt, weight if expert is None else f"{weight}[{expert}]"
+    facts = WeightFacts(name, fmt, stored.shape)
+    if usage:
+        bins = 1 << fmt.scale.bits if fmt.scale.enumerable else FLOAT_BINS
+        facts.code_counts, facts.scale_counts = (
+            torch.zeros(n, dtype=torch.int64) for n in (1 << fmt.element.bits, bins)
+        )
+    if rows is not None:
+        facts.row_error, facts.row_energy = torch.zeros(2, stored.shape[0], dtype=torch.float64)
+    changed = []
     for start, q in ckpt.runs(weight, expert=expert):
-        scan.count(q, scales=start == 0 or not fmt.shares_rows)
-        if rows is not None and not scan.illegal:
-            w = rows.rows(start, start + q.shape[0])
-            check_finite(w, f"'{name}' of the source")
-            scan.compare(q, w, start)
-    if scan.illegal:
-        scan.forget_source()
-    return scan
+        facts.illegal = Illegal(*map(sum, zip(facts.illegal, illegal_numbers(q), strict=True)))
+        if usage:
+            facts._count(q, scales=start == 0 or not fmt.shares_rows)
+        if rows is None or not facts.decodes:
+            continue
+        w = rows.rows(start, start + q.shape[0])
+        check_finite(w, f"'{name}' of the source")
+        values = q.dequantize()
+        facts._compare(q, w, start, values=values, blocks=usage)
+        facts.reach = _reach(q)
+        changed += [Changes.of(values, w, q.fmt)] if rows.below_8_bits else []
+        if nearest is not None and facts.illegal == Illegal():
+            facts._compare_codes(q.multiplying(), enlarge(w, nearest), start)
+    facts.changes = Changes.sum(changed, fmt)
+    if not facts.decodes:  # of illegal numbers no error means anything
+        facts.squared_error = facts.energy = facts.amax = None
+        facts._worst = []
+    return facts
+
+
+def _reach(q: QTensor) -> float:
+    if q.fmt.one_scale:
+        return float(scale_values(q.scales, q.fmt.scale).float().max()) * q.fmt.element.max
+    scale = q.multiplying().global_scale
+    return 0.0 if scale is None else float(scale) * absmax_divisor(q.fmt)
 
 
 def _code_counts(q: QTensor) -> torch.Tensor:
@@ -154,38 +221,6 @@ def _scale_counts(q: QTensor) -> torch.Tensor:
         return torch.bincount(q.scales.view(torch.uint8).flatten(), minlength=1 << q.fmt.scale.bits)
     bins = (q.scales.float().flatten().view(torch.int32) >> 21) & (FLOAT_BINS - 1)
     return torch.bincount(bins, minlength=FLOAT_BINS)
-
-
-def codes_of(scan: Scan, element: Codec, scale: Codec) -> Codes:
-    """The counts of a scan as the report shows them."""
-    size = torch.tensor(element.values).abs()
-    elements = int(scan.code_counts.sum())
-    largest, zero = (int(scan.code_counts[mask].sum()) for mask in (size >= element.max, size == 0))
-    blocks = int(scan.scale_counts.sum())
-    if not scale.enumerable:
-        return Codes(elements, largest, zero, blocks, None, None, None, None)
-    counts = scan.scale_counts
-    has_zero = scale.magnitudes[0] == 0
-    first = scale.first_scale_code
-    return Codes(
-        elements,
-        largest,
-        zero,
-        blocks,
-        saturated=int(counts[len(scale.magnitudes) - 1]),
-        subnormal=int(counts[first : _first_normal(scale)].sum()),
-        smallest=int(counts[first]),
-        zero_scales=int(counts[0]) if has_zero else 0,
-    )
-
-
-def _first_normal(codec: Codec) -> int:
-    """The code of the smallest normal number: subnormals and the first normal octave are evenly spaced from zero."""
-    if codec.magnitudes[0] != 0:
-        return codec.first_scale_code
-    step = codec.min_positive
-    even = next((code for code, value in enumerate(codec.magnitudes) if value != code * step), len(codec.magnitudes))
-    return max(codec.first_scale_code, (even - 1) // 2)
 
 
 def _block(
@@ -224,59 +259,91 @@ def _block(
     )
 
 
-def scale_axis(codec: Codec) -> tuple[float, ...]:
-    """The number that each code of a histogram stands for."""
-    if codec.enumerable:
-        return tuple(scale_values(torch.arange(len(codec.magnitudes), dtype=torch.uint8), codec).tolist())
-    return tuple(math.ldexp(1.0 + (code & 3) / 4, max(code >> 2, 1) - 127) for code in range(FLOAT_BINS))
+class AbsmaxErrors(NamedTuple):
+    """What abs-max scales on the source of a weight.
 
-
-def _ways(fmt: Format) -> list[tuple[str, str, Callable[[float, Format], torch.Tensor]]]:
-    """The scale searches of a format, abs-max first: (name in the report, search, global scale of an amax)."""
-    searches: list[tuple[str, str, Callable[[float, Format], torch.Tensor]]] = [(ABSMAX, "absmax", absmax_global)]
-    if fmt.scale.name == "e8m0":
-        searches.append(("OCP floor", "ocp_floor", absmax_global))
-    if fmt.element.name == "e2m1" and not fmt.scale.power_of_two:
-        searches.append(("four over six", "four_over_six", _four_over_six_global))
-    if fmt.scale.enumerable or fmt.scale.dtype is not torch.float32:
-        searches.append(("exact", "exact", absmax_global))
-    return searches
-
-
-def _four_over_six_global(amax: float, fmt: Format) -> torch.Tensor:
-    return canonical(torch.tensor(amax / _FOUR_OVER_SIX_DIVISOR), fmt) if amax else torch.tensor(1.0)
-
-
-def compare_choices(
-    ckpt: Source, weight: str, *, expert: int | None, rows: SourceRows, amax: float, all_rows: bool
-) -> tuple[ScaleChoice, ...]:
-    """Errors of all scale choices relative to abs-max, the stored scales last. ``amax`` is that of the fused group.
-
-    Empty for formats with one scale per weight (its rows cannot be sampled), and where abs-max makes no error.
+    relative_mse            on a sample of its rows
+    worst_row, worst_ratio  the row whose stored error is worst relative to theirs, and by what factor
     """
-    fmt, shape = ckpt.stored[weight].scheme.fmt, rows.shape
+
+    relative_mse: float
+    worst_row: int
+    worst_ratio: float
+
+
+def absmax_errors(facts: WeightFacts, rows: SourceRows) -> AbsmaxErrors:
+    """Abs-max scales on the ``rows`` that a weight was scanned against."""
+    amax = facts.amax or 0.0
+    amax = facts.reach if facts.reach > _LOOK * amax else amax  # a fused sibling with larger numbers decided the scale
+    fmt = replace(facts.fmt, scale=chosen_scale(facts.fmt.scale))
+    sample = _sample_relative_mse(rows, facts.shape, fmt, amax)
+    worst = _worst_row(rows, facts.row_error, facts.row_energy, fmt=fmt, amax=amax, typical=sample)
+    return AbsmaxErrors(sample, *worst)
+
+
+def _sample_relative_mse(rows: SourceRows, shape: tuple[int, int], fmt: Format, amax: float) -> float:
+    """Relative MSE of abs-max scales on at most ``_SAMPLE_RUNS`` runs of rows, spread evenly."""
+    runs = row_runs(shape, fmt)
+    step = -(-len(runs) // _SAMPLE_RUNS)
+    error = energy = 0.0
+    for start, stop in runs[::step]:
+        w = rows.rows(start, stop)
+        error += float(_absmax_rows(w, fmt, amax).sum())
+        energy += float(w.double().square().sum())
+    return error / energy if energy else 0.0
+
+
+@functools.cache
+def usual_error(fmt: Format) -> float:
+    """What abs-max scales leave of normally distributed weights: squared error over their squares."""
+    w = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    return float(_absmax_rows(w, fmt, float(w.abs().max())).sum() / w.square().sum())
+
+
+def _absmax_rows(w: torch.Tensor, fmt: Format, amax: float) -> torch.Tensor:
+    """float64 ``[rows]``: squared error of abs-max scales, a scale of the whole weight from ``amax``."""
+    if amax == 0:
+        return torch.zeros(w.shape[0], dtype=torch.float64)
+    plain = absmax_global(amax, fmt) if fmt.has_global else None
+    q = encode(w, _absmax_scales(w, fmt, plain, amax), fmt=fmt, global_scale=plain)
+    return (q.dequantize().double() - w.double()).square_().sum(dim=1)
+
+
+def _absmax_scales(w: torch.Tensor, fmt: Format, plain: torch.Tensor | None, amax: float) -> torch.Tensor:
+    """Block scales amax / largest element: rounded to nearest, powers of two upwards."""
+    wanted = to_blocks(w.float(), fmt).abs().amax(dim=1) / fmt.element.max
     if fmt.one_scale:
-        return ()
-    runs = row_runs(shape, fmt) if all_rows else sample_rows(shape, fmt)
-    ways = _ways(fmt)
-    totals = [0.0] * (len(ways) + 1)
-    searches = [(search, scale(amax, fmt) if fmt.has_global else None) for _, search, scale in ways]
-    for start, q in ckpt.runs(weight, expert=expert, runs=_aligned(runs, shape, fmt)):
-        w = rows.rows(start, start + q.shape[0])
-        for index, (search, g) in enumerate(searches):
-            totals[index] += total_error(w, fmt, search=search, global_scale=g)
-        totals[-1] += float((q.dequantize().double() - w.double()).square_().sum())
-    if totals[0] <= 0:
-        return ()
-    names = [name for name, _, _ in ways] + [STORED]
-    return tuple(ScaleChoice(name, total / totals[0]) for name, total in zip(names, totals, strict=True))
+        wanted = torch.full_like(wanted, amax / fmt.element.max)
+    wanted = wanted if plain is None else wanted / plain
+    grid = fmt.scale_shape((w.shape[0], w.shape[1]))
+    if fmt.scale.dtype is not None:
+        return wanted.clamp(min=torch.finfo(fmt.scale.dtype).smallest_normal).to(fmt.scale.dtype).reshape(grid)
+    codes = magnitude_codes(wanted, fmt.scale)
+    if fmt.scale.power_of_two:
+        codes = codes + (scale_values(codes.to(torch.uint8), fmt.scale) < wanted)
+    return codes.clamp(fmt.scale.first_scale_code, len(fmt.scale.magnitudes) - 1).to(torch.uint8).reshape(grid)
 
 
-def _aligned(runs: list[tuple[int, int]], shape: tuple[int, int], fmt: Format) -> list[tuple[int, int]]:
-    """Runs short enough for memory: long ones are cut on block edges."""
-    step, columns_step = max(fmt.block[0], 1), _CHUNK_ELEMENTS // shape[1]
-    cut = []
-    for start, stop in runs:
-        length = max(step, columns_step // step * step)
-        cut += [(first, min(first + length, stop)) for first in range(start, stop, length)]
-    return cut
+def _worst_row(
+    rows: SourceRows,
+    error: torch.Tensor,
+    energy: torch.Tensor,
+    *,
+    fmt: Format,
+    amax: float,
+    typical: float,
+) -> tuple[int, float]:
+    """(row, ratio): the largest error of a row divided by the larger of that of abs-max scales there and in general.
+
+    Rows of tiny numbers are bad in any format, so what looks bad in general is compared with itself.
+    """
+    relative = torch.where(energy > 0, error / energy.clamp(min=1e-300), torch.where(error > 0, math.inf, 0.0))
+    ratios = relative / max(typical, _EXACT)
+    for start, stop in row_runs((len(error), rows.shape[1]), fmt):
+        if not bool((ratios[start:stop] > _LOOK).any()):
+            continue
+        power = energy[start:stop]
+        beside = _absmax_rows(rows.rows(start, stop), fmt, amax) / power.clamp(min=1e-300)
+        ratios[start:stop] = relative[start:stop] / torch.where(power > 0, beside, 0.0).clamp(min=max(typical, _EXACT))
+    worst = int(ratios.argmax())
+    return worst, float(ratios[worst])

@@ -165,12 +165,12 @@ def test_what_stands_for_another_kind_is_taken(model: Path, tmp_path: Path) -> N
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"^device cuda needs a GPU that torch can use; none"):
+    with pytest.raises(UsageError, match=r"^device=.cuda. needs a GPU that torch can use; none"):
         ptqpipe.convert(model, out=tmp_path / "q", device="cuda")
 
 
 def test_a_gpu_whose_number_is_not_there_is_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"^device cuda:99 needs a GPU that torch can use; "):
+    with pytest.raises(UsageError, match=r"^device=.cuda:99. needs a GPU that torch can use; "):
         ptqpipe.convert(model, out=tmp_path / "q", device="cuda:99")
 
 
@@ -183,7 +183,7 @@ def test_an_option_goes_by_the_keyword_of_the_function_that_was_called(model: Pa
         ptqpipe.evaluate(model, cache_size="much", out=tmp_path / "e.json")
     with pytest.raises(UsageError, match="evaluate has no option 'command'"):
         ptqpipe.evaluate(model, command="rm -rf")
-    with pytest.raises(UsageError, match=r"^push='nobody' has no owner"):
+    with pytest.raises(UsageError, match=r"^push=.nobody. has no owner"):
         ptqpipe.convert(model, out=tmp_path / "q", push="nobody")
     assert not list(tmp_path.iterdir())
 
@@ -214,17 +214,17 @@ def test_errors_are_those_of_the_command_line_in_pythons_words(model: Path, tmp_
             UsageError,
             lambda: ptqpipe.convert(model, out=out, resume=True, overwrite=True),
         ),
-        "give data=FILE": (UsageError, lambda: ptqpipe.calibrate(model, None, tmp_path / "stats")),
+        'give data="FILE"': (UsageError, lambda: ptqpipe.calibrate(model, None, tmp_path / "stats")),
         'max_memory="8MB" is too small': (UsageError, lambda: ptqpipe.convert(model, out=out, max_memory="8MB")),
         "workers=0 is too few": (UsageError, lambda: ptqpipe.relayout(out, "modelopt", workers=0)),
         "is not a size; write 2GiB": (UsageError, lambda: ptqpipe.convert(model, out=out, max_memory="much")),
-        "budget=4.75 is a number without a unit; write 4.75bits": (
+        'budget="4.75" is a number without a unit; write 4.75bits': (
             UsageError,
             lambda: ptqpipe.plan(model, "4.75", tmp_path / "r.yaml"),
         ),
         "stats needs source": (UsageError, lambda: ptqpipe.verify(out, stats=tmp_path)),
         "does not exist, and is not a hub name": (UsageError, lambda: ptqpipe.verify("no/such/folder")),
-        "dtype='int4' is unknown": (UsageError, lambda: ptqpipe.dequantize(out, tmp_path / "f", dtype="int4")),
+        'dtype="int4" is unknown': (UsageError, lambda: ptqpipe.dequantize(out, tmp_path / "f", dtype="int4")),
         "device 'gpu' is unknown; use cpu, cuda": (UsageError, lambda: ptqpipe.convert(model, out=out, device="gpu")),
     }
     ptqpipe.convert(model, format="nvfp4", out=out, workers=1)

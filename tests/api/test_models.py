@@ -132,7 +132,7 @@ def test_a_model_that_was_loaded_by_its_name_on_the_hub_keeps_its_tokenizer(
 def test_what_is_no_model_of_transformers_is_one_line() -> None:
     with pytest.raises(UsageError, match="Linear is no model of transformers; give the model inside a wrapper"):
         ptqpipe.quantize_model(torch.nn.Linear(16, 16))
-    with pytest.raises(UsageError, match="samples=8 says how data is read; add data=FILE"):
+    with pytest.raises(UsageError, match='samples=8 says how data is read; add data="FILE"'):
         ptqpipe.quantize_model("MODEL", samples=8)
 
 

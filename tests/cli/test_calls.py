@@ -143,7 +143,7 @@ def test_the_demo_writes_into_no_folder_of_someone_else(here: Path) -> None:
     assert tiny.bytes_of(here) == before
 
 
-AUTOMATIC = ("scheme", "algorithm", "weighting", "search")  # told in words: other options decide
+AUTOMATIC = ("format", "algorithm", "objective", "scale_search")  # told in words: other options decide
 
 
 def test_the_defaults_that_the_help_of_convert_tells_are_those_of_a_recipe() -> None:

@@ -136,7 +136,7 @@ CALLS: list[tuple[tuple[str, ...], int, str]] = [
     ((*CONVERT, "--codes", "codes"), 2, "give the folder that this wrote: ptqpipe tune MODEL --data TEXT"),
     (("calibrate", "model", "--data", "txet.txt", "-o", "out"), 2, "did you mean 'text.txt'?"),
     (("transform", "model", "--transforms", "awk", "-o", "out"), 2, "did you mean awq? known are"),
-    (("transform", "model", "--transforms", "awq", "-o", "out"), 2, "ptqpipe calibrate model --data TEXT -o STATS"),
+    (("transform", "model", "--transforms", "awq", "-o", "out"), 2, "ptqpipe calibrate model --data TEXT --out STATS"),
     (("report", "model", "--eval", "recipe.yml"), 2, "expected a file; did you mean 'recipe.yaml'?"),
     (("verify", "model-NVFP4A61"), 2, "did you mean 'model-NVFP4A16'?"),
     (("verify", "m.gguf"), 2, "is GGUF, which is not read"),

@@ -72,7 +72,7 @@ def test_a_name_that_is_both_a_recipe_and_something_here_is_not_guessed(
     assert load_recipe(own).schemes() == (get_scheme("nvfp4"),)
     if kind == "file":
         parsed = main.commands["convert"].make_context("convert", ["m", "--recipe", "./qwen3"]).params
-        for path in (parsed["recipe_path"], recipe_path("./qwen3")):
+        for path in (parsed["recipe"], recipe_path("./qwen3")):
             assert load_recipe(path).schemes() == (get_scheme("fp8"),)
 
 

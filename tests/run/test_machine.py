@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ptqpipe.cli.common import machine_of
 from ptqpipe.run import machine
-from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
+from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine, machine_for
+from ptqpipe.run.options import MachineOptions
 
 NOWHERE = list(range(100_000, 100_040))  # processors of which the kernel knows no siblings
 
@@ -16,9 +16,9 @@ def test_the_limit_of_workers_that_wait_for_disks_is_none_of_threads_that_comput
     monkeypatch.setattr(machine, "processors", lambda: NOWHERE)
     assert machine.default_workers() == 16
     assert machine.compute_threads() == 40
-    assert machine_of(None, "cpu", 8 << 30, progress=False).workers == 16
-    assert machine_of(None, "cpu", 8 << 30, progress=False, waits=False).workers == 40
-    assert machine_of(3, "cpu", 8 << 30, progress=False, waits=False).workers == 3
+    assert machine_for(MachineOptions()).workers == 16
+    assert machine_for(MachineOptions(), waits=False).workers == 40
+    assert machine_for(MachineOptions(workers=3), waits=False).workers == 3
 
 
 def test_processors_of_one_core_count_once() -> None:

@@ -51,13 +51,9 @@ def check_kind(kind: str) -> None:
 def render(report: Report, *, kind: str) -> str:
     """The report as ``html`` or ``md``. UsageError as :func:`check_kind`."""
     check_kind(kind)
-    if kind == "html":
-        from ptqpipe.check.report.html import render_html
+    from ptqpipe.check.report import pages
 
-        return render_html(report)
-    from ptqpipe.check.report.markdown import render_markdown
-
-    return render_markdown(report)
+    return pages.render_html(report) if kind == "html" else pages.render_markdown(report)
 
 
 def render_comparison(reports: Sequence[Report], *, kind: str, notes: Sequence[str] = ()) -> str:

@@ -18,6 +18,7 @@ from ptqpipe.check.inspect import inspect
 from ptqpipe.check.report import KeptTensor, Report, check_kind, default_path, is_report, pooled_mse, render
 from ptqpipe.check.report.find import claims_own, find_evaluation, find_source
 from ptqpipe.check.report.provenance import provenance, rules, run_facts
+from ptqpipe.check.report.scale_choices import NAMES, SAMPLE, STORED
 from ptqpipe.check.report.weight_rows import (
     Item,
     describe_weight,
@@ -28,7 +29,7 @@ from ptqpipe.check.report.weight_rows import (
     with_choices,
     worst_blocks,
 )
-from ptqpipe.check.scan import NAMES, SAMPLE, STORED, Scan, scan_weight
+from ptqpipe.check.scan import WeightFacts, scan_weight
 from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import check_file, name_of, write_file
 from ptqpipe.checkpoint.layouts import is_kv_scale
@@ -105,7 +106,7 @@ def _gather(
     items, lost = find_items(opened, original)
     scans = on_threads(
         items,
-        lambda i: scan_weight(opened, i.stored.weight, expert=i.expert, rows=i.rows),
+        lambda i: scan_weight(opened, i.stored.weight, expert=i.expert, rows=i.rows, usage=True),
         machine=machine,
         title="codes and errors",
     )
@@ -150,9 +151,9 @@ def _gather(
     )
 
 
-def _illegal(items: Sequence[Item], scans: Sequence[Scan]) -> list[str]:
+def _illegal(items: Sequence[Item], scans: Sequence[WeightFacts]) -> list[str]:
     """A note on weights that no reader decodes, if there are any."""
-    names = [item.name for item, scan in zip(items, scans, strict=True) if scan.illegal]
+    names = [item.name for item, scan in zip(items, scans, strict=True) if not scan.decodes]
     count = f"{len(names)} weights have numbers that no quantizer may write, the first {names[0]}" if names else ""
     return [f"{count}; ptqpipe verify lists them"] if names else []
 

@@ -4,15 +4,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ptqpipe.check.report import HTML_MARK, MARKDOWN_MARK, charts, numbers, plots
+from ptqpipe.check.report import charts, numbers, plots
 from ptqpipe.check.report.content import Report, ReportedWeight, pooled_mse
 from ptqpipe.check.report.error_charts import LEAST_DB, Drawn, both
-from ptqpipe.check.report.html import page
-from ptqpipe.check.report.markdown import escaped, table
+from ptqpipe.check.report.pages import page
 from ptqpipe.check.report.quality import worst_text
 from ptqpipe.check.report.roles import place, shown
 from ptqpipe.conversion.output_error import mean_known
-from ptqpipe.run.quantities import decibels, disk_size
+from ptqpipe.run.quantities import decibels
 
 
 class Row(NamedTuple):
@@ -50,14 +49,14 @@ def render_comparison(reports: Sequence[Report], *, kind: str, notes: Sequence[s
     """
     rows = rows_of(reports)
     if kind == "md":
-        return _markdown(rows, notes)
+        return page("compare", kind=kind, rows=rows, notes=notes)
     measured = [row for row in rows if row.kl is not None and row.kl["mean"] > 0]
     measure = _measure(rows)
     has_errors = measure is not None and any(measure.of_weights(row, row.report.weights) is not None for row in rows)
     in_roles = measure if has_errors else None
     return page(
-        "compare.html.jinja",
-        mark=HTML_MARK,
+        "compare",
+        kind=kind,
         described="",
         rows=rows,
         notes=notes,
@@ -175,17 +174,3 @@ def _by_role(rows: Sequence[Row], measure: Measure | None) -> list[tuple[str, li
             cells.append((formats, measure.shown(measure.of_weights(row, weights)) if measure is not None else ""))
         table.append((name, cells))
     return table
-
-
-def _markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
-    body = []
-    for row in rows:
-        r, kl = row.report, row.kl
-        interval = kl["interval"] if kl is not None else None
-        span = f"{numbers.sci(interval[0])} to {numbers.sci(interval[1])}" if interval else "–"
-        cells = [escaped(r.name), r.verdict[0] if r.verdict else "not measured", row.formats]
-        cells += [disk_size(r.after_bytes), numbers.plain(r.bits_per_weight), numbers.sci(kl["mean"] if kl else None)]
-        body.append([*cells, span, numbers.plain(row.perplexity)])
-    head = ["checkpoint", "verdict", "formats", "size", "bits", "KL", "95 % interval", "perplexity"]
-    lines = [MARKDOWN_MARK, "## Checkpoints compared", table(head, body, text_columns=3)]
-    return "\n\n".join([*lines, *(f"- note: {escaped(note)}" for note in notes)]) + "\n"

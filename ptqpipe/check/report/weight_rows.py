@@ -11,15 +11,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from ptqpipe.check.report import Histogram, Proof, ReportedWeight, ScaleChoice, WorstBlock
-from ptqpipe.check.scan import STORED, Scan, codes_of, compare_choices, scale_axis
+from ptqpipe.check.report import Codes, Histogram, Proof, ReportedWeight, ScaleChoice, WorstBlock
+from ptqpipe.check.report.scale_choices import STORED, compare_choices
+from ptqpipe.check.scan import FLOAT_BINS, WeightFacts
+from ptqpipe.check.verify.block_proofs import prove_weight
 from ptqpipe.check.verify.shared_scales import fused_groups
 from ptqpipe.checkpoint.layouts import StoredWeight
 from ptqpipe.checkpoint.tensor_names import expert_of, layer_of, role_of
-from ptqpipe.conversion.measured import prove_weight
 from ptqpipe.conversion.record import Record
 from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source, SourceRows
+from ptqpipe.numerics.formats import Codec
+from ptqpipe.numerics.qtensor import scale_values
 from ptqpipe.recipe.weight_map import WeightMap
 from ptqpipe.run.machine import Machine, counting_bar
 
@@ -80,14 +83,14 @@ def on_threads(items: Sequence[T], work: Callable[[T], R], *, machine: Machine, 
     return results
 
 
-def describe_weight(opened: Source, item: Item, scan: Scan, record: Record | None) -> ReportedWeight:
+def describe_weight(opened: Source, item: Item, scan: WeightFacts, record: Record | None) -> ReportedWeight:
     """The row of a weight: from its bytes, its source where there is one, else its record."""
     stored, name = item.stored, item.name
     claim = record.weights.get(name) if record is not None else None
     numbers: Mapping[str, float] = {} if claim is None else claim.numbers
     squared, energy = scan.squared_error, scan.energy
     choices: tuple[ScaleChoice, ...] = ()
-    if item.rows is None and not scan.illegal:
+    if item.rows is None and scan.decodes:
         squared, energy = numbers.get("squared_error"), numbers.get("energy")
         choices = (ScaleChoice(STORED, numbers["versus_absmax"]),) if "versus_absmax" in numbers else ()
     nbytes = sum(opened.reader.entries[part.name].nbytes for part in stored.parts) // (stored.experts or 1)
@@ -104,7 +107,7 @@ def describe_weight(opened: Source, item: Item, scan: Scan, record: Record | Non
         shape=stored.shape,
         nbytes=nbytes,
         global_scale=_global_scale(opened, item),
-        codes=codes_of(scan, fmt.element, fmt.scale),
+        codes=_codes_of(scan, fmt.element, fmt.scale),
         squared_error=squared,
         energy=energy,
         choices=choices,
@@ -136,7 +139,7 @@ def _global_scale(opened: Source, item: Item) -> float | None:
 def with_choices(
     opened: Source,
     items: list[Item],
-    scans: list[Scan],
+    scans: list[WeightFacts],
     weights: list[ReportedWeight],
     *,
     machine: Machine,
@@ -166,7 +169,7 @@ def with_choices(
     return on_threads(list(zip(items, weights, strict=True)), compare, machine=machine, title="choices of scales")
 
 
-def histograms(items: Iterable[Item], scans: Iterable[Scan]) -> tuple[Histogram, ...]:
+def histograms(items: Iterable[Item], scans: Iterable[WeightFacts]) -> tuple[Histogram, ...]:
     """Scale codes by format and role."""
     sums: dict[tuple[str, str], torch.Tensor] = {}
     formats = {}
@@ -178,13 +181,13 @@ def histograms(items: Iterable[Item], scans: Iterable[Scan]) -> tuple[Histogram,
     rows = []
     for (name, role), counts in sums.items():
         scale = formats[name].scale
-        values = scale_axis(scale)
+        values = _scale_axis(scale)
         codec = scale.name if scale.enumerable else "float"
         rows.append(Histogram(name, codec, role, tuple(counts[: len(values)].tolist()), values))
     return tuple(rows)
 
 
-def worst_blocks(scans: Iterable[Scan]) -> tuple[WorstBlock, ...]:
+def worst_blocks(scans: Iterable[WeightFacts]) -> tuple[WorstBlock, ...]:
     """The blocks that are worst relative to the mean of their weight, one of each weight first."""
     ranked = sorted((b for scan in scans for b in scan.worst), key=lambda b: (-b.ratio, b.weight, b.row, b.column))
     return tuple(ranked[:WORST_SHOWN])
@@ -223,3 +226,42 @@ def prove_sample(
 
     counts = on_threads(chosen, prove, machine=machine, title="proof")
     return Proof(claimed, sum(blocks for blocks, _ in counts), sum(bad for _, bad in counts), len(counts))
+
+
+def _codes_of(facts: WeightFacts, element: Codec, scale: Codec) -> Codes:
+    """The counts as the report shows them."""
+    size = torch.tensor(element.values).abs()
+    elements = int(facts.code_counts.sum())
+    largest, zero = (int(facts.code_counts[mask].sum()) for mask in (size >= element.max, size == 0))
+    blocks = int(facts.scale_counts.sum())
+    if not scale.enumerable:
+        return Codes(elements, largest, zero, blocks, None, None, None, None)
+    counts = facts.scale_counts
+    has_zero = scale.magnitudes[0] == 0
+    first = scale.first_scale_code
+    return Codes(
+        elements,
+        largest,
+        zero,
+        blocks,
+        saturated=int(counts[len(scale.magnitudes) - 1]),
+        subnormal=int(counts[first : _first_normal(scale)].sum()),
+        smallest=int(counts[first]),
+        zero_scales=int(counts[0]) if has_zero else 0,
+    )
+
+
+def _first_normal(codec: Codec) -> int:
+    """The code of the smallest normal number: subnormals and the first normal octave are evenly spaced from zero."""
+    if codec.magnitudes[0] != 0:
+        return codec.first_scale_code
+    step = codec.min_positive
+    even = next((code for code, value in enumerate(codec.magnitudes) if value != code * step), len(codec.magnitudes))
+    return max(codec.first_scale_code, (even - 1) // 2)
+
+
+def _scale_axis(codec: Codec) -> tuple[float, ...]:
+    """The number that each code of a histogram stands for."""
+    if codec.enumerable:
+        return tuple(scale_values(torch.arange(len(codec.magnitudes), dtype=torch.uint8), codec).tolist())
+    return tuple(math.ldexp(1.0 + (code & 3) / 4, max(code >> 2, 1) - 127) for code in range(FLOAT_BINS))

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.statistics import Statistics
+from ptqpipe.check.verify.block_proofs import prove_joint
 from ptqpipe.check.verify.claims import SUM_TOLERANCE, check_numbers, check_reasons, conversion_parts, recipe_of
 from ptqpipe.check.verify.findings import Findings
 from ptqpipe.checkpoint import RECORD_FILE, run_id_of
 from ptqpipe.checkpoint.json_values import json_differences
 from ptqpipe.checkpoint.layouts import PartKind
-from ptqpipe.conversion.measured import prove_joint
 from ptqpipe.conversion.planned_outputs import Outputs, outputs_of
 from ptqpipe.conversion.record import Claim, Record, object_of, text_of
 from ptqpipe.conversion.units import quantize_unit

@@ -7,17 +7,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ptqpipe.check.scan import AbsmaxErrors, WeightFacts, absmax_errors, scan_weight, usual_error
+from ptqpipe.check.verify.block_proofs import prove_weight
 from ptqpipe.check.verify.claims import SUM_TOLERANCE, check_hashes, check_numbers
 from ptqpipe.check.verify.findings import Findings
 from ptqpipe.check.verify.repeat import judge_proof
 from ptqpipe.check.verify.shared_scales import scalar_fault
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.checkpoint.layouts import PartKind, StoredWeight
-from ptqpipe.conversion.measured import CHANGES, Measured, measure_weight, prove_weight, usual_error
+from ptqpipe.conversion.measured import CHANGES
 from ptqpipe.conversion.record import UNKNOWN, Claim, Record
 from ptqpipe.models.source import Source, SourceRows
-from ptqpipe.numerics.formats import Format, get_format
-from ptqpipe.numerics.qtensor import Illegal, illegal_numbers
+from ptqpipe.numerics.formats import get_format
+from ptqpipe.numerics.qtensor import Illegal
 from ptqpipe.numerics.search.proof import Optimality
 from ptqpipe.run.quantities import number
 
@@ -75,17 +77,21 @@ def check_weight(
         moved = record is not None and not record.converted
         _check_claim(stored, name, claim, findings, moved=moved)
         _check_scalars(ckpt, stored, name, expert or 0, claim, findings, moved=moved)
-    if not _legal(ckpt, stored, name, expert, findings) or rows is None:
-        return report
     factor = 1.0 if claim is None else claim.enlarged
-    measured = measure_weight(ckpt, stored.weight, rows, expert=expert, factor=factor)
+    scales = ckpt.global_scales(stored)
+    sound = not len(scales) or scalar_fault(scales[(expert or 0) if len(scales) > 1 else 0]) is None
+    facts = scan_weight(ckpt, stored.weight, expert=expert, rows=rows if sound else None, nearest=factor)
+    _check_legal(facts, findings)
+    if not sound or rows is None or facts.illegal != Illegal():  # a global scale is reported with the others
+        return report
+    absmax = absmax_errors(facts, rows)
     ours = claim is not None and claim.search != UNKNOWN
-    _judge(name, fmt, measured, stored.shape[0] * stored.shape[1], claim if ours else None, findings)
+    _judge(facts, absmax, claim if ours else None, findings)
     if claim is not None and ours:
         keys = ("squared_error", "energy", "relative_mse") if claim.numbers.keys() & {"squared_error"} else ()
         tolerance = ROUNDED if record is not None and name in record.rounded else SUM_TOLERANCE
-        check_numbers(name, claim, {key: getattr(measured, key) for key in keys}, findings, tolerance=tolerance)
-        counted = measured.changes._asdict() if rows.below_8_bits else None
+        check_numbers(name, claim, {key: getattr(facts, key) for key in keys}, findings, tolerance=tolerance)
+        counted = facts.changes._asdict() if rows.below_8_bits else None
         if record is not None and record.converted and claim.entry.get(CHANGES) != counted:
             claimed = f"claims {CHANGES} {claim.entry.get(CHANGES)!r:.120} in {RECORD_FILE}"
             findings.fault("record", name, f"{claimed}; compared with the source it is {counted}")
@@ -94,13 +100,11 @@ def check_weight(
     if optimal and not joint and (claim is None or claim.unweighted):
         proof = prove_weight(ckpt, stored.weight, rows, expert=expert, sample_blocks=sample_blocks, factor=factor)
         judge_proof(name, proof, claim, findings)
-    absmax = measured.absmax_relative_mse
-    versus = measured.relative_mse / absmax if absmax else None
     return replace(
         report,
-        relative_mse=measured.relative_mse,
-        energy=measured.energy,
-        versus_absmax=versus,
+        relative_mse=facts.relative_mse,
+        energy=facts.energy or 0.0,
+        versus_absmax=facts.relative_mse / absmax.relative_mse if absmax.relative_mse else None,
         optimality=proof,
     )
 
@@ -157,15 +161,9 @@ def _check_scalars(
             findings.fault("record", name, f"claims {what} {claimed:.9g}, stored is {shown}")
 
 
-def _legal(ckpt: Source, stored: StoredWeight, name: str, expert: int | None, findings: Findings) -> bool:
-    """Whether all codes and scales are such as a quantizer may write; faults where they are not."""
-    counts_of_runs, legal = [], True
-    for _, q in ckpt.runs(stored.weight, expert=expert):
-        counts_of_runs.append(illegal_numbers(q))
-        if q.global_scale is not None and scalar_fault(q.global_scale) is not None:
-            legal = False  # reported with the other global scales
-    counts = Illegal(*map(sum, zip(*counts_of_runs, strict=True)))
-    fmt = stored.scheme.fmt
+def _check_legal(facts: WeightFacts, findings: Findings) -> None:
+    """Faults of codes and scales that no quantizer may write."""
+    counts, name = facts.illegal, facts.name
     if counts.bad_scales:
         findings.fault(
             "scales", name, f"{counts.bad_scales} block scales are NaN, infinite or negative, expected positive ones"
@@ -178,29 +176,29 @@ def _legal(ckpt: Source, stored: StoredWeight, name: str, expert: int | None, fi
         message = f"{counts.empty_scales} block scales of all-zero blocks are zero; write positive ones"
         findings.choice("scales", name, message)
     if counts.bad_codes:
-        findings.fault("codes", name, f"{counts.bad_codes} codes are NaN or infinite in {fmt.element.name}")
-    return legal and counts == Illegal()
+        findings.fault("codes", name, f"{counts.bad_codes} codes are NaN or infinite in {facts.fmt.element.name}")
 
 
-def _judge(name: str, fmt: Format, measured: Measured, elements: int, claim: Claim | None, findings: Findings) -> None:
-    """Errors and codes that no quantizer leaves on the weight of this name; ``claim`` is that of our own record."""
+def _judge(facts: WeightFacts, beside: AbsmaxErrors, claim: Claim | None, findings: Findings) -> None:
+    """Errors and codes that no quantizer leaves; ``claim`` is that of our own record."""
+    name, elements = facts.name, facts.shape[0] * facts.shape[1]
     by_data = claim is not None and not claim.unweighted
     # A source that was quantized once may lie on the grid of abs-max scales; codes that data chose leave it.
-    absmax = max(measured.absmax_relative_mse, usual_error(fmt) if by_data else 1e-12)
-    if measured.relative_mse > (DATA_RATIO if by_data else TOTAL_RATIO) * absmax:
-        beside = f"relative MSE is {number(measured.relative_mse, 3)} where abs-max scales give {number(absmax, 3)}"
-        message = f"{beside}: these are not the numbers of the source's weight"
+    absmax = max(beside.relative_mse, usual_error(facts.fmt) if by_data else 1e-12)
+    if facts.relative_mse > (DATA_RATIO if by_data else TOTAL_RATIO) * absmax:
+        numbers = f"relative MSE is {number(facts.relative_mse, 3)} where abs-max scales give {number(absmax, 3)}"
+        message = f"{numbers}: these are not the numbers of the source's weight"
         findings.fault("error", name, message)
-    elif measured.worst_ratio > ROW_RATIO and claim is None:  # ours are quantized once more and compared bit by bit
-        ratio = f"{number(measured.worst_ratio, 3)} times the error of abs-max scales"
-        message = f"row {measured.worst_row} has {ratio}: it is damaged or misplaced"
+    elif beside.worst_ratio > ROW_RATIO and claim is None:  # ours are quantized once more and compared bit by bit
+        ratio = f"{number(beside.worst_ratio, 3)} times the error of abs-max scales"
+        message = f"row {beside.worst_row} has {ratio}: it is damaged or misplaced"
         findings.fault("error", name, message)
     if claim is not None and not claim.nearest:
         return  # the codes follow from the recipe and the statistics; their bytes have hashes
-    if claim is not None and measured.first_other is not None:
+    if claim is not None and facts.first_other is not None:
         findings.fault(
-            "codes", name, f"row {measured.first_other} has codes that are not the nearest to the source's weights"
+            "codes", name, f"row {facts.first_other} has codes that are not the nearest to the source's weights"
         )
-    elif measured.far_codes and measured.other_codes <= NEAREST_SHARE * elements:
-        message = f"{measured.far_codes} codes are two or more steps from the source, all others at most one: damaged"
+    elif facts.far_codes and facts.other_codes <= NEAREST_SHARE * elements:
+        message = f"{facts.far_codes} codes are two or more steps from the source, all others at most one: damaged"
         findings.fault("codes", name, message)

@@ -99,9 +99,9 @@ class Layer:
         cosine, sine = rotary
         return (
             rows <= limit(panels=True)
-            and _dense(x, rows, hidden)
-            and _dense(cosine, rows, dim)
-            and _dense(sine, rows, dim)
+            and dense(x, rows, hidden)
+            and dense(cosine, rows, dim)
+            and dense(sine, rows, dim)
         )
 
     def prepare(self, rows: int, threads: int, where: tuple[PagedQueries, PagedSpans]) -> ctypes.Structure:
@@ -166,7 +166,7 @@ def run(
     return outs if status == lib.OK else None
 
 
-def _dense(x: torch.Tensor, rows: int, width: int) -> bool:
+def dense(x: torch.Tensor, rows: int, width: int) -> bool:
     """Whether a tensor is contiguous bfloat16 ``[rows, width]``."""
     return x.dtype == torch.bfloat16 and x.shape[-1] == width and x.numel() == rows * width and x.is_contiguous()
 

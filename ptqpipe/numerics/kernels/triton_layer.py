@@ -1,5 +1,5 @@
 """What a decoder layer does between its products on a CUDA device: the Triton kernels behind
-``engine/device_layers.py``, one launch each for what torch's operators take three to nine for.
+``engine/fused_layers.py``, one launch each for what torch's operators take three to nine for.
 
 Results are bfloat16, rounded wherever torch's operators round; so the rotary embedding, the gate and the residual's sum
 have torch's bits. A norm's mean square is a float32 sum in another order: its root is off by a few 2^-24 of itself for

@@ -3,8 +3,8 @@ another.
 
 What a model's own code does around its layers takes a millisecond or two of Python a step, a tenth of what a small
 model's weights take. It is left out where a model has these parts and nothing else, where every layer has the compiled
-forward of ``layers.py``, and where the logits of random steps are the model's own, bit for bit. All other steps (of
-prompts, with images, with a hook on a part that is passed over) are the model's.
+forward of ``fused_layers.py``, and where the logits of random steps are the model's own, bit for bit. All other steps
+(of prompts, with images, with a hook on a part that is passed over) are the model's.
 """
 
 from collections.abc import Callable

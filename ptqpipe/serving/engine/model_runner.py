@@ -19,9 +19,8 @@ from ptqpipe.run.quantities import option_size
 from ptqpipe.serving.engine.attention import PagedAttention, Pages, implementation, numbers_of
 from ptqpipe.serving.engine.batch import Batch
 from ptqpipe.serving.engine.decode_step import DecodeStep, decode_step
-from ptqpipe.serving.engine.device_layers import use_device_layers
+from ptqpipe.serving.engine.fused_layers import use_fused_layers
 from ptqpipe.serving.engine.graphs import StepGraphs
-from ptqpipe.serving.engine.layers import use_layers
 from ptqpipe.serving.engine.probe import ATTENTION, STATES, check_tokens, kinds_of, mtp_shape, probe
 from ptqpipe.serving.engine.prompt_images import DEEP
 from ptqpipe.serving.engine.states import States
@@ -88,11 +87,11 @@ class ModelRunner:
         check_tokens(model, self.states)
         pages = {layer: self._pages(layer) for layer in self.shapes}
         self.attention = PagedAttention(pages, options.block_size, device=model.device, windows=probed.windows)
-        self.graphs = self._step_graphs(options.max_len) if agree is None and overlap is None else None
-        if agree is None and overlap is None:
-            use_device_layers(model, self.attention)
+        alone = agree is None and overlap is None
+        self.graphs = self._step_graphs(options.max_len) if alone else None
+        layers = use_fused_layers(model, self.attention) if alone or model.device.type == "cpu" else []
         self.decode_step: DecodeStep | None = None
-        self.decode_step = decode_step(model, use_layers(model, self.attention), self.attention, self._forward)
+        self.decode_step = decode_step(model, layers, self.attention, self._forward)
         model.get_input_embeddings().register_forward_hook(self._with_images)
         for module in model.modules():
             if set(DEEP) <= signature(module.forward).parameters.keys():

@@ -9,8 +9,7 @@ import pytest
 
 from ptqpipe.check.report.command import gather, make_report
 from ptqpipe.check.report.compare_command import compare
-from ptqpipe.check.report.html import render_html
-from ptqpipe.check.report.markdown import render_markdown
+from ptqpipe.check.report.pages import render_html, render_markdown
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.recipe.options import RecipeOptions

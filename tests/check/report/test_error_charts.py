@@ -8,8 +8,7 @@ import torch
 
 from ptqpipe.check.report.command import gather
 from ptqpipe.check.report.content import Report
-from ptqpipe.check.report.html import render_html
-from ptqpipe.check.report.markdown import render_markdown
+from ptqpipe.check.report.pages import render_html, render_markdown
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.models.source import Source

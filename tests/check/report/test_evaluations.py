@@ -10,8 +10,7 @@ from click.testing import CliRunner
 
 from ptqpipe.check.report.command import gather, make_report
 from ptqpipe.check.report.compare_command import compare
-from ptqpipe.check.report.html import render_html
-from ptqpipe.check.report.markdown import render_markdown
+from ptqpipe.check.report.pages import render_html, render_markdown
 from ptqpipe.check.report.quality import sample_texts
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, UsageError

@@ -18,10 +18,10 @@ from transformers.models.llama import modeling_llama
 from ptqpipe.numerics.kernels import cpu_linear, triton_attention, triton_layer, triton_linear
 from ptqpipe.numerics.kernels.triton import interpreting
 from ptqpipe.runtime import load, packed
-from ptqpipe.serving.engine import device_layers, model_runner as runners
+from ptqpipe.serving.engine import fused_layers, model_runner as runners
 from ptqpipe.serving.engine.attention import PagedAttention
 from ptqpipe.serving.engine.batch import Batch, Span
-from ptqpipe.serving.engine.device_layers import BOUND, use_device_layers
+from ptqpipe.serving.engine.fused_layers import BOUND, use_fused_layers
 from ptqpipe.serving.engine.graphs import StepGraphs
 from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 from tests.runtime.models import SIZES, quantized
@@ -77,9 +77,9 @@ def runner(path: Path, *, max_seqs: int = 3, activations: str = "none") -> Model
 
 def plain_runner(path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> ModelRunner:
     """Without these layers."""
-    monkeypatch.setattr(runners, "use_device_layers", lambda model, attention: 0)
+    monkeypatch.setattr(runners, "use_fused_layers", lambda model, attention: [])
     made = runner(path, **options)
-    monkeypatch.setattr(runners, "use_device_layers", use_device_layers)
+    monkeypatch.setattr(runners, "use_fused_layers", use_fused_layers)
     assert not any(has_kernels(made))
     return made
 
@@ -199,12 +199,12 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str = "llama") -
 
 def takes(run: ModelRunner) -> bool:
     """Whether the layer gets the forward, which it loses again. The pages are zeros afterwards."""
-    found = use_device_layers(run.model, run.attention)
-    assert found == sum(has_kernels(run))
+    use_fused_layers(run.model, run.attention)
+    [fused] = has_kernels(run)
     assert not any(pages.keys.any() or pages.values.any() for pages in run.attention.pages.values())
     for layer in run.model.model.layers:
         vars(layer).pop("forward", None)
-    return found == 1
+    return fused
 
 
 @pytest.mark.parametrize("place", ["input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"])
@@ -304,7 +304,8 @@ def test_what_a_layer_is_given_beside_goes_to_its_own_forward(tmp_path: Path, mo
             return super().forward(x, **options)
 
     layer.__class__ = Other
-    assert use_device_layers(run.model, run.attention) == 1
+    use_fused_layers(run.model, run.attention)
+    assert has_kernels(run) == [True]
     run.graphs = None
     given.clear()
     run.run(singles(2, 1))
@@ -335,14 +336,14 @@ def test_other_terms_of_the_attention_are_noticed(
 ) -> None:
     """Than those that the layer gives: as if it had been heard wrong."""
     run = tiny(monkeypatch, tmp_path)
-    attend = device_layers.Listener.attend
+    attend = fused_layers.Listener.attend
 
     def misheard(self: Any, layer: int, *given: Any) -> torch.Tensor:
         out = attend(self, layer, *given)
         self.terms[layer] = replace(self.terms[layer], **change)
         return out
 
-    monkeypatch.setattr(device_layers.Listener, "attend", misheard)
+    monkeypatch.setattr(fused_layers.Listener, "attend", misheard)
     assert not takes(run)
 
 
@@ -354,7 +355,7 @@ def test_soft_caps_and_sinks_keep_their_forward(
     attend = PagedAttention.attend
     there = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in term.items()}
     monkeypatch.setattr(
-        device_layers.Listener, "attend",
+        fused_layers.Listener, "attend",
         lambda self, layer, q, k, v, terms: (
             self.terms.update({layer: replace(terms, **there)}), attend(self, layer, q, k, v, terms)
         )[1],
@@ -369,7 +370,8 @@ def test_hooks_are_called_whenever_they_come(tmp_path: Path, monkeypatch: pytest
     hook = layer.mlp.register_forward_hook(lambda module, args, out: calls.append(out.shape[1]))
     assert not takes(run)
     hook.remove()
-    assert use_device_layers(run.model, run.attention) == 1
+    use_fused_layers(run.model, run.attention)
+    assert has_kernels(run) == [True]
     run.graphs = None
     calls.clear()
     run.run(singles(2, 1))
@@ -387,7 +389,7 @@ def test_how_far_from_the_bound_a_step_is(tmp_path: Path, monkeypatch: pytest.Mo
         gaps.append(float((gap / size).max()))
         return True
 
-    monkeypatch.setattr(device_layers, "_alike", alike)
+    monkeypatch.setattr(fused_layers, "near", alike)
     runner(checkpoint("qwen3", tmp_path))
     assert len(gaps) == 10
     assert max(gaps) <= BOUND / 4

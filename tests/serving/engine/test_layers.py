@@ -15,7 +15,7 @@ from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.linear import PackedLinear
 from ptqpipe.serving.engine import model_runner as runners
 from ptqpipe.serving.engine.batch import Batch, Span
-from ptqpipe.serving.engine.layers import use_layers
+from ptqpipe.serving.engine.fused_layers import use_fused_layers
 from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
 from tests.runtime.models import linear_layers, quantized, save_source
 from tests.serving.engine.models import has_kernels, has_panels, steps
@@ -51,7 +51,7 @@ def test_steps_have_the_bits_of_separate_operators(
     path = checkpoint(kind, tmp_path) if packed else save_source(kind, tmp_path)
     run = runner(path)
     assert has_kernels(run) == [True, True]
-    monkeypatch.setattr(runners, "use_layers", lambda model, attention: None)
+    monkeypatch.setattr(runners, "use_fused_layers", lambda model, attention: [])
     plain = runner(path)
     assert has_kernels(plain) == [False, False]
     assert not any(pages.keys.any() or pages.values.any() for pages in run.attention.pages.values())
@@ -118,7 +118,7 @@ def test_layers_whose_norms_have_no_weight_keep_their_forward(tmp_path: Path) ->
 
 def test_layers_that_compute_something_else_keep_their_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of a Llama layer, but one has a hook, as ranks have, and one scales what it gives."""
-    monkeypatch.setattr(runners, "use_layers", lambda model, attention: None)
+    monkeypatch.setattr(runners, "use_fused_layers", lambda model, attention: [])
     run = runner(save_source("llama", tmp_path))
     hooked, scaled = run.model.model.layers
     plain, hook = type(scaled), hooked.mlp.down_proj.register_forward_hook(lambda module, args, out: out * 2)
@@ -128,13 +128,13 @@ def test_layers_that_compute_something_else_keep_their_forward(tmp_path: Path, m
             return 2 * super().forward(*args, **options)  # type: ignore[no-any-return]
 
     scaled.__class__ = Scaled
-    use_layers(run.model, run.attention)
+    use_fused_layers(run.model, run.attention)
     assert has_kernels(run) == [False, False]
     scaled.__class__ = plain
-    use_layers(run.model, run.attention)
+    use_fused_layers(run.model, run.attention)
     assert has_kernels(run) == [False, True]
     hook.remove()
-    use_layers(run.model, run.attention)
+    use_fused_layers(run.model, run.attention)
     assert has_kernels(run) == [True, True]
 
 

@@ -1,18 +1,31 @@
-"""A report as one HTML file: no network, no external fonts, scripts bound by their hash.
+"""A report as one HTML file (no network, no external fonts, scripts bound by their hash), or as compact markdown for
+model cards: two templates for one content.
 
-Every name is escaped: by jinja2 in the page, by ``svg.py`` in drawings, by ``_json`` in the table's data, which the
-script shows as text only. The page's policy forbids any script but its own, so that an escape too few stays text.
+In HTML every name is escaped: by jinja2 in the page, by ``svg.py`` in drawings, by ``_json`` in the table's data, which
+the script shows as text only. The page's policy forbids any script but its own, so that an escape too few stays text.
+In markdown the filters ``md`` and ``code`` escape names.
 """
 
 import base64
 import hashlib
 import json
+import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
-from ptqpipe.check.report import HTML_MARK, charts, error_charts as errors, numbers, quality, roles, sections
+from ptqpipe.check.report import (
+    HTML_MARK,
+    MARKDOWN_MARK,
+    charts,
+    error_charts as errors,
+    numbers,
+    quality,
+    roles,
+    sections,
+)
 from ptqpipe.check.report.content import Report, pooled_mse
 from ptqpipe.check.report.svg import colour, marker
 from ptqpipe.conversion.output_error import mean_known
@@ -40,7 +53,7 @@ def _environment() -> jinja2.Environment:
     """jinja2 with what the template calls."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
+        autoescape=lambda name: name is not None and ".html" in name,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -50,22 +63,25 @@ def _environment() -> jinja2.Environment:
         block_chart=charts.block_chart,
         disk_size=disk_size,
         three_digits=three_digits,
+        pooled_mse=pooled_mse,
         family=roles.family,
         marker=lambda index, ring: marker(
             index, 0, 0, kind=f"ring {colour(index)}" if ring else colour(index), radius=5
         ),
     )
-    environment.filters["shown"] = roles.shown
-    environment.filters["breakable"] = roles.breakable
+    environment.filters.update(shown=roles.shown, breakable=roles.breakable, md=_escaped, code=_code)
     return environment
 
 
-def page(template: str, **content: object) -> str:
-    """A page of a template, with the style and the scripts of all pages."""
-    script, early = (_text(name) for name in ("page.js", "theme.js"))
-    drawn = _environment().get_template(template)
-    return str(
-        drawn.render(style=_text("style.css"), script=script, early=early, policy=_policy(script, early), **content)
+def page(name: str, *, kind: str, **content: object) -> str:
+    """A template with its content: in ``html`` with the style and the scripts of all pages."""
+    template = _environment().get_template(f"{name}.{kind}.jinja")
+    if kind == "md":
+        return template.render(mark=MARKDOWN_MARK, **content).rstrip("\n") + "\n"
+    script, early = (_text(file) for file in ("page.js", "theme.js"))
+    policy = _policy(script, early)
+    return template.render(
+        mark=HTML_MARK, style=_text("style.css"), script=script, early=early, policy=policy, **content
     )
 
 
@@ -73,17 +89,36 @@ def _text(name: str) -> str:
     return (TEMPLATES / name).read_text(encoding="utf-8")
 
 
+def render_markdown(report: Report) -> str:
+    """The markdown about one checkpoint."""
+    kept: dict[tuple[str, str, str], list[int]] = {}
+    for one in report.kept:
+        kept.setdefault((one.role, one.dtype, one.reason), []).append(one.nbytes)
+    return page("report", kind="md", kept=kept, **_numbers(report))
+
+
+def _numbers(report: Report) -> dict[str, Any]:
+    """What both templates show."""
+    return {
+        "r": report,
+        "rows": roles.by_role(report),
+        "worst": errors.worst_weights(report),
+        "tuned_ratio": mean_known(block.ratio for block in report.blocks),
+        "overall_mse": pooled_mse(report.weights),
+        "overall_db": decibels(pooled_mse(report.weights)),
+    }
+
+
 def render_html(report: Report) -> str:
     """The page of one checkpoint."""
-    rows = roles.by_role(report)
+    content = _numbers(report)
+    rows = content["rows"]
     gains = [row for row in rows if row.gains]
     drawing, legend, outside = sections.precision_map(report)
     return page(
-        "report.html.jinja",
-        r=report,
-        mark=HTML_MARK,
+        "report",
+        kind="html",
         described=f"{report.verdict[1]}: {report.verdict[0]}" if report.verdict else "",
-        rows=rows,
         card=quality.facts(report),
         texts=quality.drawn_texts(report),
         samples=quality.sample_texts(report),
@@ -92,14 +127,12 @@ def render_html(report: Report) -> str:
         proof_words=proof_words(report),
         error_lines=errors.error_lines(rows),
         error_strips=errors.error_strips(rows),
-        worst=errors.worst_weights(report),
         by_data=report.by_data,
         calibrated=errors.calibrated(rows),
         calibrated_count=sum(len(row.gains) for row in gains),
         gains=gains,
         reverted=sum(row.reverted for row in gains),
         tuned=errors.tuned(report),
-        tuned_ratio=mean_known(block.ratio for block in report.blocks),
         choice_dots=errors.choice_dots(report, rows),
         choice_lines=errors.choice_lines(report),
         choice_colour=errors.CHOICE_COLOUR,
@@ -112,10 +145,9 @@ def render_html(report: Report) -> str:
         formats_drawn=list(dict.fromkeys(row.format for row in rows)),
         data=_json(sections.table_data(report)),
         columns=COLUMNS if gains else [column for column in COLUMNS if column[0] != OUTPUT_ERROR],
-        overall_mse=pooled_mse(report.weights),
-        overall_db=decibels(pooled_mse(report.weights)),
         label=lambda row: roles.row_label(row, rows),
         saved_by_global_scale=errors.saved_by_global_scale,
+        **content,
     )
 
 
@@ -143,3 +175,18 @@ def _json(content: object) -> str:
     """JSON that no HTML parser can take for anything else: ASCII, without <, > and &."""
     text = json.dumps(content, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
+
+
+def _escaped(text: str) -> str:
+    """Text that markdown shows as it is."""
+    text = _SPECIAL.sub(r"\\\1", roles.shown(text))
+    return text.replace("\\<", "&lt;").replace("\\>", "&gt;").replace("\\&", "&amp;")
+
+
+def _code(text: str) -> str:
+    """A name in code style; where it holds a backtick or a bar, which would end it, escaped text instead."""
+    name = roles.shown(text)
+    return f"`{name}`" if name and not set(name) & set("`|<>&\\") else _escaped(name)

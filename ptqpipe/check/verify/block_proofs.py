@@ -1,0 +1,82 @@
+"""Whether the block scales of a stored weight are optimal, by brute force (``search/proof.py``) against its source."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from ptqpipe.models.source import Source, SourceRows, row_runs
+from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.numerics.search.enlarged import enlarge
+from ptqpipe.numerics.search.proof import Optimality, cost, prove
+
+SCORE_BUDGET = 1 << 25  # scored elements per weight, when proofs take a sample of its blocks
+
+
+def prove_weight(
+    ckpt: Source, weight: str, rows: SourceRows, *, expert: int | None, sample_blocks: int | None, factor: float = 1.0
+) -> Optimality:
+    """Proves the scales of ``sample_blocks`` blocks of a stored weight (``search/proof.py``); of all of them for None.
+
+    Whole rows of blocks, spread evenly from top to bottom. ``factor``: what the weights were multiplied by before.
+    """
+    stored = ckpt.stored[weight]
+    fmt = stored.scheme.fmt
+    grid = fmt.scale_shape(stored.shape)
+    height, width = fmt.block_extent(stored.shape)
+    lines = _sampled_lines(grid, cost(fmt, height * width), sample_blocks)
+    total = grid[0] * grid[1]
+    proofs = (
+        prove(q.multiplying(), enlarge(w, factor), at, total=total)
+        for at, q, w in _lines(ckpt, weight, expert, lines, rows)
+    )
+    return sum(proofs, Optimality(0, total))
+
+
+def prove_joint(ckpt: Source, members: Sequence[tuple[str, SourceRows]]) -> Optimality:
+    """One scale for several weights (FP8 per tensor over a fused group): scored as the one block that they are."""
+    runs = [(q, rows.rows(0, q.shape[0])) for weight, rows in members for q in [ckpt.quantized(weight)]]
+    first = runs[0][0]
+    if any(not torch.equal(q.scales, first.scales) for q, _ in runs):
+        return Optimality(1, 1, worse=1, first=(0, 0))
+    shape = (sum(q.shape[0] for q, _ in runs), first.shape[1])
+    joint = replace(first, shape=shape, data=torch.cat([q.data for q, _ in runs]))
+    return prove(joint.multiplying(), torch.cat([w for _, w in runs]), [0], total=1)
+
+
+def _sampled_lines(grid: tuple[int, int], cost: int, sample_blocks: int | None) -> list[int]:
+    """Rows of the scale grid to check, spread evenly."""
+    if sample_blocks is None:
+        return list(range(grid[0]))
+    blocks = min(sample_blocks, max(1, SCORE_BUDGET // cost))
+    count = min(grid[0], max(1, blocks // grid[1]))
+    return sorted({(2 * i + 1) * grid[0] // (2 * count) for i in range(count)})
+
+
+def _lines(
+    ckpt: Source, weight: str, expert: int | None, lines: list[int], rows: SourceRows
+) -> Iterator[tuple[list[int], QTensor, torch.Tensor]]:
+    """(rows of the scale grid, their QTensor, their weights) of these rows of blocks.
+
+    Single rows are gathered into one matrix: scoring has a cost per call.
+    """
+    stored = ckpt.stored[weight]
+    fmt, shape = stored.scheme.fmt, stored.shape
+    height, grid = fmt.block_extent(shape)[0], fmt.scale_shape(shape)
+    if fmt.shares_rows:  # its columns are blocks of all rows
+        runs = [(0, shape[0])]
+    elif len(lines) == grid[0]:
+        runs = row_runs(shape, fmt)
+    else:
+        runs = [(line * height, min((line + 1) * height, shape[0])) for line in lines]
+    runs_of_rows = (
+        (start, q, rows.rows(start, start + q.shape[0])) for start, q in ckpt.runs(weight, expert=expert, runs=runs)
+    )
+    if height > 1 or len(lines) == grid[0]:
+        for start, q, w in runs_of_rows:
+            yield list(range(start // height, -(-(start + q.shape[0]) // height))), q, w
+    else:
+        pieces = list(runs_of_rows)
+        data, scales = (torch.cat([getattr(q, name) for _, q, _ in pieces]) for name in ("data", "scales"))
+        q = replace(pieces[0][1], shape=(len(pieces), shape[1]), data=data, scales=scales)
+        yield lines, q, torch.cat([w for _, _, w in pieces])
