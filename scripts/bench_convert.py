@@ -188,8 +188,8 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
     """Seconds of what convert computes, weights in memory, summed over groups of units that fit ``HELD_BYTES``."""
     import torch
 
-    from ptqpipe.conversion.planned_outputs import QuantizeUnit
     from ptqpipe.conversion.prepare import prepare
+    from ptqpipe.conversion.unit_job import QuantizeUnit
     from ptqpipe.models.source import SourceRows
     from ptqpipe.quantization import rtn
     from ptqpipe.quantization.unit import Task

@@ -25,11 +25,11 @@ def doubts_of(source: Source, reader: str | None) -> tuple[str, ...]:
         raise CheckpointError(f"{arg('reader', reader)}: {unlike[0]}; {reader} would not load what is made of it")
     unknown = []
     if not is_known(config):
-        whose = "" if reader is None else f"; {arg('reader', reader)} cannot tell whether {reader} takes them quantized"
+        whose = "" if reader is None else f"; whether {reader} takes them quantized is not known"
         unknown.append(
             f"the table of families has no row for model_type {config.get('model_type')!r}: names and shapes alone "
-            f"decide what stays unquantized{whose}; look at the list of what is kept, and add to it with "
-            f"{arg('ignore')}"
+            f"decide what stays unquantized{whose}; look at the list of what is kept, and ignore what else has "
+            "to stay"
         )
     if (source.reader.path / ADAPTER_CONFIG).is_file():
         unknown.append(

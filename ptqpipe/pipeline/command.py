@@ -51,7 +51,8 @@ from ptqpipe.pipeline import messages as text
 from ptqpipe.pipeline.disk_space import check_disk
 from ptqpipe.pipeline.ledger import Ledger
 from ptqpipe.pipeline.prepare_stages import prepare
-from ptqpipe.pipeline.stages import Pipeline, described
+from ptqpipe.pipeline.run_plan import Pipeline, described
+from ptqpipe.pipeline.stages import steps_of
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.run.machine import Machine, peak_bytes, progress_prefix, reset_peak
 from ptqpipe.run.quantities import memory_size
@@ -110,7 +111,7 @@ def run(run: Pipeline, *, say: Say = lambda line: None) -> PipelineResult:
     check_place(run.out)
     with ExitStack() as stack:
         lock = _open(run, paths, stack)
-        steps, printed = run.steps(), set[str]()  # several stages look at the same data
+        steps, printed = steps_of(run), set[str]()  # several stages look at the same data
         peaks = [0]
         for line in text.header(run, steps):
             say(line)

@@ -11,7 +11,8 @@ from ptqpipe.run.quantities import disk_size, memory_size
 
 if TYPE_CHECKING:
     from ptqpipe.pipeline.command import PipelineResult
-    from ptqpipe.pipeline.stages import Pipeline, Step
+    from ptqpipe.pipeline.run_plan import Pipeline
+    from ptqpipe.pipeline.stages import Step
 
 
 def header(run: "Pipeline", steps: Sequence["Step"]) -> Iterator[str]:

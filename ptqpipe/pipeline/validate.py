@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ptqpipe.calibration.rows import files_of, weighted
 from ptqpipe.errors import UsageError, arg, usage
-from ptqpipe.models.reader_facts import container_for, formats_of
+from ptqpipe.models.reader_facts import check_rotation, container_for, formats_of
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.pipeline.budget.plan_units import DEFAULT_FORMATS, KEEP
 from ptqpipe.recipe.file import build_recipe
@@ -79,6 +79,8 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
             f"{arg('quality', 'fast')} weights scales by moments of each input alone, which do not say those of "
             f"rotated ones; use {arg('quality')} good or best, or leave {arg('rotate')} out"
         )
+    if work.budget is not None and work.reader is not None and built.rotations:
+        check_rotation(work.reader, None)
     files_of(work.eval, option="eval")
 
 

@@ -9,7 +9,7 @@ import ptqpipe
 from ptqpipe.checkpoint import Paths
 from ptqpipe.cli import main
 from ptqpipe.errors import AlreadyComplete, OutputError, WrongOutput
-from ptqpipe.pipeline import stages
+from ptqpipe.pipeline import check_stages, output_stages
 from ptqpipe.recipe.options import PipelineOptions
 from tests.checkpoint.holding import another_process_in
 from tests.checkpoint.runs import snapshot
@@ -67,14 +67,14 @@ def test_a_run_holds_its_lock_over_all_stages_and_leaves_none(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, seen = tmp_path / "out", list[str]()
-    real = stages.verify
+    real = check_stages.verify
 
     def look(*args: object, **kwargs: object) -> object:  # the last stage, behind the locks of all others
         done = CliRunner().invoke(main, ["convert", str(model), "-o", str(out), "--resume"])
         seen.append(done.output)
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stages, "verify", look)
+    monkeypatch.setattr(check_stages, "verify", look)
     made(model, out, BUDGET)
     assert len(seen) == 1
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
@@ -83,7 +83,7 @@ def test_a_run_holds_its_lock_over_all_stages_and_leaves_none(
 def left_by_a_run(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """The files of a run that was stopped in its last stage, and its output's."""
     with monkeypatch.context() as patch:
-        patch.setattr(stages, "verify", stops(stages.verify, at=1))
+        patch.setattr(check_stages, "verify", stops(check_stages.verify, at=1))
         with pytest.raises(KeyboardInterrupt):
             made(model, out, BUDGET)
     return files_of(out)
@@ -123,14 +123,14 @@ def test_statistics_and_codes_that_are_damaged_are_made_again(
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(stages.conversion, "convert", stops(stages.conversion.convert, at=1))
+        patch.setattr(output_stages.conversion, "convert", stops(output_stages.conversion.convert, at=1))
         with pytest.raises(KeyboardInterrupt):
             made(model, out, work_of(text))
         for name in ("model.layers.1.safetensors", "rounding.json"):
             file = Paths.of(out).stages / "codes" / name
             raw = file.read_bytes()
             file.write_bytes(raw[:-9] + bytes([raw[-9] ^ 1]) + raw[-8:])
-            patch.setattr(stages.conversion, "convert", stops(stages.conversion.convert, at=1))
+            patch.setattr(output_stages.conversion, "convert", stops(output_stages.conversion.convert, at=1))
             with pytest.raises(KeyboardInterrupt):
                 made(model, out, work_of(text), mode="resume")
             assert file.read_bytes() == raw
@@ -167,12 +167,12 @@ def test_a_call_that_was_killed_before_it_had_begun_is_not_spoken_of(model: Path
 
 
 def test_a_run_whose_folder_is_taken_away_says_so(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = stages.write_recipe
+    real = output_stages.write_recipe
 
     def taken(*args: object) -> None:
         real(*args)  # type: ignore[arg-type]
         (tmp_path / ".out.stages").rename(tmp_path / "elsewhere")
 
-    monkeypatch.setattr(stages, "write_recipe", taken)
+    monkeypatch.setattr(output_stages, "write_recipe", taken)
     with pytest.raises(OutputError, match=r"\.out\.stages' was removed, renamed or unmounted while this run"):
         made(model, tmp_path / "out", BUDGET)

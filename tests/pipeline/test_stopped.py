@@ -15,27 +15,27 @@ from ptqpipe.conversion.transform import learn as learning
 from ptqpipe.conversion.transform.transformation import Transformation
 from ptqpipe.conversion.unit_job import QuantizeUnit
 from ptqpipe.errors import AlreadyComplete, UsageError, WrongOutput
-from ptqpipe.pipeline import stages
+from ptqpipe.pipeline import check_stages, data_stages
 from ptqpipe.pipeline.tune import command as tune_stage
 from ptqpipe.recipe.options import PipelineOptions
 from tests.pipeline.runs import few, files_of, made, ran, stops, work_of
 
 STAGES = [  # in their order: each goes on where the one before was stopped
-    (stages, "calibrate", 1),  # with pairs
-    (stages, "find_factors", 1),
+    (data_stages, "calibrate", 1),  # with pairs
+    (data_stages, "find_factors", 1),
     (Transformation, "learn", 1),
     (learning, "_entry", 2),
-    (stages, "read_json_object", 1),
-    (stages, "calibrate", 1),  # of the rotated model
-    (stages, "find_factors", 1),
+    (data_stages, "read_json_object", 1),
+    (data_stages, "calibrate", 1),  # of the rotated model
+    (data_stages, "find_factors", 1),
     (Transformation, "fold", 2),
-    (stages, "calibrate", 1),  # of the transformed model
+    (data_stages, "calibrate", 1),  # of the transformed model
     (tune_stage, "follow", 2),
     (QuantizeUnit, "run", 5),
     (Conversion, "record", 1),
-    (stages, "verify", 1),
-    (stages.evaluation, "evaluate", 1),
-    (stages, "make_report", 1),
+    (check_stages, "verify", 1),
+    (check_stages.evaluation, "evaluate", 1),
+    (check_stages, "make_report", 1),
 ]
 
 
@@ -170,7 +170,7 @@ def test_a_run_that_replaces_an_output_goes_on_where_it_was_stopped(
             made(model, tmp_path / "out", work, mode="overwrite")
     assert files_of(tmp_path / "out") == former
     with monkeypatch.context() as patch:
-        patch.setattr(stages, "verify", stops(stages.verify, at=1))
+        patch.setattr(check_stages, "verify", stops(check_stages.verify, at=1))
         with pytest.raises(KeyboardInterrupt):
             made(model, tmp_path / "out", work, mode="resume")
     made(model, tmp_path / "out", work, mode="resume")
@@ -207,7 +207,7 @@ def test_a_run_is_not_resumed_with_another_requantize(
     assert source is not None
     works = [PipelineOptions(budget="4.6bits", formats=("mxfp4", "nvfp4"), requantize=asked) for asked in (False, True)]
     with monkeypatch.context() as patch:
-        patch.setattr(stages, "verify", stops(stages.verify, at=1))
+        patch.setattr(check_stages, "verify", stops(check_stages.verify, at=1))
         with pytest.raises(KeyboardInterrupt):
             made(source, tmp_path / "out", works[first])
     with pytest.raises(UsageError, match="was started with another value of requantize"):

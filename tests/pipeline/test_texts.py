@@ -19,13 +19,13 @@ def test_the_field_of_the_rows_can_be_named(model: Path, text: Path, tmp_path: P
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"input_ids": row[::-1], "body": row}) + "\n" for row in rows))
     plain = made(model, tmp_path / "plain", work_of(text, quality="fast", eval=(str(text),)))
-    named = made(model, tmp_path / "named", work_of(other, quality="fast", field="body", eval=(str(other),)))
+    named = made(model, tmp_path / "named", work_of(other, quality="fast", text_field="body", eval=(str(other),)))
     assert weights_of(named.out) == weights_of(plain.out)
     assert named.evaluation is not None
     assert plain.evaluation is not None
     assert named.evaluation["kl"][0]["mean"] == plain.evaluation["kl"][0]["mean"]
     with pytest.raises(WrongOutput):
-        made(model, tmp_path / "named", work_of(other, quality="fast", field="input_ids"), mode="resume")
+        made(model, tmp_path / "named", work_of(other, quality="fast", text_field="input_ids"), mode="resume")
 
 
 @pytest.mark.slow
@@ -36,8 +36,8 @@ def test_the_models_own_text_is_half_of_what_four_bit_inputs_learn_from_unless_t
     asked = PipelineOptions(data=(str(text), "self"), samples=8, seqlen=LENGTH)
     assert weights_of(half.out) == weights_of(made(model, tmp_path / "asked", asked, "mxfp4").out)
     said: list[str] = []
-    fields = made(model, tmp_path / "fields", work_of(text, field="input_ids"), "mxfp4", say=said.append)
-    assert 'own text is left out: text_field="input_ids" is in no row of it' in fields.record["pipeline"]["without"][0]
+    fields = made(model, tmp_path / "fields", work_of(text, text_field="input_ids"), "mxfp4", say=said.append)
+    assert "own text is left out: field input_ids is in no row of it" in fields.record["pipeline"]["without"][0]
     assert any("warning: the model's own text is left out" in line for line in said)
     assert not any("the model generates text to calibrate on" in line for line in said)
     assert weights_of(half.out) != weights_of(fields.out)

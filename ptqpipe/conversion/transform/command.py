@@ -70,7 +70,7 @@ def prepare(
     groups: dict[int, list[TensorSpec]] = {}
     for job in jobs:
         groups.setdefault(job.group, []).append(job.spec)
-    layout = ShardLayout.plan(groups.values(), shard_bytes=options.shard_size)
+    layout = ShardLayout.plan(list(groups.values()), shard_bytes=options.shard_size)
     statistics = _open_statistics(stats, source, names, opened, learn=bool(options.learn))
     units: tuple[LearningUnit, ...] = ()
     if options.learn and statistics is not None:

@@ -115,7 +115,7 @@ class Transformation(FloatCheckpoint):
     def find(self, former: Mapping[str, Mapping[str, Any]], commit: Commit, machine: Machine) -> None:
         """Learns the rotations and finds the factors that the journal's entries do not have, and commits one after
         another to it."""
-        names = [part.id for part in (*self.units, *self.components)]
+        names = [unit.id for unit in self.units] + [component.id for component in self.components]
         self.entries.update({name: former[name] for name in names if name in former})
         self.learn(commit, machine)
         missing = [component for component in self.components if component.id not in self.entries]
