@@ -30,7 +30,7 @@ from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Scratch, Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization import UnitResult, WeightError, check_decode, gathered_bytes
-from ptqpipe.quantization.learned_codes import TRAINED_REASON, Rounding
+from ptqpipe.quantization.learned_codes import TRAINED_REASON, LearnedCodes
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import WorkerBudget
 
@@ -58,7 +58,7 @@ class Conversion(Rewrite[OutputJob]):
     outputs: Outputs
     input_scales: InputScales
     statistics: Statistics | None = None
-    rounding: Rounding | None = None
+    rounding: LearnedCodes | None = None
     consumed: Consumed | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     doubts: tuple[str, ...] = ()

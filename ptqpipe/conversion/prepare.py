@@ -32,7 +32,7 @@ from ptqpipe.models.families import doubts, is_known, issues_of
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.numerics.search import get_search
-from ptqpipe.quantization.learned_codes import ROUNDING_FILE, TRAINED_REASON, Rounding
+from ptqpipe.quantization.learned_codes import CODES_FILE, TRAINED_REASON, LearnedCodes
 from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import ALGORITHMS, AUTO, CodeOptions, RecipeOptions
 from ptqpipe.recipe.plan import Plan, check_ignored, make_plan
@@ -125,7 +125,7 @@ def prepare(
     """
     options = options or RecipeOptions()
     with ExitStack() as opened:
-        learned = None if rounding is None else opened.enter_context(Rounding.open(rounding))
+        learned = None if rounding is None else opened.enter_context(LearnedCodes.open(rounding))
         recipe = _recipe(options, recipe_path, learned, statistics=stats is not None or collected)
         recipe = with_searches(recipe, data=collected or learned is not None)
         container_of(recipe, recipe.container_name)  # before anything is downloaded
@@ -193,7 +193,7 @@ def _doubts_of(source: Source, reader: str | None) -> tuple[str, ...]:
     return (*unknown, *unlike, *doubts(config, source.tensors))
 
 
-def _recipe(options: RecipeOptions, path: Path | None, codes: Rounding | None, *, statistics: bool) -> Recipe:
+def _recipe(options: RecipeOptions, path: Path | None, codes: LearnedCodes | None, *, statistics: bool) -> Recipe:
     """The recipe of the options and a recipe file, or that of the codes where there is none."""
     own = None if codes is None else recipe_of_codes(codes, options if path is None else RecipeOptions())
     recipe = build_recipe(options, path=path, codes=own)
@@ -222,7 +222,7 @@ def _check_mtp(outputs: Outputs, source: Source) -> None:
     raise UsageError(f"{given}: {path} has no multi-token prediction layer; leave it out")
 
 
-def _check_rounding(found: Rounding, source: Source, plan: Plan) -> None:
+def _check_rounding(found: LearnedCodes, source: Source, plan: Plan) -> None:
     """Learned codes against model and plan. UsageError where they are another model's, or lack a weight."""
     check_model(found, source)
     for unit in plan.units:
@@ -247,7 +247,7 @@ def default_out(path: Path, recipe: Recipe) -> Path:
     return Path(f"{name_of(path)}-{schemes[0].suffix if len(schemes) == 1 else 'MIXED'}")
 
 
-def recipe_of_codes(codes: Rounding, options: RecipeOptions) -> Recipe:
+def recipe_of_codes(codes: LearnedCodes, options: RecipeOptions) -> Recipe:
     """The recipe that codes were learned for, which applies where the call gives no recipe file.
 
     CheckpointError where rounding.json has none that this version knows; UsageError where ``options`` name another
@@ -255,11 +255,11 @@ def recipe_of_codes(codes: Rounding, options: RecipeOptions) -> Recipe:
     """
     described = codes.content.get("recipe")
     if not isinstance(described, Mapping):
-        raise CheckpointError(f"{codes.path / ROUNDING_FILE} has no recipe, so what its codes mean is lost; tune again")
+        raise CheckpointError(f"{codes.path / CODES_FILE} has no recipe, so what its codes mean is lost; tune again")
     try:
         recipe = Recipe.from_json(described)
     except RecipeError as error:
-        raise CheckpointError(f"{codes.path / ROUNDING_FILE}: {error}; tune again") from None
+        raise CheckpointError(f"{codes.path / CODES_FILE}: {error}; tune again") from None
     names = [scheme.name for scheme in recipe.schemes()]
     if options.scheme is not None and [get_scheme(options.scheme).name] != names:
         raise UsageError(
@@ -270,7 +270,7 @@ def recipe_of_codes(codes: Rounding, options: RecipeOptions) -> Recipe:
 
 
 def _check_codes(
-    codes: Rounding,
+    codes: LearnedCodes,
     source: Source,
     plan: Plan,
     *,
@@ -295,7 +295,7 @@ def _check_codes(
                 )
 
 
-def _check_plan(codes: Rounding, source: Source, plan: Plan, recipe: Recipe) -> None:
+def _check_plan(codes: LearnedCodes, source: Source, plan: Plan, recipe: Recipe) -> None:
     """The call's plan against the codes' own; a weight without codes may be kept on request."""
     own = recipe_of_codes(codes, RecipeOptions())
     if own == recipe:
@@ -323,7 +323,7 @@ def _fates(plan: Plan) -> dict[str, _Fate]:
     return {key: (label, keys) for label, keys in units for key in keys}
 
 
-def _check_input_scales(codes: Rounding, recipe: Recipe, statistics: Statistics | None) -> None:
+def _check_input_scales(codes: LearnedCodes, recipe: Recipe, statistics: Statistics | None) -> None:
     """Codes were learned behind inputs at static scales: those must be the ones that are written."""
     made_with = codes.content.get("statistics")
     given = None if statistics is None else statistics.digest

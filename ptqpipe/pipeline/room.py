@@ -14,10 +14,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ptqpipe.calibration.backward import enough, least_step, streams
+from ptqpipe.calibration.expert_inputs import STREAMS
 from ptqpipe.calibration.inputs import EXPERT_ROWS, OUT_ROWS
-from ptqpipe.calibration.paired_experts import STREAMS
 from ptqpipe.calibration.pairs import LEAST, most_pairs
-from ptqpipe.calibration.reverse import enough, least_step, streams
 from ptqpipe.calibration.rows import files_of
 from ptqpipe.calibration.statistics import of_all_experts
 from ptqpipe.check.evaluate.cache import DEFAULT_LIMIT, MOST

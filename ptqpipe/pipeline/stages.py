@@ -36,7 +36,7 @@ from ptqpipe.pipeline.presets import Way, describe
 from ptqpipe.pipeline.room import Disk, disk_of, memory_of, memory_text, pair_samples
 from ptqpipe.pipeline.tune.command import tune
 from ptqpipe.pipeline.tune.tune_options import TuneOptions
-from ptqpipe.quantization.learned_codes import ROUNDING_FILE
+from ptqpipe.quantization.learned_codes import CODES_FILE
 from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.run.machine import Machine, compute_threads
@@ -304,7 +304,7 @@ class Pipeline:
                 machine=self.computing,
             )
             self.notes += done.notes
-        self.ledger.add(target / ROUNDING_FILE)
+        self.ledger.add(target / CODES_FILE)
 
     def _convert(self) -> None:
         codes = self.folder / "codes" if self.way is not None and self.way.method else None

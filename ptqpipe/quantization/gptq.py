@@ -22,8 +22,8 @@ from ptqpipe.calibration.inputs import Moments
 from ptqpipe.errors import FormatError, NumericsError, arg
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.qtensor import QTensor, check_finite, code_values
-from ptqpipe.quantization import calibrated, two_sided
-from ptqpipe.quantization.columns import (
+from ptqpipe.quantization import calibrated, kronecker
+from ptqpipe.quantization.gptq_steps import (
     BLOCK,
     absmax_index,
     as_qtensor,
@@ -70,7 +70,7 @@ def _feedback(task: Task, prepare: Callable[[int], Metric]) -> calibrated.Feedba
         nearest: Callable[[torch.Tensor], QTensor],
         outputs: Sequence[torch.Tensor] | None,
     ) -> QTensor:
-        two = outputs is not None and two_sided.possible(fmt)
+        two = outputs is not None and kronecker.possible(fmt)
         sweeps = min(options.refine, GROUP_SWEEPS) if two else options.refine
         blocks = block_metrics(metric.moment, fmt) if sweeps else None
 
@@ -81,9 +81,9 @@ def _feedback(task: Task, prepare: Callable[[int], Metric]) -> calibrated.Feedba
                 q = codes_at(rows, nearest(rows).scales, fmt, metric=metric, global_scale=g)
             return refine(q, rows, moment=metric.moment, sweeps=sweeps, blocks=blocks) if sweeps else q
 
-        return two_sided.codes(w, outputs, one_sided) if outputs is not None and two else one_sided(w)
+        return kronecker.codes(w, outputs, one_sided) if outputs is not None and two else one_sided(w)
 
-    shifted = two_sided.possible(fmt) and any(moments.outputs is not None for moments in task.inputs or ())
+    shifted = kronecker.possible(fmt) and any(moments.outputs is not None for moments in task.inputs or ())
     moves = entry or shifted or bool(options.refine and has_block_scales(fmt))
     return calibrated.Feedback(prepare, choose, moves_scales=moves)
 

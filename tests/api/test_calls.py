@@ -25,7 +25,7 @@ from ptqpipe.cli.serve import serve as serve_command
 from ptqpipe.errors import OutputExists, PtqError, UsageError
 from ptqpipe.pipeline.demo import MODEL
 from ptqpipe.pipeline.tune.tune_options import TuneOptions
-from ptqpipe.quantization.learned_codes import Rounding
+from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.recipe.options import recipe_fields
 from tests import tiny
 
@@ -234,7 +234,7 @@ def test_errors_are_those_of_the_command_line_in_pythons_words(model: Path, tmp_
             UsageError,
             lambda: ptqpipe.convert(model, out=out, resume=True, overwrite=True),
         ),
-        "give data=FILE": (UsageError, lambda: ptqpipe.calibrate(model, None, tmp_path / "stats")),
+        'give data="FILE"': (UsageError, lambda: ptqpipe.calibrate(model, None, tmp_path / "stats")),
         'max_memory="8MB" is too small': (UsageError, lambda: ptqpipe.convert(model, out=out, max_memory="8MB")),
         "workers=0 is too few": (UsageError, lambda: ptqpipe.relayout(out, "modelopt", workers=0)),
         "is not a size; write 2GiB": (UsageError, lambda: ptqpipe.convert(model, out=out, max_memory="much")),
@@ -320,7 +320,7 @@ def test_large_objects_are_one_short_line(model: Path, tmp_path: Path) -> None:
     (tmp_path / "q" / "rounding.json").write_text(
         '{"version": 1, "digest": "", "model": {"fingerprint": ""}, "weights": {}}'
     )
-    with Rounding.open(tmp_path / "q") as rounding:
+    with LearnedCodes.open(tmp_path / "q") as rounding:
         rows.append(repr(rounding))
     assert [row for row in rows if "\n" in row or len(row) > 60 + len(str(tmp_path))] == []
 
