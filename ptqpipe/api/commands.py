@@ -124,8 +124,8 @@ def _convert(
     options: Mapping[str, Any],
 ) -> Result:
     """A conversion alone. ``rules``: a recipe file."""
-    best = best_with(given, recipe_path=rules, stats=stats, rounding=rounding)
-    where: dict[str, Any] = {"out": out, "stats": stats, "rounding": rounding, "reader": options.get("reader")}
+    best = best_with(given, recipe_path=rules, stats=stats, codes=rounding)
+    where: dict[str, Any] = {"out": out, "stats": stats, "codes": rounding, "reader": options.get("reader")}
     where["requantize"] = bool(options.get("requantize"))
     with prepare(model, options=best, recipe_path=rules, **where) as prepared:
         no_config = missing_config(prepared)

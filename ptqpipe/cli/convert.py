@@ -79,7 +79,7 @@ def convert(given: Given) -> None:
     from ptqpipe.run.machine import without_collections
 
     mode, machine = given.mode, given.machine(given.device)
-    where = {"recipe_path": given.recipe_path, "stats": given.stats, "rounding": given.rounding}
+    where = {"recipe_path": given.recipe_path, "stats": given.stats, "codes": given.rounding}
     recipe = given.recipe if work.reader is None else for_reader(work.reader, given.recipe, given.recipe_path)
     asked = {"out": given.out, "reader": work.reader, "requantize": work.requantize, "dry": given.dry_run}
     prepares = partial(prepare, given.model, options=best_with(recipe, **where), **asked, **where)

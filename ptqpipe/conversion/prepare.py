@@ -44,11 +44,11 @@ _AGAIN = "leave out what differs, or tune again with the same --format, --recipe
 
 
 def best_with(
-    options: RecipeOptions, *, stats: Path | None, recipe_path: Path | None, rounding: Path | None = None
+    options: RecipeOptions, *, stats: Path | None, recipe_path: Path | None, codes: Path | None = None
 ) -> RecipeOptions:
     """The options with the best that statistics allow, where neither they nor a recipe, a file's or that of learned
     codes, say it: GPTQ where the full moments are there, else nearest codes at weighted scales."""
-    if stats is None or recipe_path is not None or rounding is not None:
+    if stats is None or recipe_path is not None or codes is not None:
         return options
     if options.algorithm is None and options.weighting is None:
         with Statistics.open(stats) as statistics:
@@ -107,7 +107,7 @@ def prepare(
     recipe_path: Path | None = None,
     out: Path | None = None,
     stats: Path | None = None,
-    rounding: Path | None = None,
+    codes: Path | None = None,
     collected: bool = False,
     reader: str | None = None,
     requantize: bool = False,
@@ -116,7 +116,7 @@ def prepare(
     """Everything that can be decided from headers. Raises before any weight is read; writes nothing.
 
     stats      a folder of `ptqpipe calibrate`
-    rounding   one of `ptqpipe tune`: its codes are written as they are, by the recipe that they were learned for
+    codes      a folder of `ptqpipe tune`: its codes are written as they are, by the recipe that they were learned for
                unless a recipe file is given; what contradicts it is a UsageError
     reader     the program that will load the result (``--for``): a weight that it gets wrong is a UsageError
     requantize quantize weights again that are stored below 8 bits even where that only adds error
@@ -125,7 +125,7 @@ def prepare(
     """
     options = options or RecipeOptions()
     with ExitStack() as opened:
-        learned = None if rounding is None else opened.enter_context(LearnedCodes.open(rounding))
+        learned = None if codes is None else opened.enter_context(LearnedCodes.open(codes))
         recipe = _recipe(options, recipe_path, learned, statistics=stats is not None or collected)
         recipe = with_searches(recipe, data=collected or learned is not None)
         container_of(recipe, recipe.container_name)  # before anything is downloaded
@@ -144,7 +144,7 @@ def prepare(
         files, name = outputs.configs(source, version=__version__), outputs.container_name
         check_read_back(outputs.container, files, outputs.layout, outputs.targets, container_name=name)
         if learned is not None:
-            _check_rounding(learned, source, outputs.plan)
+            _check_model_of_codes(learned, source, outputs.plan)
         statistics = open_statistics(
             stats, source, outputs.plan, recipe=outputs.recipe, learned=learned, collected=collected
         )
@@ -222,7 +222,7 @@ def _check_mtp(outputs: Outputs, source: Source) -> None:
     raise UsageError(f"{given}: {path} has no multi-token prediction layer; leave it out")
 
 
-def _check_rounding(found: LearnedCodes, source: Source, plan: Plan) -> None:
+def _check_model_of_codes(found: LearnedCodes, source: Source, plan: Plan) -> None:
     """Learned codes against model and plan. UsageError where they are another model's, or lack a weight."""
     check_model(found, source)
     for unit in plan.units:

@@ -63,8 +63,8 @@ def _quantize_checked(unit: Unit, task: Task) -> UnitResult:
     return replace(result, record_fields=tuple(records))
 
 
-def learned_codes(unit: Unit, rounding: LearnedCodes | None) -> list[QTensor] | None:
+def learned_codes(unit: Unit, codes: LearnedCodes | None) -> list[QTensor] | None:
     """The learned codes of every weight of a unit; None where there are none."""
-    if rounding is None or not rounding.has(unit.members[0].key):
+    if codes is None or not codes.has(unit.members[0].key):
         return None
-    return [rounding.of(member.key, unit.scheme.fmt, shape=member.shape) for member in unit.members]
+    return [codes.of(member.key, unit.scheme.fmt, shape=member.shape) for member in unit.members]

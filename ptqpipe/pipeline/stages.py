@@ -310,7 +310,7 @@ class Pipeline:
         codes = self.folder / "codes" if self.way is not None and self.way.method else None
         stats = self.stats if codes is None or _static(self) else None
         path = self.recipe_file if codes is None else None
-        where: dict[str, Any] = {"recipe_path": path, "stats": stats, "rounding": codes}
+        where: dict[str, Any] = {"recipe_path": path, "stats": stats, "codes": codes}
         options = RecipeOptions() if codes is not None else best_with(self.recipe, **where)
         paths = Paths.of(self.out)
         mode: Mode = "overwrite" if self.ledger.replaces(paths.out) and not has_begun(paths) else "resume"

@@ -135,7 +135,7 @@ def test_codes_may_differ_from_weights_by_what_would_be_a_loss_of_the_nearest_on
     """Where a layer has no inputs, codes that the model's output chose may be anywhere."""
     codes, options = codes_of_run("nvfp4", "gptq"), RecipeOptions(scheme="nvfp4")
     monkeypatch.setattr(conversion, "LOST", 1e-3)
-    with prepare(DEMO, options=RecipeOptions(), out=tmp_path / "out", rounding=codes) as job:
+    with prepare(DEMO, options=RecipeOptions(), out=tmp_path / "out", codes=codes) as job:
         done = convert_stage.convert(job, machine=ONE)
     assert done is not None
     assert min(entry["relative_mse"] for entry in done.record["weights"].values()) > 1e-3
@@ -186,13 +186,13 @@ def test_codes_of_another_model_or_format_are_refused(tuned: tuple[str, Path], t
         (copy / file.name).write_bytes(file.read_bytes())
     (copy / "rounding.json").write_text(json.dumps(content))
     with pytest.raises(UsageError, match=r"learned codes in .*copy belong to the model demo_model .*tune this one"):
-        prepare(DEMO, options=RecipeOptions(scheme=scheme), out=tmp_path / "o", rounding=copy)
+        prepare(DEMO, options=RecipeOptions(scheme=scheme), out=tmp_path / "o", codes=copy)
 
 
 def test_codes_hold_for_every_copy_of_the_model(tuned: tuple[str, Path], tmp_path: Path) -> None:
     scheme, codes = tuned
     copy = shutil.copytree(DEMO, tmp_path / "second_download", copy_function=shutil.copyfile)
-    prepare(copy, options=RecipeOptions(scheme=scheme), out=tmp_path / "o", rounding=codes).close()
+    prepare(copy, options=RecipeOptions(scheme=scheme), out=tmp_path / "o", codes=codes).close()
 
 
 def test_a_flipped_bit_among_the_codes_is_an_error_not_another_model(tuned: tuple[str, Path], tmp_path: Path) -> None:
@@ -521,7 +521,7 @@ def test_a_recipe_tunes_and_converts(text: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("version: 1\nrules: [{match: '*', format: nvfp4}]\n")
     tune.tune(DEMO, [str(text)], tmp_path / "codes", recipe_path=recipe, options=OPTIONS, machine=ONE)
-    prepared = prepare(DEMO, recipe_path=recipe, out=tmp_path / "out", rounding=tmp_path / "codes")
+    prepared = prepare(DEMO, recipe_path=recipe, out=tmp_path / "out", codes=tmp_path / "codes")
     with prepared:
         done = convert_stage.convert(prepared)
     assert done is not None
