@@ -1,6 +1,6 @@
 """Error feedback and refinement in Triton: a program takes a few rows through all columns of a run, in one launch.
 
-`feed_forward`, `descend` and `choose_block` are the torch references of ``quantization/columns.py``, bit for bit: a
+`feed_forward`, `descend` and `choose_block` are the torch references of ``quantization/gptq_steps.py``, bit for bit: a
 step is rounded as ``qtensor.encode`` does, and every product and sum by itself, in the order written there.
 `enter_rows` and `sweep_block_rows` go through all columns in runs of RUN, with torch's products between them: their
 sums come in another order than those of the loops in ``gptq.py`` and ``refine.py``.
