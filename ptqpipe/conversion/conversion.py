@@ -26,6 +26,7 @@ from ptqpipe.conversion.measured import Changes, certificate, changes_of, counti
 from ptqpipe.conversion.planned_outputs import MeanErrors, OutputJob, Outputs, QuantizeUnit
 from ptqpipe.conversion.units import learned_codes, quantize_unit
 from ptqpipe.errors import NumericsError
+from ptqpipe.models.reader_facts import layout_warnings
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Scratch, Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
@@ -79,7 +80,7 @@ class Conversion(Rewrite[OutputJob]):
     def warnings(self) -> tuple[str, ...]:
         """As `Rewrite`: of the source, of the container, and of parts that only a rule which names them quantizes."""
         outputs, config = self.outputs, self.source.reader.config
-        warnings = outputs.container.warnings(outputs.targets, config)
+        warnings = layout_warnings(outputs.container_name, outputs.targets, config)
         issues = (
             f"{modules[0]} ({len(modules)} of this kind): {issue.symptom}" for issue, modules in outputs.failing(config)
         )
