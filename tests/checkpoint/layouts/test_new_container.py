@@ -1,5 +1,5 @@
-"""Claims about adding a container: one module is all. It is found, written, read, verified and laid out from there; what
-its readers get wrong is a row of the table of readers."""
+"""Claims about adding a container: one module is all. It is found, written, read, verified and laid out from there; its
+readers' issues are a row of the table of readers."""
 
 import json
 import sys
