@@ -21,6 +21,7 @@ from ptqpipe.conversion.job import CheckpointJob, CopyTensor, merged, named_sour
 from ptqpipe.conversion.measured import certificate
 from ptqpipe.conversion.planned_outputs import OutputJob, Outputs
 from ptqpipe.conversion.unit_job import QuantizeUnit
+from ptqpipe.models.reader_facts import layout_warnings
 from ptqpipe.models.source import Source
 from ptqpipe.quantization.learned_codes import TRAINED_REASON, LearnedCodes
 
@@ -62,7 +63,7 @@ class Conversion(CheckpointJob[OutputJob]):
     def warnings(self) -> tuple[str, ...]:
         """Those of the source, of the container, and of parts that only a rule which names them quantizes."""
         outputs, config = self.outputs, self.source.reader.config
-        warnings = outputs.container.warnings(outputs.targets, config)
+        warnings = layout_warnings(outputs.container_name, outputs.targets, config)
         issues = (
             f"{modules[0]} ({len(modules)} of this kind): {issue.symptom}" for issue, modules in outputs.failing(config)
         )
