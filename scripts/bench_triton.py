@@ -51,7 +51,7 @@ from ptqpipe.numerics.kernels.cpu_attention import PagedSpans
 from ptqpipe.numerics.qtensor import QTensor, encode
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.numerics.search import get_search
-from ptqpipe.quantization import columns, gptq, two_sided
+from ptqpipe.quantization import gptq, gptq_steps, kronecker
 from ptqpipe.quantization.metric import Metric, descending, make_metric, output_error
 from ptqpipe.quantization.refine import Blocks, block_metrics, refine
 from ptqpipe.quantization.unit import kernel_for, quantize_rows
@@ -375,7 +375,7 @@ class Layer:
     def run(self, rows: int, known: Callable[[torch.device, str], object]) -> float:
         """The output error of the first rows after both, by the kernels that are ``known``."""
         w = self.w[:rows]
-        with mock.patch.object(columns, "kernel_for", known):
+        with mock.patch.object(gptq_steps, "kernel_for", known):
             q = self.timed("feed", lambda: self.fed(w))
             q = self.timed("sweep", lambda: self.swept(q, w))
         return output_error(w - q.dequantize(), self.metric.moment)
@@ -385,9 +385,9 @@ class Layer:
         runs = [len(rows) for rows in self.w.split(1024)]
         x = [torch.randn(2 * n, n, device=DEVICE) for n in runs]
         outputs = [one.t() @ one / len(one) for one in x]
-        with mock.patch.object(columns, "kernel_for", by_triton):
+        with mock.patch.object(gptq_steps, "kernel_for", by_triton):
             self.timed(
-                "two_sided", lambda: two_sided.codes(self.w, outputs, lambda rows: self.swept(self.fed(rows), rows))
+                "two_sided", lambda: kronecker.codes(self.w, outputs, lambda rows: self.swept(self.fed(rows), rows))
             )
 
 

@@ -20,7 +20,7 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 PACKED = ("tests/runtime/test_packed.py", "tests/runtime/test_packed_integers.py")
 TESTS = (
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/numerics/kernels").glob("test_cpu_*.py")),
-    "tests/quantization/test_carried.py",
+    "tests/quantization/test_lossless_mxfp4.py",
     "tests/quantization/test_gptq.py::test_kernels_and_reference_give_the_same_bits",
     "tests/serving/collectives/test_kernels.py",
     "tests/check/test_doctor.py",

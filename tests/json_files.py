@@ -35,7 +35,7 @@ from ptqpipe.conversion.record import read_record
 from ptqpipe.errors import PtqError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import get_format
-from ptqpipe.quantization.learned_codes import Rounding
+from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.recipe.plan import make_plan
 from ptqpipe.recipe.recipe import Recipe
@@ -268,7 +268,7 @@ def _codes(folder: Path) -> Path:
 
 
 def _read_codes(folder: Path) -> None:
-    with Rounding.open(folder) as rounding:
+    with LearnedCodes.open(folder) as rounding:
         rounding.of("w", get_format("nvfp4"), shape=(4, 32)).dequantize()
         json.dumps([rounding.describe(), rounding.digest, rounding.model_fingerprint, rounding.has("x")])
 

@@ -4,7 +4,7 @@
         [--results FILE]
 
 E[g g^T] at the output of every linear layer but the head, summed over the tokens, with labels drawn several times: once
-as likely as the model says ("plain"), once as `draw_labels` of ptqpipe/calibration/reverse.py does ("drawn"). One line
+as likely as the model says ("plain"), once as `draw_labels` of ptqpipe/calibration/backward.py does ("drawn"). One line
 of JSON: for both the mean over layers of the root mean square distance from one draw to the mean of all, relative to
 that mean ("noise"), and the traces, which agree.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.calibration.reverse import draw_labels
+from ptqpipe.calibration.backward import draw_labels
 from ptqpipe.check.evaluate.tokenized_text import read_text
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 

@@ -24,18 +24,18 @@ import torch
 
 import ptqpipe
 from ptqpipe.calibration.activations import InMemory
+from ptqpipe.calibration.backward import draw_labels, run_backward
 from ptqpipe.calibration.collect import Collector
 from ptqpipe.calibration.data import load_samples
 from ptqpipe.calibration.gradients import Gradients
-from ptqpipe.calibration.reverse import draw_labels, reverse
-from ptqpipe.calibration.runner import Block, Runner
+from ptqpipe.calibration.runner import Layer, Runner
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline.budget.error_metric import ByTokens, ByWindows
 from ptqpipe.runtime.loading import load_model
 from ptqpipe.runtime.skeleton import Skeleton
 
 
-def linear(block: Block) -> list[str]:
+def linear(block: Layer) -> list[str]:
     """Names in a block of its linear layers."""
     return [name for name, module in block.module.named_modules() if isinstance(module, torch.nn.Linear)]
 
@@ -44,7 +44,7 @@ def moments_of(path: Path, windows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Module -> H."""
     found: dict[str, torch.Tensor] = {}
     with Source.open(path) as source, Runner.open(Skeleton.of(source, dtype=torch.float32), windows) as runner:
-        for block in runner.blocks():
+        for block in runner.layers():
             collector = Collector(block.name, block.module, block.origins, block=False, full=True, device=runner.device)
             with collector:
                 block.advance()
@@ -58,7 +58,7 @@ def moments_of(path: Path, windows: torch.Tensor) -> dict[str, torch.Tensor]:
 def gradients_of(path: Path, windows: torch.Tensor, seed: int) -> dict[str, Gradients]:
     """Block -> its gradients."""
     with Source.open(path) as source, Runner.open(Skeleton.of(source, dtype=torch.float32), windows) as runner:
-        return dict(reverse(runner, seed=seed, store=InMemory, modules=linear, weights=True))
+        return dict(run_backward(runner, seed=seed, store=InMemory, modules=linear, weights=True))
 
 
 @torch.no_grad()

@@ -24,8 +24,8 @@ from bench_quality import HERE, MODELS, TOKENS, Model, begin, measure, place, wr
 from quality_entries import ENTRIES, Job, own_steps
 
 WITH = """import sys
-from ptqpipe.quantization import two_sided
-from ptqpipe.calibration import reverse
+from ptqpipe.quantization import kronecker
+from ptqpipe.calibration import backward as reverse
 from ptqpipe.cli import main
 reverse.TOKENS, two_sided.GROUP, reverse.SHARE = int(sys.argv.pop(1)), int(sys.argv.pop(1)), 1 << 30
 main()

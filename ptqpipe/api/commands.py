@@ -105,7 +105,7 @@ def _convert(model: str | Path, options: ConvertCommand, machine: Machine) -> Re
     recipe = options.recipe_options
     if options.reader is not None:
         recipe = for_reader(options.reader, recipe, options.recipe)
-    where: dict[str, Any] = {"recipe_path": options.recipe, "stats": options.stats, "rounding": options.codes}
+    where: dict[str, Any] = {"recipe_path": options.recipe, "stats": options.stats, "codes": options.codes}
     best = best_with(recipe, **where)
     with prepare(
         model, options=best, out=options.out, reader=options.reader, requantize=options.requantize, **where

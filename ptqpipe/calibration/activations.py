@@ -79,4 +79,4 @@ class OnDisk:
 
 
 Activations = InMemory | OnDisk
-"""One tensor for each batch, replaced by one of the same shape as the blocks go by: ``get``, ``put``, ``close``."""
+"""One tensor for each batch, replaced by one of the same shape as the layers go by: ``get``, ``put``, ``close``."""

@@ -21,9 +21,9 @@ _EXPERT = re.compile(r"(?<=\.)\d+(?=\.[^.]*(\.weight)?$)")
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A parameter of a block made of matrices ``[N, K]``.
+    """A parameter of a layer made of matrices ``[N, K]``.
 
-    parameter   its name in the block
+    parameter   its name in the layer
     stacks      one tuple a stack, of one member key an expert (a plain weight: one stack of one)
     rows        for several members in one source tensor: where each row of the parameter comes from; else None
     transposed  the parameter holds ``[K, N]``
@@ -43,7 +43,7 @@ class Assembly:
 
     @property
     def module(self) -> str:
-        """Whose parameter it is, by its name in the block."""
+        """Whose parameter it is, by its name in the layer."""
         return self.parameter.rpartition(".")[0]
 
     def part(self, key: str) -> "Assembly":
@@ -67,11 +67,11 @@ class Assembly:
     def build(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The parameter, differentiable in ``weights``."""
         parts = [torch.stack([weights[key] for key in stack]) for stack in self.stacks]
-        made = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        built = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if self.rows is not None:
-            made = made[:, self.rows]
-        made = made.transpose(1, 2) if self.transposed else made
-        return made if self.stacked else made[0]
+            built = built[:, self.rows]
+        built = built.transpose(1, 2) if self.transposed else built
+        return built if self.stacked else built[0]
 
 
 def assemble(
@@ -82,8 +82,8 @@ def assemble(
 ) -> list[Assembly]:
     """The assemblies of the parameters that consist of ``members`` only.
 
-    parameters  name in the block -> the loaded tensor
-    origins     name in the block -> the checkpoint tensors that make it
+    parameters  name in the layer -> the loaded tensor
+    origins     name in the layer -> the checkpoint tensors that make it
     members     key -> member of the plan; ``weights`` its matrix [N, K] as the source has it
     """
     by_tensor: dict[str, list[str]] = defaultdict(list)

@@ -42,7 +42,7 @@ class Slot:
 
 
 class Collector:
-    """Collects while it is open; use as a context manager around the run of a block."""
+    """Collects while it is open; use as a context manager around the run of a layer."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Collector:
         self._seen.clear()
 
     def _assign(self, slot: str, x: torch.Tensor) -> str:
-        """The slot that has this very tensor already; kept alive until the block's next batch, so its place is its
+        """The slot that has this very tensor already; kept alive until the layer's next batch, so its place is its
         name."""
         place = (x.data_ptr(), x.numel(), x.shape[-1], x._version)
         leader = self._seen.setdefault(place, (slot, x))[0]
@@ -155,7 +155,7 @@ def sums_of_layers(skeleton: Skeleton, *, block: bool, full: bool, held_out: boo
 def find_attention(
     name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, str] | None:
-    """The names of the attention module of a block: in the block, and in the checkpoint. None where there is none."""
+    """The names of the attention module of a layer: in the layer, and in the checkpoint. None where there is none."""
     for path, child in _named(name, module):
         if path != name and hasattr(child, "layer_idx") and "attention" in type(child).__name__.lower():
             for parameter, tensors in origins.items():

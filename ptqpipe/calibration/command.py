@@ -1,7 +1,7 @@
 """calibrate: statistics of a model's linear inputs, collected layer by layer into a folder (`statistics.py`).
 
-One file per block, written when the block is done and noted in a journal, so a killed run continues after it (finished
-blocks are run again, but not collected again). Several ranks share the samples; rank 0 writes their sums.
+One file per layer, written when the layer is done and noted in a journal, so a killed run continues after it (finished
+layers are run again, but not collected again). Several ranks share the samples; rank 0 writes their sums.
 The folder appears under its name when stats.json, its last file, is in it.
 
 Samples that are held out follow the others, and their moments are kept apart. With several devices each has a copy of
@@ -29,9 +29,9 @@ from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
 from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.calibration.outputs import collect_outputs, learned_from
 from ptqpipe.calibration.pairs import most_tokens, nbytes as pairs_bytes
-from ptqpipe.calibration.runner import Block, Runner, advance_together
+from ptqpipe.calibration.runner import Layer, Runner, advance_together
 from ptqpipe.calibration.statistics import STATS_FILE, STATS_VERSION
-from ptqpipe.calibration.store import OUTPUTS, BlockRecord, digest_of, is_of_outputs, outputs_of, pairs_of, write_block
+from ptqpipe.calibration.store import OUTPUTS, LayerRecord, digest_of, is_of_outputs, outputs_of, pairs_of, write_layer
 from ptqpipe.checkpoint import Finished, LayerFolder, Mode, check_disjoint, check_place, name_of, resolve_source
 from ptqpipe.errors import UsageError, arg
 from ptqpipe.models.language_model import takes_images, with_note
@@ -109,12 +109,12 @@ def calibrate(
             if _backwards(options) and OUTPUTS not in output.done:
                 if mode == "resume" and log is not None and ranks.rank == 0:
                     log("the run backwards is kept only once it is complete: it begins with its first layer")
-                given: dict[str, Any] = {"ranks": ranks, "seed": options.seed, "moments": options.moments}
-                made = collect_outputs(source, samples, output, machine, **given)
-                for name, part in made.items() if ranks.rank == 0 else [(OUTPUTS, None)]:  # the outputs are the last
+                backward: dict[str, Any] = {"ranks": ranks, "seed": options.seed, "moments": options.moments}
+                records = collect_outputs(source, samples, output, machine, **backward)
+                for name, part in records.items() if ranks.rank == 0 else [(OUTPUTS, None)]:  # the outputs are the last
                     output.commit(name, part.to_json() if part is not None else {})
             with _open_runner(skeleton, samples, output, collecting, machine) as runner:
-                likeness = run_blocks(runner, output, collecting, samples, shown=machine.progress)
+                likeness = run_layers(runner, output, collecting, samples, shown=machine.progress)
             if ranks.rank != 0:
                 return None
             content = _content(source, samples, options, output, skeleton, world=ranks.world)
@@ -181,13 +181,13 @@ def _which(moments: Sequence[str]) -> tuple[bool, bool]:
 
 
 def _dtype_of(name: str, config: Any) -> torch.dtype:
-    known = {**DTYPES, "float64": torch.float64}
+    dtypes = {**DTYPES, "float64": torch.float64}
     if name == "auto":
         own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
         return own if isinstance(own, torch.dtype) else torch.float32
-    if name not in known:
-        raise UsageError(f"{arg('dtype', name)} is unknown; use {', '.join(known)} or auto")
-    return known[name]
+    if name not in dtypes:
+        raise UsageError(f"{arg('dtype', name)} is unknown; use {', '.join(dtypes)} or auto")
+    return dtypes[name]
 
 
 def _run_parts(source: Source, samples: Samples, options: CalibrateOptions) -> dict[str, str]:
@@ -205,7 +205,7 @@ def _run_parts(source: Source, samples: Samples, options: CalibrateOptions) -> d
 def _open_runner(
     skeleton: Skeleton, samples: Samples, output: LayerFolder, collecting: Collecting, machine: Machine
 ) -> Runner:
-    """This rank's share of the samples, every ``world``-th; what the sums of the largest block need is set aside."""
+    """This rank's share of the samples, every ``world``-th; what the sums of the largest layer need is set aside."""
     share = slice(collecting.ranks.rank, None, collecting.ranks.world)
     return Runner.open(
         skeleton,
@@ -281,10 +281,10 @@ def _content(
     }
 
 
-def run_blocks(
+def run_layers(
     runner: Runner, output: LayerFolder, collecting: Collecting, samples: Samples, *, shown: bool
 ) -> dict[str, Likeness]:
-    """Every block, then what enters the head, then the layer of multi-token prediction; blocks that are done already
+    """Every layer, then what enters the head, then the layer of multi-token prediction; layers that are done already
     are run without collecting. Gives how likely this rank's share of each source is; nothing where the head is done."""
     likeness: dict[str, Likeness] = {}
     head = runner.skeleton.head_name
@@ -292,7 +292,7 @@ def run_blocks(
     done = runner.tokens * sum(name in output.done for name in units)
     shown = shown and collecting.ranks.rank == 0
     with counting_bar(runner.tokens * len(units), "tokens", shown=shown, done=done) as advance:
-        for part in runner.blocks():
+        for part in runner.layers():
             again, layer = part.name in output.done, f"layer {part.index + 1} of {len(runner.names)}"
             copies = [part, *(part.on(device) for device in collecting.devices[1 : part.batches])]
             if again:
@@ -300,9 +300,9 @@ def run_blocks(
                 advance_together(copies, [None] * len(copies))
             else:
                 runner.on_tokens = partial(_advance, advance, 1, layer)
-                record = _block(runner, copies, output, collecting)
+                record = _layer(runner, copies, output, collecting)
                 output.commit(part.name, record.to_json() if record is not None else {})
-            del copies  # before the next block is loaded
+            del copies  # before the next layer is loaded
         if head is not None and HEAD not in output.done:
             runner.on_tokens = partial(_advance, advance, 1, "head")
             record = _head(runner, head, output, collecting)
@@ -310,9 +310,9 @@ def run_blocks(
             if collecting.ranks.rank == 0:
                 with runner.head():
                     likeness = likeness_of(runner, samples, share=slice(0, None, collecting.ranks.world))
-        for last in runner.mtp_blocks() if any(name not in output.done for name, _ in runner.skeleton.mtp) else ():
+        for last in runner.mtp_layers() if any(name not in output.done for name, _ in runner.skeleton.mtp) else ():
             runner.on_tokens = partial(_advance, advance, 1, "multi-token prediction layer")
-            record = _block(runner, [last], output, collecting)
+            record = _layer(runner, [last], output, collecting)
             output.commit(last.name, record.to_json() if record is not None else {})
     return likeness
 
@@ -322,8 +322,8 @@ def _advance(advance: Callable[[float, str], None], times: int, note: str, token
     advance(times * tokens, note)
 
 
-def _block(runner: Runner, copies: Sequence[Block], output: LayerFolder, collecting: Collecting) -> BlockRecord | None:
-    """Runs a block and writes what was seen; None on all ranks but the first."""
+def _layer(runner: Runner, copies: Sequence[Layer], output: LayerFolder, collecting: Collecting) -> LayerRecord | None:
+    """Runs a layer and writes what was seen; None on all ranks but the first."""
     name, observer = copies[0].name, runner.key_values
     inside, attention = find_attention(name, copies[0].module, copies[0].origins) or ("", None)
     collectors = [
@@ -347,7 +347,7 @@ def _block(runner: Runner, copies: Sequence[Block], output: LayerFolder, collect
     key_values = None
     if attention is not None and largest[0] is not None and largest[1] is not None:
         key_values = (attention, largest[0], largest[1])
-    return write_block(output.paths.growing, name, collector, block=collecting.block, key_values=key_values)
+    return write_layer(output.paths.growing, name, collector, block=collecting.block, key_values=key_values)
 
 
 def _switch(collector: Collector, runner: Runner) -> Callable[[int], None]:
@@ -360,7 +360,7 @@ def _switch(collector: Collector, runner: Runner) -> Callable[[int], None]:
     return before
 
 
-def _head(runner: Runner, name: str, output: LayerFolder, collecting: Collecting) -> BlockRecord | None:
+def _head(runner: Runner, name: str, output: LayerFolder, collecting: Collecting) -> LayerRecord | None:
     """The language-model head's input. A head that is the embedding goes by the embedding's name in the checkpoint."""
     skeleton = runner.skeleton
     module = skeleton.model.get_submodule(name)
@@ -375,4 +375,4 @@ def _head(runner: Runner, name: str, output: LayerFolder, collecting: Collecting
     merge_ranks(collector, world=collecting.ranks.world, held_out=collecting.held_out)
     if collecting.ranks.rank != 0:
         return None
-    return write_block(output.paths.growing, name, collector, block=collecting.block)
+    return write_layer(output.paths.growing, name, collector, block=collecting.block)

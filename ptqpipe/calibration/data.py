@@ -112,13 +112,13 @@ class Samples:
 
     def spread(self, count: int) -> "Samples":
         """So many of the windows, evenly spread over them, and none held out."""
-        at = torch.arange(count) * len(self.windows) // count
-        return replace(self, windows=self.windows[at], held_out=self.held_out[:0], origin=self.origin[at])
+        places = torch.arange(count) * len(self.windows) // count
+        return replace(self, windows=self.windows[places], held_out=self.held_out[:0], origin=self.origin[places])
 
     @property
     def shown(self) -> int:
         """How many windows have images."""
-        return sum(given is not None for given in self.images)
+        return sum(images is not None for images in self.images)
 
     @property
     def thinned(self) -> str:
@@ -186,20 +186,22 @@ def _together(picked: "Sequence[tuple[int, _Chosen]]", pools: "Sequence[_Pool]")
     then = _spread([torch.arange(end - len(one.windows), end)[n:] for end, (n, one) in zip(ends, picked, strict=True)])
     windows, order = torch.cat([one.windows for _, one in picked]), torch.cat([first, then])
     rows = [row for _, one in picked for row in one.shown]
-    given = [rows[at] for at in order.tolist()]
+    rows_of_windows = [rows[place] for place in order.tolist()]
     before = itertools.accumulate((len(pool.files) for pool in pools), initial=0)
     origin = torch.cat([one.origin + start for (_, one), start in zip(picked, before, strict=False)])
     digest = tokens_digest(windows[first])
     if any(pool.shown for pool in pools):
-        known = b"".join(row.digest for row in given if row is not None)
-        digest = hashlib.sha256(bytes.fromhex(digest) + known).hexdigest()
+        digests = b"".join(row.digest for row in rows_of_windows if row is not None)
+        digest = hashlib.sha256(bytes.fromhex(digest) + digests).hexdigest()
     return Samples(
         windows[first],
         windows[then],
         digest,
         tuple(file for pool in pools for file in pool.files),
         sum(pool.candidates for pool in pools),
-        tuple(None if row is None else row.inputs for row in given) if any(pool.shown for pool in pools) else (),
+        tuple(None if row is None else row.inputs for row in rows_of_windows)
+        if any(pool.shown for pool in pools)
+        else (),
         origin[order],
         tuple(line for pool in pools for line in pool.notes),
     )
@@ -215,15 +217,15 @@ def _spread(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
 def _sources(names: Sequence[str]) -> list[tuple[list[str], float | None]]:
     """(files, weight) of what is chosen from on its own: every file where one has a weight, which is 1 where it is not
     given; else all files together, with None."""
-    given = [weighted(name) for name in files_of(names)]
-    if any(name == "self" and not Path(name).exists() for name, _ in given):
+    chosen = [weighted(name) for name in files_of(names)]
+    if any(name == "self" and not Path(name).exists() for name, _ in chosen):
         raise UsageError(
             f"{arg('data', 'self')} is an option of convert; here generate the text first: "
             + usage("generate", "MODEL", out="own.jsonl")
         )
-    if all(weight is None for _, weight in given):
-        return [([name for name, _ in given], None)]
-    return [([name], 1.0 if weight is None else weight) for name, weight in given]
+    if all(weight is None for _, weight in chosen):
+        return [([name for name, _ in chosen], None)]
+    return [([name], 1.0 if weight is None else weight) for name, weight in chosen]
 
 
 def _shares(count: int, sources: Sequence[tuple[list[str], float | None]]) -> list[int]:
@@ -231,9 +233,9 @@ def _shares(count: int, sources: Sequence[tuple[list[str], float | None]]) -> li
     weights = [weight or 1.0 for _, weight in sources]
     exact = [count * weight / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]
-    order = sorted(range(len(exact)), key=lambda at: shares[at] - exact[at])
-    for at in order[: count - sum(shares)]:
-        shares[at] += 1
+    order = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])
+    for i in order[: count - sum(shares)]:
+        shares[i] += 1
     return shares
 
 
@@ -276,7 +278,7 @@ class _Pool:
         origin = torch.cat(
             [torch.searchsorted(torch.tensor(self.ends), begins, right=True), torch.tensor(self.shown_of).long()]
         )
-        shown = [None if at < count else self.shown[at - count] for at in which.tolist()]
+        shown = [None if number < count else self.shown[number - count] for number in which.tolist()]
         return _Chosen(windows[which], origin[which], shown)
 
 
@@ -302,7 +304,7 @@ class _Thinned:
             self._size += size
             while self._size > self.most and len(self.kept) > 1:
                 self.kept, self.every = self.kept[::2], self.every * 2
-                self._size = sum(of for of, _ in self.kept)
+                self._size = sum(each for each, _ in self.kept)
         self._seen += 1
 
 
@@ -338,8 +340,8 @@ def _read(
         rows, size, whole = 0, 0, Path(name).expanduser().is_file()
         for where, value in read_rows(name, field=field, notes=notes):
             shown = see is not None and shows_images(value)
-            for at, part in enumerate(pieces(value) if isinstance(value, str) else [value]):
-                thinned.add(_Row(number, where, part, at == 0), of_image if shown else size_of(part))
+            for piece, part in enumerate(pieces(value) if isinstance(value, str) else [value]):
+                thinned.add(_Row(number, where, part, piece == 0), of_image if shown else size_of(part))
                 size += of_image if shown else size_of(part)
             rows += 1
             if not whole and size > most:
@@ -358,10 +360,10 @@ def _read(
             if see is not None and shows_images(row.value):
                 folder = Path(name).expanduser().parent
                 place: dict[str, Any] = {"folder": folder, "seqlen": seqlen, "notes": notes}
-                made = _with_images(see(), tokenizer(), row.value, row.where, **place)
-                pool.shown.append(made)
+                image_row = _with_images(see(), tokenizer(), row.value, row.where, **place)
+                pool.shown.append(image_row)
                 pool.shown_of.append(number)
-                total += len(made.tokens)
+                total += len(image_row.tokens)
             else:
                 for tokens in row_tokens(tokenizer, row.value, row.where, begins=row.begins, notes=notes):
                     begins = begins or has_beginning(row.value, tokens, begin)
@@ -481,6 +483,6 @@ def _windows(stream: "array[int]", shown: Sequence[_Shown], seqlen: int, begin: 
     if count:
         cut = torch.frombuffer(stream, dtype=torch.int64, count=count * seqlen).view(count, seqlen)
         windows[:count] = begun(cut, begin)
-    for at, row in enumerate(shown, count):
-        windows[at, : len(row.tokens)] = torch.tensor(row.tokens)
+    for number, row in enumerate(shown, count):
+        windows[number, : len(row.tokens)] = torch.tensor(row.tokens)
     return windows

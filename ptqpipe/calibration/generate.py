@@ -63,15 +63,15 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     windows = torch.empty(samples, seqlen, dtype=torch.int64)
     heats, lengths = texts.temperatures, texts.lengths or (seqlen,)
-    for at in range(len(heats) * len(lengths)):
-        mine = slice(at, None, len(heats) * len(lengths))
-        length, tokens = min(lengths[at // len(heats)], seqlen), windows[mine].numel()
+    for number in range(len(heats) * len(lengths)):
+        mine = slice(number, None, len(heats) * len(lengths))
+        length, tokens = min(lengths[number // len(heats)], seqlen), windows[mine].numel()
         if not tokens:  # fewer windows than ways
             continue
-        given = _beginnings(model, -(-tokens // length), length, generator, begin, texts.prompts)
+        texts_begun = _beginnings(model, -(-tokens // length), length, generator, begin, texts.prompts)
         parts = [
-            _continue(model, part, heats[at % len(heats)], generator, on_tokens or (lambda count: None))
-            for part in torch.split(given, rows_of(model, length))
+            _continue(model, part, heats[number % len(heats)], generator, on_tokens or (lambda count: None))
+            for part in torch.split(texts_begun, rows_of(model, length))
         ]
         windows[mine] = torch.cat(parts).flatten()[:tokens].view(-1, seqlen)
     return windows
@@ -81,20 +81,20 @@ def _beginnings(
     model: Any, count: int, length: int, generator: torch.Generator, begin: int | None, prompts: Sequence[Sequence[int]]
 ) -> torch.Tensor:
     """int64 [count, length]: what texts begin with, and DRAWN behind it."""
-    given = torch.full((count, length), DRAWN)
+    tokens = torch.full((count, length), DRAWN)
     start = 0 if begin is None else 1
     if begin is not None:
-        given[:, 0] = begin
+        tokens[:, 0] = begin
     if not prompts:
         vocabulary = int(model.config.get_text_config().vocab_size)
-        given[:, start : start + 1] = torch.randint(0, vocabulary, (count, 1), generator=generator)
-        return given
-    for row in given:
+        tokens[:, start : start + 1] = torch.randint(0, vocabulary, (count, 1), generator=generator)
+        return tokens
+    for row in tokens:
         prompt = prompts[int(torch.randint(0, len(prompts), (1,), generator=generator))]
         own = prompt[1:] if start and prompt[0] == begin else prompt  # a chat template may have written it
         own = own[: max(1, length // 2 - start)]
         row[start : start + len(own)] = torch.tensor(own)
-    return given
+    return tokens
 
 
 def check_windows(config: Any, *, samples: int, seqlen: int) -> None:
@@ -132,14 +132,14 @@ def _continue(
     report(ids[:, :ready].numel())
     past, new = None, ids[:, :ready]
     name = cache_name(model)
-    for at in range(ready, ids.shape[1]):
+    for place in range(ready, ids.shape[1]):
         kept: dict[str, Any] = {} if name is None or past is None else {name: past}
         out = model(new.to(model.device), use_cache=True, **kept)
         past, logits = None if name is None else getattr(out, name, None), out.logits[:, -1].float().cpu() / heat
         if not bool(torch.isfinite(logits).all()):
             raise not_finite("the model's logits are not finite", out.logits.dtype)
         drawn = torch.multinomial(torch.softmax(logits, -1), 1, generator=generator)
-        ids[:, at : at + 1] = torch.where(ids[:, at : at + 1] == DRAWN, drawn, ids[:, at : at + 1])
+        ids[:, place : place + 1] = torch.where(ids[:, place : place + 1] == DRAWN, drawn, ids[:, place : place + 1])
         report(len(ids))
-        new = ids[:, : at + 1] if past is None else ids[:, at : at + 1]
+        new = ids[:, : place + 1] if past is None else ids[:, place : place + 1]
     return ids

@@ -1,7 +1,7 @@
 """Sums of the gradients in one decoder layer while it runs backwards: at the outputs of its linear layers and of
 stacked experts, at its own output, and of weights by windows of text.
 
-It must not know how the model is run; ``reverse.py`` does.
+It must not know how the model is run; ``backward.py`` does.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from ptqpipe.calibration.inputs import EXPERT_ROWS, OUT_ROWS, WeightGradients
 from ptqpipe.calibration.merge import merge_added, merge_windows
 from ptqpipe.calibration.moments import symmetric
 from ptqpipe.calibration.pairs import Pair
-from ptqpipe.calibration.runner import Block
+from ptqpipe.calibration.runner import Layer
 from ptqpipe.errors import NumericsError, arg
 
 SQUARED = 1 << 20  # numbers of a weight's gradients, of some windows and rows, that are in memory at once
@@ -26,13 +26,12 @@ SQUARED = 1 << 20  # numbers of a weight's gradients, of some windows and rows, 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """What the gradients at the outputs of a block's linear layers say; float32 on the CPU.
+    """What the gradients at the outputs of a layer's linear layers say; float32 on the CPU.
 
-    outputs  module of the block, or product of a stacked expert (``<module>[<expert>].up`` and ``.down``) -> E[g g^T]
-             of every run of OUT_ROWS of its outputs, of an expert's of EXPERT_ROWS, [b, b] each: what lies between two
-             runs counts as zero
-    last     E[g g^T] by runs likewise, at the output of the block itself
-    weights  module of the block -> of its weight, where asked for; none of a module that is not given every token once
+    outputs  module of the layer, or product of a stacked expert (``<module>[<expert>].up`` and ``.down``) ->
+             block-diagonal E[g g^T], blocks [b, b] of OUT_ROWS outputs, of EXPERT_ROWS for an expert
+    last     the same at the output of the layer itself
+    weights  module of the layer -> of its weight, where asked for; none of a module that is not given every token once
     experts  with them, checkpoint module of a stacked expert -> float32 [N] E[g^2] of its outputs, means over all
              tokens, of which it is given some
     named    with them, checkpoint module, of stacked experts, too -> what ``outputs`` has of it; none of a parameter
@@ -52,24 +51,24 @@ def rows_of(outputs: Sequence[torch.Tensor], places: torch.Tensor) -> list[torch
     """``outputs`` of `Gradients` for a matrix whose rows are the outputs ``places`` int64 [n] of the module."""
     blocks, size = [], len(outputs[0])
     for run in torch.split(places, size):
-        made = torch.zeros(len(run), len(run))
-        for number, known in enumerate(outputs):
+        block = torch.zeros(len(run), len(run))
+        for number, stored in enumerate(outputs):
             here = (run // size == number).nonzero().squeeze(1)
             inside = run[here] - number * size
-            made[here.unsqueeze(1), here] = known[inside.unsqueeze(1), inside]
-        blocks.append(made)
+            block[here.unsqueeze(1), here] = stored[inside.unsqueeze(1), inside]
+        blocks.append(block)
     return blocks
 
 
 def nbytes(outputs: Sequence[int], experts: Sequence[int] = ()) -> int:
-    """What the sums over a block take whose linear layers have these numbers of outputs, and whose products of stacked
+    """What the sums over a layer take whose linear layers have these numbers of outputs, and whose products of stacked
     experts those, at their peak."""
     sizes = [(m, OUT_ROWS) for m in outputs] + [(m, EXPERT_ROWS) for m in experts]
     return sum(16 * m * min(m, run) for m, run in sizes)
 
 
 class OutputSums:
-    """Of the gradients at one linear layer, at one product of a stacked expert, or at the block's output."""
+    """Of the gradients at one linear layer, at one product of a stacked expert, or at the layer's output."""
 
     def __init__(self, run: int = OUT_ROWS) -> None:
         self.run = run
@@ -153,10 +152,10 @@ class ExpertSums:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockSums:
-    """Over one block.
+class LayerSums:
+    """Over one layer.
 
-    outputs  by module, or by product of a stacked expert; by "" those at the block's output
+    outputs  by module, or by product of a stacked expert; by "" those at the layer's output
     weights  by module, where they are asked for
     experts  by slot of stacked experts, likewise
     """
@@ -166,56 +165,58 @@ class BlockSums:
     experts: dict[str, ExpertSums]
 
     @classmethod
-    def of(cls, block: Block, modules: Sequence[str], *, weights: bool) -> "BlockSums":
+    def of(cls, layer: Layer, modules: Sequence[str], *, weights: bool) -> "LayerSums":
         """Nothing yet."""
         squares = {name: WeightSums() for name in modules if weights}
-        slots = find_slots(block.name, block.module, block.origins) if weights else ()
+        slots = find_slots(layer.name, layer.module, layer.origins) if weights else ()
         experts = {slot.id: ExpertSums() for slot in slots if is_product(slot.id)}
         outputs = {name: OutputSums(EXPERT_ROWS if is_product(name) else OUT_ROWS) for name in ("", *modules)}
         return cls(outputs, squares, experts)
 
-    def merged(self, block: Block, world: int, pairs: Mapping[str, Pair]) -> Gradients:
+    def merged(self, layer: Layer, world: int, pairs: Mapping[str, Pair]) -> Gradients:
         """Of all processes; every one of them calls it."""
-        for sums in (self.outputs, self.weights, self.experts):
-            merge_added(sums, world=world)
+        for by_name in (self.outputs, self.weights, self.experts):
+            merge_added(by_name, world=world)
         tokens = self.outputs[""].total
         enough = {name: LEAST_TOKENS if is_product(name) else 1 for name in self.outputs}
-        means = {name: of.means() for name, of in self.outputs.items() if of.tokens >= enough[name] and of.total > 0}
-        weights = {name: of.means(world) for name, of in self.weights.items() if of.total == tokens}
+        means = {
+            name: sums.means() for name, sums in self.outputs.items() if sums.tokens >= enough[name] and sums.total > 0
+        }
+        weights = {name: sums.means(world) for name, sums in self.weights.items() if sums.total == tokens}
         last = means.pop("")
-        named = by_checkpoint(block, means) if self.weights else {}
-        return Gradients(means, last, weights, self._of_experts(block, tokens), named, pairs)
+        named = by_checkpoint(layer, means) if self.weights else {}
+        return Gradients(means, last, weights, self._of_experts(layer, tokens), named, pairs)
 
-    def _of_experts(self, block: Block, tokens: float) -> dict[str, torch.Tensor]:
+    def _of_experts(self, layer: Layer, tokens: float) -> dict[str, torch.Tensor]:
         """As `Gradients` has them. An expert that was given few tokens has the mean of its group."""
         moments: dict[str, torch.Tensor] = {}
-        slots = {slot.id: slot for slot in find_slots(block.name, block.module, block.origins)}
+        slots = {slot.id: slot for slot in find_slots(layer.name, layer.module, layer.origins)}
         groups: dict[str | None, list[ExpertSums]] = {}
         for name, sums in self.experts.items():
             groups.setdefault(slots[name].group, []).extend([sums] if sums.parts else [])
         for name, sums in self.experts.items():
-            given = float(sums.parts[1]) if sums.parts else 0.0
-            of = [sums] if given >= LEAST_TOKENS else groups[slots[name].group]
-            energy = sum(each.total for each in of)
+            tokens_here = float(sums.parts[1]) if sums.parts else 0.0
+            chosen = [sums] if tokens_here >= LEAST_TOKENS else groups[slots[name].group]
+            energy = sum(each.total for each in chosen)
             if not energy > 0:
                 continue
-            moment = torch.stack([each.parts[0] for each in of]).sum(0) / energy * max(given, 1.0) / tokens
-            module = block.module.get_submodule(stack_of(name).removeprefix(f"{block.name}."))
+            moment = torch.stack([each.parts[0] for each in chosen]).sum(0) / energy * max(tokens_here, 1.0) / tokens
+            module = layer.module.get_submodule(stack_of(name).removeprefix(f"{layer.name}."))
             for checkpoint, rows in rows_of_names(module, slots[name], len(moment)).items():
                 moments[checkpoint] = moment[rows].float().cpu()
         return moments
 
 
-def by_checkpoint(block: Block, outputs: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, Sequence[torch.Tensor]]:
+def by_checkpoint(layer: Layer, outputs: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, Sequence[torch.Tensor]]:
     """``outputs`` of `Gradients` by checkpoint modules, as its ``named``."""
-    slots = {slot.id: slot for slot in find_slots(block.name, block.module, block.origins)}
+    slots = {slot.id: slot for slot in find_slots(layer.name, layer.module, layer.origins)}
     by_name: dict[str, Sequence[torch.Tensor]] = {}
     for place, runs in outputs.items():
         if not is_product(place):
-            made_of = block.origins.get(f"{block.name}.{place}.weight", ())
+            made_of = layer.origins.get(f"{layer.name}.{place}.weight", ())
             by_name |= {made_of[0].removesuffix(".weight"): runs} if len(made_of) == 1 else {}
-        elif f"{block.name}.{place}" in slots:
-            slot, module = slots[f"{block.name}.{place}"], block.module.get_submodule(stack_of(place))
+        elif f"{layer.name}.{place}" in slots:
+            slot, module = slots[f"{layer.name}.{place}"], layer.module.get_submodule(stack_of(place))
             every = torch.arange(sum(map(len, runs)))
             named = rows_of_names(module, slot, len(every))
             by_name |= {name: rows_of(runs, every[rows]) for name, rows in named.items()}
@@ -231,7 +232,7 @@ def _matrix(linear: torch.nn.Module) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def watched(block: Block, windows: tuple[int, ...], sums: BlockSums) -> Iterator[None]:
+def watched(layer: Layer, windows: tuple[int, ...], sums: LayerSums) -> Iterator[None]:
     """While it is open, gradients at the outputs of submodules and of stacked experts go into their sums, and those of
     the weights of modules that are given all tokens [windows, tokens] into their squares."""
 
@@ -256,20 +257,20 @@ def watched(block: Block, windows: tuple[int, ...], sums: BlockSums) -> Iterator
 
     def outputs_of(stack: str) -> OutputObserver:
         def see(expert: int, side: str, x: torch.Tensor, out: torch.Tensor) -> None:
-            name, given = product_name(stack, expert, side), x.detach()
-            squares, outer = sums.experts.get(f"{block.name}.{name}"), sums.outputs.get(name)
+            name, rows = product_name(stack, expert, side), x.detach()
+            squares, outer = sums.experts.get(f"{layer.name}.{name}"), sums.outputs.get(name)
             if squares is not None and out.requires_grad:
-                out.register_hook(lambda g: squares.add(given, g))
+                out.register_hook(lambda g: squares.add(rows, g))
             if outer is not None and out.requires_grad:
-                energy = given.float().square().mean(1)
+                energy = rows.float().square().mean(1)
                 out.register_hook(lambda g: outer.add(g.float(), energy))
 
         return see
 
-    module = block.module
+    module = layer.module
     linear = [name for name in sums.outputs if name and not is_product(name)]
     handles = [module.get_submodule(name).register_forward_hook(hook_of(name)) for name in linear]
-    products = [*(name.removeprefix(f"{block.name}.") for name in sums.experts), *filter(is_product, sums.outputs)]
+    products = [*(name.removeprefix(f"{layer.name}.") for name in sums.experts), *filter(is_product, sums.outputs)]
     stacks = {stack: module.get_submodule(stack) for stack in map(stack_of, products)}
     for stack, experts in stacks.items():
         observe(experts, None, outputs_of(stack))

@@ -12,8 +12,8 @@ import torch
 
 from ptqpipe.numerics.rotation import rotated
 
-OUT_ROWS = 1024  # outputs of a layer whose gradients are known together
-EXPERT_ROWS = 256  # outputs of an expert: it is given few tokens, which say little of more
+OUT_ROWS = 1024  # outputs of a layer in one block of E[g g^T]
+EXPERT_ROWS = 256  # the same of an expert, which sees few tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class WeightGradients:
-    """How much the model minds a change of a weight W [N, K]: squares of d = dLoss/dW of one window of text, with one
-    label a token by the model's own distribution; per token. float32.
+    """Fisher information of a weight W [N, K] per window: sums of squared gradients d = dL/dW, labels sampled from the
+    model; per token. float32.
 
     rows     [N] sums of E[d^2] over the columns
     columns  [K] sums of E[d^2] over the rows
@@ -93,7 +93,7 @@ def lower_half(matrix: torch.Tensor) -> torch.Tensor:
     return matrix[rows, columns]
 
 
-def whole(half: torch.Tensor) -> torch.Tensor:
+def from_lower_half(half: torch.Tensor) -> torch.Tensor:
     """The symmetric [b, b] of `lower_half`."""
     size = rows_of_half(len(half))
     rows, columns = torch.tril_indices(size, size)

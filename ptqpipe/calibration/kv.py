@@ -69,10 +69,10 @@ def check_seen(modules: Iterable[str], config: Any) -> None:
     the layer's kind of attention keeps more than them, or something else."""
     kinds = _kinds(config)
     for module in modules:
-        at = next((int(part) for part in module.split(".") if part.isdigit()), 0)
-        if at < len(kinds) and kinds[at] not in _WATCHED:
+        index = next((int(part) for part in module.split(".") if part.isdigit()), 0)
+        if index < len(kinds) and kinds[index] not in _WATCHED:
             raise UsageError(
-                f"{arg('kv_cache')}: calibrate sees no keys and values of '{module}', a layer of kind {kinds[at]!r}; "
+                f"{arg('kv_cache')}: calibrate sees no keys or values of '{module}', a layer of kind {kinds[index]!r}; "
                 f"leave {arg('kv_cache')} out"
             )
 
@@ -81,13 +81,13 @@ def check_seen(modules: Iterable[str], config: Any) -> None:
 def watching(module: torch.nn.Module, observer: KeyValueObserver, config: Any) -> Iterator[None]:
     """Shows the observer what an attention module would store while it is open, where its model has no `make_cache`:
     it alone is given a cache, and the layers beside it, whose states a cache holds, are not."""
-    kinds, at = _kinds(config), getattr(module, "layer_idx", None) or 0
+    kinds, index = _kinds(config), getattr(module, "layer_idx", None) or 0
 
     def give(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return args, {**kwargs, name: cache}
 
     name = cache_name(module) or ""
-    if not name or (at < len(kinds) and kinds[at] not in _WATCHED):
+    if not name or (index < len(kinds) and kinds[index] not in _WATCHED):
         yield
         return
     cache = _observed_cache(observer)

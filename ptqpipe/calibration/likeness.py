@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ptqpipe.calibration.backward import HEAD_TOKENS
 from ptqpipe.calibration.data import Samples
-from ptqpipe.calibration.reverse import HEAD_TOKENS
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.errors import arg
 
@@ -35,7 +35,7 @@ class Likeness:
 
 def likeness_of(runner: Runner, samples: Samples, *, share: slice = slice(None)) -> dict[str, Likeness]:
     """By the name of each source, numbered where several have one, on the first `WINDOWS` of its windows. After the
-    last block, inside of `Runner.head`. Empty for samples with images.
+    last layer, inside of `Runner.head`. Empty for samples with images.
 
     share  which of the samples' windows the runner has
     """
@@ -57,8 +57,8 @@ def _names(samples: Samples) -> list[str]:
     """Of every file its name; with a number where others have the same one."""
     all_names = [file.name for file in samples.files]
     return [
-        name if all_names.count(name) == 1 else f"{name} ({all_names[:at].count(name) + 1})"
-        for at, name in enumerate(all_names)
+        name if all_names.count(name) == 1 else f"{name} ({all_names[:number].count(name) + 1})"
+        for number, name in enumerate(all_names)
     ]
 
 
@@ -76,19 +76,19 @@ def _sums(runner: Runner, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def lines_of(found: Mapping[str, Likeness], samples: Samples) -> list[str]:
+def lines_of(likeness: Mapping[str, Likeness], samples: Samples) -> list[str]:
     """How the rows are read; all sources of the samples in a line; then warnings of those that are unlike what the
     model knows, or that say nothing since the model gives NaN for them, and of those that give no window."""
-    if any(math.isnan(one.loss) for one in found.values()):
+    if any(math.isnan(one.loss) for one in likeness.values()):
         nan = "warning: the model's logits are not finite; check the weights of its last norm and its head"
         return [*samples.notes, nan, *_unused(samples)]
-    each = ", ".join(f"{name} {_perplexity(one.loss)}" for name, one in found.items())
-    lines = [f"perplexity of the data under the model: {each}{samples.thinned}"] if found else []
+    each = ", ".join(f"{name} {_perplexity(one.loss)}" for name, one in likeness.items())
+    lines = [f"perplexity of the data under the model: {each}{samples.thinned}"] if likeness else []
     lines += [
         f"warning: {name} is unlike what the model knows: perplexity {_perplexity(one.loss)}, where it expects "
         f"{_perplexity(one.entropy)}; calibrate on text like what it will serve, or on its own "
         f"({arg('data', 'self')}, generate)"
-        for name, one in found.items()
+        for name, one in likeness.items()
         if one.unlike
     ]
     return [*samples.notes, *lines, *_unused(samples)]
@@ -97,7 +97,11 @@ def lines_of(found: Mapping[str, Likeness], samples: Samples) -> list[str]:
 def _unused(samples: Samples) -> list[str]:
     """A warning of the sources to which their weights give no window."""
     taken, count = set(samples.origin.tolist()), len(samples.windows)
-    none = [n for at, n in enumerate(_names(samples)) if samples.files[at].weight is not None and at not in taken]
+    none = [
+        n
+        for number, n in enumerate(_names(samples))
+        if samples.files[number].weight is not None and number not in taken
+    ]
     if not none:
         return []
     more = f" and {len(none) - 1} more" if len(none) > 1 else ""

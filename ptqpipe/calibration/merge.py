@@ -35,7 +35,7 @@ def merge_ranks(collector: Collector, *, world: int, held_out: bool = False) -> 
 
 
 def merge_copies(collectors: Sequence[Collector]) -> Collector:
-    """The first of the collectors of a block's copies, with what all of them saw, on its device."""
+    """The first of the collectors of a layer's copies, with what all of them saw, on its device."""
     first, *others = collectors
     seen = [collector.leaders for collector in collectors]
     first.leaders = {
@@ -62,13 +62,13 @@ def merge_added(sums: Mapping[str, Added], *, world: int) -> None:
     """Replaces the sums of every rank by those over all ranks; a rank that has seen nothing of a module has none."""
     if world == 1:
         return
-    for of in sums.values():
+    for own in sums.values():
         shapes: list[list[torch.Size]] = [[]] * world
-        torch.distributed.all_gather_object(shapes, [part.shape for part in of.parts])
+        torch.distributed.all_gather_object(shapes, [part.shape for part in own.parts])
         shape = next((shape_there for shape_there in shapes if shape_there), [])
-        of.parts = of.parts or [torch.zeros(size, dtype=torch.float64) for size in shape]
-        of.parts = [_reduced(part, torch.distributed.ReduceOp.SUM) for part in of.parts]
-        of.total = float(_reduced(torch.tensor(of.total, dtype=torch.float64), torch.distributed.ReduceOp.SUM))
+        own.parts = own.parts or [torch.zeros(size, dtype=torch.float64) for size in shape]
+        own.parts = [_reduced(part, torch.distributed.ReduceOp.SUM) for part in own.parts]
+        own.total = float(_reduced(torch.tensor(own.total, dtype=torch.float64), torch.distributed.ReduceOp.SUM))
 
 
 def merge_windows(values: torch.Tensor, *, world: int) -> torch.Tensor:

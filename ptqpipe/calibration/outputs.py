@@ -5,11 +5,11 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from ptqpipe.calibration.backward import expert_products, linear_modules, run_model_backward, thinned
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.gradients import Gradients
-from ptqpipe.calibration.reverse import expert_products, linear_modules, reverse_model, thinned
-from ptqpipe.calibration.runner import Block
-from ptqpipe.calibration.store import BlockRecord, write_outputs
+from ptqpipe.calibration.runner import Layer
+from ptqpipe.calibration.store import LayerRecord, write_outputs
 from ptqpipe.checkpoint import LayerFolder
 from ptqpipe.checkpoint.tensor_names import layer_of
 from ptqpipe.models.source import Source
@@ -33,7 +33,7 @@ def collect_outputs(
     ranks: Ranks,
     seed: int,
     moments: Collection[str],
-) -> dict[str, BlockRecord]:
+) -> dict[str, LayerRecord]:
     """Runs the model backwards on `learned_from`, and writes what of ``moments`` that gives: "kl" what gradients at
     outputs and of weights say, "pairs" those at inputs. Every rank runs its share of the samples; the first one writes,
     the others return nothing."""
@@ -41,12 +41,12 @@ def collect_outputs(
     largest = max((math.prod(member.shape) for name, member in weights if layer_of(name) is not None), default=0)
     every = {"kl", "full"} <= set(moments)
 
-    def modules(block: Block) -> list[str]:
-        linear = linear_modules(block) if "kl" in moments else []
-        return linear + (expert_products(block) if every else [])
+    def modules(layer: Layer) -> list[str]:
+        linear = linear_modules(layer) if "kl" in moments else []
+        return linear + (expert_products(layer) if every else [])
 
     skeleton, pairs = Skeleton.of(source, dtype=pass_dtype(largest, machine.device)), "pairs" in moments
-    gradients_of_layers = reverse_model(
+    gradients_of_layers = run_model_backward(
         skeleton,
         learned_from(samples, ranks.world, pairs=pairs),
         seed=seed,

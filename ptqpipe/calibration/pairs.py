@@ -32,7 +32,7 @@ def places_of(tokens: int, most: int) -> torch.Tensor:
 
 
 def watched_modules(name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """Name in a block of each module whose input is watched -> the name by which statistics know it."""
+    """Name in a layer of each module whose input is watched -> the name by which statistics know it."""
     from transformers.pytorch_utils import Conv1D
 
     slots = {slot.id: slot for slot in find_slots(name, module, origins)}
@@ -44,9 +44,9 @@ def watched_modules(name: str, module: torch.nn.Module, origins: Mapping[str, tu
     return names_of
 
 
-def most_tokens(blocks: Sequence[tuple[str, torch.nn.Module]], origins: Mapping[str, tuple[str, ...]]) -> int:
+def most_tokens(layers: Sequence[tuple[str, torch.nn.Module]], origins: Mapping[str, tuple[str, ...]]) -> int:
     """Of how many tokens a model's pairs are kept; layers that share an input count as if they did not."""
-    return most_pairs(sum(sum(_columns(name, module, origins)) for name, module in blocks))
+    return most_pairs(sum(sum(_columns(name, module, origins)) for name, module in layers))
 
 
 def most_pairs(columns: int) -> int:
@@ -55,7 +55,7 @@ def most_pairs(columns: int) -> int:
 
 
 def nbytes(name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]], most: int) -> int:
-    """What the pairs of a block, of ``most`` tokens, take at their peak, when the parts of all batches are joined; less
+    """What the pairs of a layer, of ``most`` tokens, take at their peak, when the parts of all batches are joined; less
     where layers share an input."""
     columns = _columns(name, module, origins)
     return (sum(columns) + max(columns, default=0)) * most * 2 * 2
@@ -70,7 +70,7 @@ def _columns(name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str
 
 
 class PairCollector:
-    """The pairs of one block, batch by batch."""
+    """The pairs of one layer, batch by batch."""
 
     def __init__(
         self, name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]], *, tokens: int, most: int
@@ -82,7 +82,7 @@ class PairCollector:
 
     @contextlib.contextmanager
     def batch(self, tokens: int) -> Iterator[None]:
-        """While it is open, the next batch, of so many tokens, runs through the block and back."""
+        """While it is open, the next batch, of so many tokens, runs through the layer and back."""
         places = self._places - self._begun
         rows = places[(places >= 0) & (places < tokens)]
         self._begun += tokens

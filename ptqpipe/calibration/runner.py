@@ -1,15 +1,15 @@
 """Runs the model of a checkpoint one decoder layer at a time, with the weights of one layer in memory.
 
     with Runner.open(Skeleton.of(source, dtype=...), windows) as runner:
-        for block in runner.blocks():       # weights of this block loaded
-            block.inputs(i), block.forward(x, i), block.module, block.origins ...
-            block.advance()                 # outputs of all batches become the next block's inputs
+        for layer in runner.layers():       # weights of this layer loaded
+            layer.inputs(i), layer.forward(x, i), layer.module, layer.origins ...
+            layer.advance()                 # outputs of all batches become the next layer's inputs
         for x in runner.head_inputs(): ...  # what the language-model head sees
 
-Public for algorithms that need a block with its inputs and outputs. How it works: the model itself is run over every
-batch with blocks that only record their inputs (``capture.py``). The hidden states of every batch are kept; the
+Public for algorithms that need a layer with its inputs and outputs. How it works: the model itself is run over every
+batch with layers that only record their inputs (``capture.py``). The hidden states of every batch are kept; the
 further arguments once for each batch size where they depend on the shape alone, as masks and position embeddings do,
-else of every batch. Each block is then run alone. It must not know statistics or files of its own.
+else of every batch. Each layer is then run alone. It must not know statistics or files of its own.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ from ptqpipe.runtime.creating import without_run
 from ptqpipe.runtime.loading import check_length
 from ptqpipe.runtime.skeleton import Skeleton
 
-BATCH_TOKENS = 2048  # tokens of one forward of a block, at least one window
+BATCH_TOKENS = 2048  # tokens of one forward of a layer, at least one window
 
 
 @dataclass(slots=True)
-class Block:
+class Layer:
     """One decoder layer with its weights loaded.
 
     index, name  its place and its name in the model ("model.layers.0")
     module       of transformers
-    origins      parameter of the block (by its name in the model) -> checkpoint tensors that make it
+    origins      parameter of the layer (by its name in the model) -> checkpoint tensors that make it
     device       where the weights are
     """
 
@@ -58,7 +58,7 @@ class Block:
         return len(self._runner.batches)
 
     def inputs(self, batch: int) -> torch.Tensor:
-        """Hidden states [samples, tokens, hidden] that enter this block, on the device. Before `advance` only."""
+        """Hidden states [samples, tokens, hidden] that enter this layer, on the device. Before `advance` only."""
         if self.advanced:
             raise ValueError(f"the inputs of {self.name} are gone: advance() has replaced them")
         return self._runner.activations.get(batch).to(self.device)
@@ -66,8 +66,8 @@ class Block:
     def forward(
         self, x: torch.Tensor, batch: int, *, parameters: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Hidden states [samples, tokens, hidden] that leave this block when ``x`` enters it, with some ``parameters``
-        (by their names in the block) instead of its own. Records gradients unless the caller is under
+        """Hidden states [samples, tokens, hidden] that leave this layer when ``x`` enters it, with some ``parameters``
+        (by their names in the layer) instead of its own. Records gradients unless the caller is under
         ``torch.no_grad``."""
         args, kwargs = self._runner.arguments_on(self.device)[batch][self.index]
         if parameters:
@@ -83,13 +83,13 @@ class Block:
         added = self._runner.added.get(batch, {}).get(self.index)
         return out if added is None else out + added.to(out.device)
 
-    def on(self, device: torch.device) -> "Block":
-        """A copy of this block on another device, for `advance_together`."""
+    def on(self, device: torch.device) -> "Layer":
+        """A copy of this layer on another device, for `advance_together`."""
         module = copy.deepcopy(self.module).to(device)
-        return Block(self.index, self.name, module, self.origins, self._runner, device)
+        return Layer(self.index, self.name, module, self.origins, self._runner, device)
 
     def advance(self, before: Callable[[int], None] | None = None, *, share: slice | None = None) -> None:
-        """Runs every batch; the outputs become the inputs of the next block. Once: later calls do nothing.
+        """Runs every batch; the outputs become the inputs of the next layer. Once: later calls do nothing.
 
         before  is called with the number of each batch before it runs
         share   of the batches, where copies run the others
@@ -110,8 +110,8 @@ class Block:
         self.advanced = True
 
 
-class MtpBlock(Block):
-    """The multi-token prediction layer, behind the last block. A window has a place less in it: its last token is
+class MtpLayer(Layer):
+    """The multi-token prediction layer, behind the last layer. A window has a place less in it: its last token is
     followed by none."""
 
     def inputs(self, batch: int) -> torch.Tensor:
@@ -119,7 +119,7 @@ class MtpBlock(Block):
         return self.pairs(batch, self._runner.activations.get(batch))
 
     def pairs(self, batch: int, x: torch.Tensor) -> torch.Tensor:
-        """The same where the last block returned ``x``."""
+        """The same where the last layer returned ``x``."""
         runner = self._runner
         states, ids = runner.head_input(batch, x)[:, :-1], runner.batches[batch][:, 1:].to(self.device)
         with torch.no_grad():
@@ -136,18 +136,18 @@ class MtpBlock(Block):
         return out
 
 
-def advance_together(copies: Sequence[Block], before: Sequence[Callable[[int], None] | None]) -> None:
-    """Advances a block by its copies on several devices at once: each runs every ``len(copies)``-th batch, in order.
+def advance_together(copies: Sequence[Layer], before: Sequence[Callable[[int], None] | None]) -> None:
+    """Advances a layer by its copies on several devices at once: each runs every ``len(copies)``-th batch, in order.
 
-    before  of each copy, as `Block.advance` has it; called on that copy's thread
+    before  of each copy, as `Layer.advance` has it; called on that copy's thread
     """
     if len(copies) == 1:
         copies[0].advance(before[0])
         return
     with ThreadPoolExecutor(max_workers=len(copies), thread_name_prefix="device") as pool:
         runs = [
-            pool.submit(block.advance, call, share=slice(number, None, len(copies)))
-            for number, (block, call) in enumerate(zip(copies, before, strict=True))
+            pool.submit(layer.advance, call, share=slice(number, None, len(copies)))
+            for number, (layer, call) in enumerate(zip(copies, before, strict=True))
         ]
     for run in runs:
         run.result()
@@ -182,7 +182,7 @@ class Runner:
         self.of_tokens = False  # whether they depend on more than the size of a batch, as Gemma 4's do on its tokens
         self.added: dict[int, Added] = {}
         self.key_values = KeyValueObserver()
-        self.on_tokens: Callable[[int], None] = lambda tokens: None  # after each batch of a block, on any thread
+        self.on_tokens: Callable[[int], None] = lambda tokens: None  # after each batch of a layer, on any thread
         self._moved: dict[torch.device, dict[int, Arguments]] = {}
         modules = [module for _, module in skeleton.blocks]
         self.cache = make_cache(self.key_values, skeleton.model.config)
@@ -201,13 +201,13 @@ class Runner:
         streams: int = 1,
         images: Sequence[Mapping[str, Any] | None] = (),
     ) -> "Runner":
-        """Reads the embeddings and runs them; no block yet.
+        """Reads the embeddings and runs them; no layer yet.
 
         skeleton      of the model, which is this runner's from now on
         windows       [samples, tokens] int64
         held_out      further windows [held out, tokens], in batches of their own after the others: from number
                       ``held_from`` on
-        memory_bytes  what weights of a block and hidden states may take together; hidden states that do not fit go to
+        memory_bytes  what weights of a layer and hidden states may take together; hidden states that do not fit go to
                       a file in ``spill``, which is a folder that exists
         streams       how many sets of hidden states the caller keeps, this runner's own among them
         images        of each window and each further one: what the model takes beside its tokens. Such windows are
@@ -240,7 +240,7 @@ class Runner:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the blocks, in order."""
+        """Names of the layers, in order."""
         return tuple(name for name, _ in self.skeleton.blocks)
 
     @property
@@ -257,34 +257,34 @@ class Runner:
             self._moved[device] = {batch: there[id(shared)] for batch, shared in self.arguments.items()}
         return self._moved[device]
 
-    def blocks(self) -> Iterator[Block]:
-        """Every block, its weights loaded while it is the current one; those that the caller did not advance are."""
+    def layers(self) -> Iterator[Layer]:
+        """Every layer, its weights loaded while it is the current one; those that the caller did not advance are."""
         for index in range(len(self.names)):
-            with self.loaded(index) as block:
-                yield block
-                block.advance()
+            with self.loaded(index) as layer:
+                yield layer
+                layer.advance()
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[Sequence[Block]]:
-        """Every block and the head, all with their weights loaded while it is open; no block has inputs."""
+    def all_layers(self) -> Iterator[Sequence[Layer]]:
+        """Every layer and the head, all with their weights loaded while it is open; no layer has inputs."""
         self.skeleton.require_head()
         with contextlib.ExitStack() as opened:
-            blocks = [opened.enter_context(self.loaded(index)) for index in range(len(self.names))]
+            layers = [opened.enter_context(self.loaded(index)) for index in range(len(self.names))]
             opened.enter_context(self.head())
-            for block in blocks:
-                block.advanced = True
-            yield blocks
+            for layer in layers:
+                layer.advanced = True
+            yield layers
 
     @contextlib.contextmanager
-    def loaded(self, index: int) -> Iterator[Block]:
-        """One block, its weights loaded while it is open; its inputs are there if all before it have advanced."""
+    def loaded(self, index: int) -> Iterator[Layer]:
+        """One layer, its weights loaded while it is open; its inputs are there if all before it have advanced."""
         skeleton = self.skeleton
         name, module = skeleton.blocks[index]
         names = skeleton.names_in(name)
         skeleton.load(names, self.device)
         module.to(self.device)  # buffers
         origins = {n: skeleton.origins[n] for n in names if n in skeleton.origins}
-        yield Block(index, name, module, origins, self, self.device)
+        yield Layer(index, name, module, origins, self, self.device)
         skeleton.free(names)
 
     @contextlib.contextmanager
@@ -296,7 +296,7 @@ class Runner:
         self.skeleton.free(names)
 
     def embedded(self, batch: int) -> torch.Tensor:
-        """Hidden states [samples, tokens, hidden] that enter the first block; inside of `embeddings`. Records gradients
+        """Hidden states [samples, tokens, hidden] that enter the first layer; inside of `embeddings`. Records gradients
         unless under ``torch.no_grad``."""
         return self._around.entering(self.batches[batch])
 
@@ -324,13 +324,13 @@ class Runner:
         skeleton.free([*names, f"{name}.weight"])
 
     def logits(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Logits [samples, tokens, vocabulary] of tokens ``ids`` for which the last block returned ``x``; inside of
+        """Logits [samples, tokens, vocabulary] of tokens ``ids`` for which the last layer returned ``x``; inside of
         `head`. Each token's are its own, so any part of a batch will do. Records gradients unless under
         ``torch.no_grad``."""
         return self._around.logits(ids, x)
 
-    def mtp_blocks(self) -> Iterator[MtpBlock]:
-        """The multi-token prediction layer, if there is one, its weights loaded; after the last block and the head."""
+    def mtp_layers(self) -> Iterator[MtpLayer]:
+        """The multi-token prediction layer, if there is one, its weights loaded; after the last layer and the head."""
         skeleton, embedding = self.skeleton, self.skeleton.model.get_input_embeddings()
         for name, module in skeleton.mtp:
             tokens = next(each for each, submodule in skeleton.model.named_modules() if submodule is embedding)
@@ -338,16 +338,16 @@ class Runner:
             skeleton.load(names, self.device)
             module.to(self.device)
             origins = {n: skeleton.origins[n] for n in skeleton.names_in(name) if n in skeleton.origins}
-            yield MtpBlock(len(skeleton.blocks), name, module, origins, self, self.device)
+            yield MtpLayer(len(skeleton.blocks), name, module, origins, self, self.device)
             skeleton.free(names)
 
     def head_inputs(self) -> Iterator[torch.Tensor]:
-        """What the language-model head sees, [samples, tokens, hidden] a batch; after the last block."""
+        """What the language-model head sees, [samples, tokens, hidden] a batch; after the last layer."""
         for index in range(len(self.batches)):
             yield self.head_input(index, self.activations.get(index))
 
     def head_input(self, batch: int, x: torch.Tensor) -> torch.Tensor:
-        """The same of one batch where the last block returned ``x``."""
+        """The same of one batch where the last layer returned ``x``."""
         return self._around.head_input(self.batches[batch], x.to(self.device))
 
     def close(self) -> None:
@@ -362,15 +362,15 @@ class Runner:
         self.close()
 
     def _embed(self) -> None:
-        """Notes the hidden states that enter the first block, and the further arguments of every block."""
+        """Notes the hidden states that enter the first layer, and the further arguments of every layer."""
         skeleton = self.skeleton
         outside = skeleton.outside
         skeleton.load(outside, self.device)
         for name, module in skeleton.model.named_modules():
-            if not any(name == block or name.startswith(f"{block}.") for block in self.names):
+            if not any(name == layer or name.startswith(f"{layer}.") for layer in self.names):
                 for leaf, buffer in list(module._buffers.items()):
                     module._buffers[leaf] = None if buffer is None else buffer.to(self.device)
-        known: dict[int, Arguments] = {}  # by the size of a batch
+        by_size: dict[int, Arguments] = {}  # by the size of a batch
         for index, ids in enumerate(self.batches):
             shown = self.images[index] if self.images else None
             hidden, arguments, added = self._around.capture(ids, shown)
@@ -378,7 +378,7 @@ class Runner:
                 raise not_finite("the hidden states behind the embedding are not finite", hidden.dtype)
             self.activations.put(index, hidden)
             self.added |= {index: added} if added else {}
-            first = known.setdefault(ids.shape[0], arguments)
+            first = by_size.setdefault(ids.shape[0], arguments)
             shared = same(first, arguments)
             self.arguments[index] = first if shared else arguments
             self.of_tokens |= not shared

@@ -1,7 +1,7 @@
 """Statistics of the inputs of linear layers, as a folder: calibration writes it and algorithms read it.
 
     STATS/stats.json                model, data, and for every linear module where its numbers lie
-    STATS/<block>.safetensors       the tensors of one decoder layer, written when the block is done
+    STATS/<layer>.safetensors       the tensors of one decoder layer, written when the layer is done
 
 A linear's input x is [tokens, K]. Modules that share an input (q, k and v) share one entry, its ``key``. Moments are
 means over tokens, so statistics of several processes merge by their counts. This file must not know models or formats.
@@ -16,7 +16,14 @@ from typing import Any, Protocol
 
 import torch
 
-from ptqpipe.calibration.inputs import InputStatistics, Moments, WeightGradients, is_finite, rows_of_half, whole
+from ptqpipe.calibration.inputs import (
+    InputStatistics,
+    Moments,
+    WeightGradients,
+    from_lower_half,
+    is_finite,
+    rows_of_half,
+)
 from ptqpipe.checkpoint import COUNT, NUMBER, OpenFolder, nearest_path, read_versioned
 from ptqpipe.errors import CheckpointError, UsageError, arg, usage
 
@@ -43,7 +50,7 @@ def of_all_experts(module: str) -> str:
     return _EXPERT.sub("*", module)
 
 
-class KnownInputs(Protocol):
+class MomentSource(Protocol):
     """Statistics of the inputs of linear modules by name, as algorithms read them. See `Statistics`."""
 
     def key(self, module: str) -> str: ...
@@ -172,11 +179,11 @@ class Statistics(OpenFolder):
         sizes = [rows_of_half(math.prod(header.shape)) for header in headers]
         if any(header.dtype != "F32" for header in headers) or sum(sizes) != outputs or 0 in sizes:
             return None
-        return [whole(self._finite(name, f"an output moment of '{module}'")) for name in stored]
+        return [from_lower_half(self._finite(name, f"an output moment of '{module}'")) for name in stored]
 
     def weight_gradients(self, module: str, shape: tuple[int, int]) -> WeightGradients | None:
         """Of a module's weight of this shape. None where they were not collected, or of another shape."""
-        names = [f"{module}.gradient_{of}" for of in ("rows", "columns", "along")]
+        names = [f"{module}.gradient_{part}" for part in ("rows", "columns", "along")]
         headers = [self._reader.entries.get(name) for name in names]
         windows = 0 if headers[2] is None else math.prod(headers[2].shape)
         wanted = [shape[:1], shape[1:], (max(1, windows),)]

@@ -25,8 +25,8 @@ OUTPUTS_FILE = f"{OUTPUTS}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRecord:
-    """One block's part of stats.json, and its row of the tables.
+class LayerRecord:
+    """One layer's part of stats.json, and its row of the tables.
 
     modules    checkpoint module -> its entry
     attention  attention module -> its entry
@@ -51,14 +51,14 @@ class BlockRecord:
         }
 
 
-def write_block(
+def write_layer(
     folder: Path,
     name: str,
     collector: Collector,
     *,
     block: bool,
     key_values: tuple[str, torch.Tensor, torch.Tensor] | None = None,
-) -> BlockRecord | None:
+) -> LayerRecord | None:
     """Writes ``<name>.safetensors``; its part of stats.json, or None where no module was reached. Consumes the moments.
 
     key_values  an attention module's name, and its largest keys and values [heads]
@@ -72,29 +72,33 @@ def write_block(
     if not tensors:
         return None
     file = f"{name}.safetensors"
-    return BlockRecord(modules, attention, tuple(unused), file, write_tensors(folder / file, tensors))
+    return LayerRecord(modules, attention, tuple(unused), file, write_tensors(folder / file, tensors))
 
 
 def write_outputs(
-    folder: Path, found: Iterable[tuple[str, Gradients]], origins: Mapping[str, Sequence[str]], *, full: bool
-) -> dict[str, BlockRecord]:
+    folder: Path,
+    layers: Iterable[tuple[str, Gradients]],
+    origins: Mapping[str, Sequence[str]],
+    *,
+    full: bool,
+) -> dict[str, LayerRecord]:
     """Writes ``outputs.safetensors``: of each linear module that is one tensor of the checkpoint the mean squares of
-    the gradients at its outputs and of its weight, of each stacked expert those at its outputs; of each block with
-    ``full`` their products, ``<block>.outputs.safetensors``, and with pairs ``<block>.pairs.safetensors``. Their parts
+    the gradients at its outputs and of its weight, of each stacked expert those at its outputs; of each layer with
+    ``full`` their products, ``<layer>.outputs.safetensors``, and with pairs ``<layer>.pairs.safetensors``. Their parts
     of stats.json, by the files' names without the ending.
 
-    found    (name of a block, its gradients)
+    layers   (name of a layer, its gradients)
     origins  parameter of the model -> checkpoint tensors that make it
     """
     tensors, records = {}, {}
-    for block, gradients in found:
-        names = {f"{block}.{name}.weight": name for name in gradients.outputs if not is_product(name)}
+    for layer, gradients in layers:
+        names = {f"{layer}.{name}.weight": name for name in gradients.outputs if not is_product(name)}
         made_of = {name: origins[parameter] for parameter, name in names.items() if len(origins[parameter]) == 1}
         for name, (tensor,) in made_of.items():
             module = tensor.removesuffix(".weight")
             tensors[f"{module}.output_moment"] = torch.cat([run.diagonal() for run in gradients.outputs[name]])
             if name in gradients.weights:
-                tensors |= {f"{module}.gradient_{of}": t for of, t in asdict(gradients.weights[name]).items()}
+                tensors |= {f"{module}.gradient_{part}": t for part, t in asdict(gradients.weights[name]).items()}
         tensors |= {f"{module}.output_moment": moment for module, moment in gradients.experts.items()}
         products = {
             f"{module}.output_moments.{i}": lower_half(run)
@@ -102,22 +106,22 @@ def write_outputs(
             for i, run in enumerate(runs)
         }
         if full:
-            records[outputs_of(block)] = _record(folder, outputs_of(block), products)
+            records[outputs_of(layer)] = _record(folder, outputs_of(layer), products)
         if gradients.pairs:
             pairs = {f"{key}.pair_inputs": x for key, (x, _) in gradients.pairs.items()}
             pairs |= {f"{key}.pair_gradients": h for key, (_, h) in gradients.pairs.items()}
-            records[pairs_of(block)] = _record(folder, pairs_of(block), pairs)
+            records[pairs_of(layer)] = _record(folder, pairs_of(layer), pairs)
     return {**records, OUTPUTS: _record(folder, OUTPUTS, tensors)}
 
 
-def outputs_of(block: str) -> str:
-    """The name of products of a block's gradients in stats.json's journal, and of their file."""
-    return f"{block}.outputs"
+def outputs_of(layer: str) -> str:
+    """The name of products of a layer's gradients in stats.json's journal, and of their file."""
+    return f"{layer}.outputs"
 
 
-def pairs_of(block: str) -> str:
-    """The name of a block's pairs in stats.json's journal, and of their file."""
-    return f"{block}.pairs"
+def pairs_of(layer: str) -> str:
+    """The name of a layer's pairs in stats.json's journal, and of their file."""
+    return f"{layer}.pairs"
 
 
 def is_of_outputs(unit: str) -> bool:
@@ -125,9 +129,9 @@ def is_of_outputs(unit: str) -> bool:
     return unit == OUTPUTS or unit.endswith((outputs_of(""), pairs_of("")))
 
 
-def _record(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> BlockRecord:
+def _record(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> LayerRecord:
     file = f"{name}.safetensors"
-    return BlockRecord({}, {}, (), file, write_tensors(folder / file, tensors))
+    return LayerRecord({}, {}, (), file, write_tensors(folder / file, tensors))
 
 
 def _gathered(
@@ -164,9 +168,9 @@ def _gathered(
     return tensors, modules, unused
 
 
-class BlockInputs:
+class LayerStatistics:
     """The statistics of the linear inputs of one decoder layer, in memory: what `Statistics` would read from a folder
-    that `write_block` wrote, to the bit."""
+    that `write_layer` wrote, to the bit."""
 
     def __init__(
         self, name: str, collector: Collector, outputs: Mapping[str, Sequence[torch.Tensor]] | None = None

@@ -54,7 +54,7 @@ def convert(options: ConvertCommand, terminal: Terminal) -> None:
     from ptqpipe.run.machine import without_collections
 
     mode, machine, recipe = options.mode, terminal.machine(options, device=options.device), options.recipe_options
-    where: dict[str, Any] = {"recipe_path": options.recipe, "stats": options.stats, "rounding": options.codes}
+    where: dict[str, Any] = {"recipe_path": options.recipe, "stats": options.stats, "codes": options.codes}
     if options.reader is not None:
         recipe = for_reader(options.reader, recipe, options.recipe)
     wanted: dict[str, Any] = {"out": options.out, "reader": options.reader, "requantize": options.requantize}

@@ -8,18 +8,18 @@ from ptqpipe.checkpoint import name_of
 from ptqpipe.conversion.check_codes import recipe_of_codes
 from ptqpipe.errors import UsageError, arg
 from ptqpipe.numerics.search import get_search
-from ptqpipe.quantization.learned_codes import Rounding
+from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import ALGORITHMS, AUTO, RecipeOptions
 from ptqpipe.recipe.recipe import Recipe
 
 
 def best_with(
-    options: RecipeOptions, *, stats: Path | None, recipe_path: Path | None, rounding: Path | None = None
+    options: RecipeOptions, *, stats: Path | None, recipe_path: Path | None, codes: Path | None = None
 ) -> RecipeOptions:
     """The options with the best that statistics allow, where neither they nor a recipe, a file's or that of learned
     codes, say it: GPTQ where the full moments are there, else nearest codes at weighted scales."""
-    if stats is None or recipe_path is not None or rounding is not None:
+    if stats is None or recipe_path is not None or codes is not None:
         return options
     if not options.stated & {"algorithm", "objective"}:
         with Statistics.open(stats) as statistics:
@@ -78,7 +78,9 @@ def check_used(options: RecipeOptions, recipe: Recipe, *, statistics: bool) -> N
             )
 
 
-def recipe_of_call(options: RecipeOptions, path: Path | None, codes: Rounding | None, *, statistics: bool) -> Recipe:
+def recipe_of_call(
+    options: RecipeOptions, path: Path | None, codes: LearnedCodes | None, *, statistics: bool
+) -> Recipe:
     """The recipe of the options and a recipe file, or that of the codes where there is none."""
     own = None if codes is None else recipe_of_codes(codes, options if path is None else RecipeOptions())
     recipe = build_recipe(options, path=path, codes=own)

@@ -11,7 +11,7 @@ from ptqpipe.conversion.input_moments import check_model
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError, arg
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
-from ptqpipe.quantization.learned_codes import ROUNDING_FILE, TRAINED_REASON, Rounding
+from ptqpipe.quantization.learned_codes import CODES_FILE, TRAINED_REASON, LearnedCodes
 from ptqpipe.recipe.options import CodeOptions, RecipeOptions
 from ptqpipe.recipe.plan import Plan, make_plan
 from ptqpipe.recipe.recipe import Recipe
@@ -22,7 +22,7 @@ def _again() -> str:
     return f"leave out what differs, or tune again with the same {same}"
 
 
-def check_rounding(codes: Rounding, source: Source, plan: Plan) -> None:
+def check_rounding(codes: LearnedCodes, source: Source, plan: Plan) -> None:
     """Learned codes against model and plan. UsageError where they are another model's, or lack a weight."""
     check_model(codes, source)
     for unit in plan.units:
@@ -41,7 +41,7 @@ def check_rounding(codes: Rounding, source: Source, plan: Plan) -> None:
         raise UsageError(f"{codes.path} has codes of no weight that the recipe quantizes; tune with the same recipe")
 
 
-def recipe_of_codes(codes: Rounding, options: RecipeOptions) -> Recipe:
+def recipe_of_codes(codes: LearnedCodes, options: RecipeOptions) -> Recipe:
     """The recipe that codes were learned for, which applies where the call gives no recipe file.
 
     CheckpointError where rounding.json has none that this version knows; UsageError where ``options`` name another
@@ -49,11 +49,11 @@ def recipe_of_codes(codes: Rounding, options: RecipeOptions) -> Recipe:
     """
     described = codes.content.get("recipe")
     if not isinstance(described, Mapping):
-        raise CheckpointError(f"{codes.path / ROUNDING_FILE} has no recipe, so what its codes mean is lost; tune again")
+        raise CheckpointError(f"{codes.path / CODES_FILE} has no recipe, so what its codes mean is lost; tune again")
     try:
         recipe = Recipe.from_json(described)
     except RecipeError as error:
-        raise CheckpointError(f"{codes.path / ROUNDING_FILE}: {error}; tune again") from None
+        raise CheckpointError(f"{codes.path / CODES_FILE}: {error}; tune again") from None
     names = [scheme.name for scheme in recipe.schemes()]
     if options.format is not None and [get_scheme(options.format).name] != names:
         raise UsageError(
@@ -64,7 +64,7 @@ def recipe_of_codes(codes: Rounding, options: RecipeOptions) -> Recipe:
 
 
 def check_codes(
-    codes: Rounding,
+    codes: LearnedCodes,
     source: Source,
     plan: Plan,
     *,
@@ -88,7 +88,7 @@ def check_codes(
                 )
 
 
-def _check_plan(codes: Rounding, source: Source, plan: Plan, recipe: Recipe) -> None:
+def _check_plan(codes: LearnedCodes, source: Source, plan: Plan, recipe: Recipe) -> None:
     """The call's plan against the codes' own; a weight without codes may be kept on request."""
     own = recipe_of_codes(codes, RecipeOptions())
     if own == recipe:
@@ -116,7 +116,7 @@ def _fates(plan: Plan) -> dict[str, _Fate]:
     return {key: (label, keys) for label, keys in units for key in keys}
 
 
-def _check_input_scales(codes: Rounding, recipe: Recipe, statistics: Statistics | None) -> None:
+def _check_input_scales(codes: LearnedCodes, recipe: Recipe, statistics: Statistics | None) -> None:
     """Codes were learned behind inputs at static scales: those must be the ones that are written."""
     made_with = codes.content.get("statistics")
     digest = None if statistics is None else statistics.digest

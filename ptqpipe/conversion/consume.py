@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from ptqpipe.checkpoint import CheckpointWriter, output_errors
 from ptqpipe.conversion.job import WriteJob
 from ptqpipe.conversion.unit_job import QuantizeUnit
-from ptqpipe.quantization.learned_codes import Rounding
+from ptqpipe.quantization.learned_codes import LearnedCodes
 
 
 class Consumed:
     """The files of a folder of codes, with the units that still need each. Threads may call it."""
 
-    def __init__(self, codes: Rounding, jobs: Sequence[QuantizeUnit]) -> None:
+    def __init__(self, codes: LearnedCodes, jobs: Sequence[QuantizeUnit]) -> None:
         """``jobs``: all that write codes of the folder, those that are done already among them."""
         self._codes = codes
         self._jobs = jobs

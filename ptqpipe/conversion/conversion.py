@@ -21,8 +21,9 @@ from ptqpipe.conversion.job import CheckpointJob, CopyTensor, merged, named_sour
 from ptqpipe.conversion.measured import certificate
 from ptqpipe.conversion.planned_outputs import OutputJob, Outputs
 from ptqpipe.conversion.unit_job import QuantizeUnit
+from ptqpipe.models.reader_facts import layout_warnings
 from ptqpipe.models.source import Source
-from ptqpipe.quantization.learned_codes import TRAINED_REASON, Rounding
+from ptqpipe.quantization.learned_codes import TRAINED_REASON, LearnedCodes
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Conversion(CheckpointJob[OutputJob]):
     outputs       what the recipe writes for the source
     input_scales  the static scales of the units' inputs
     statistics    None where none were given
-    rounding      learned codes that are written as they are; None for none
+    codes         learned codes that are written as they are; None for none
     consumed      removes them as they are written; None keeps them
     more          further entries of the record
     doubts        what is not known of the source, or contradicts its config.json
@@ -41,7 +42,7 @@ class Conversion(CheckpointJob[OutputJob]):
     outputs: Outputs
     input_scales: InputScales
     statistics: Statistics | None = None
-    rounding: Rounding | None = None
+    codes: LearnedCodes | None = None
     consumed: Consumed | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     doubts: tuple[str, ...] = ()
@@ -49,7 +50,7 @@ class Conversion(CheckpointJob[OutputJob]):
     @property
     def run_parts(self) -> Mapping[str, str]:
         """As `CheckpointJob`: source, recipe, layout and version, statistics and learned codes where there are any."""
-        data = {"statistics": self.statistics, "rounding": self.rounding}
+        data = {"statistics": self.statistics, "rounding": self.codes}
         return {
             "source": self.source.reader.fingerprint(),
             "recipe": self.outputs.recipe.digest,
@@ -62,7 +63,7 @@ class Conversion(CheckpointJob[OutputJob]):
     def warnings(self) -> tuple[str, ...]:
         """Those of the source, of the container, and of parts that only a rule which names them quantizes."""
         outputs, config = self.outputs, self.source.reader.config
-        warnings = outputs.container.warnings(outputs.targets, config)
+        warnings = layout_warnings(outputs.container_name, outputs.targets, config)
         issues = (
             f"{modules[0]} ({len(modules)} of this kind): {issue.symptom}" for issue, modules in outputs.failing(config)
         )
@@ -75,8 +76,8 @@ class Conversion(CheckpointJob[OutputJob]):
         wherever they are, are copied, too, and the record counts them.
         """
         if job.reason == TRAINED_REASON:
-            assert self.rounding is not None
-            return write_whole(job.tensor, self.rounding.value(job.tensor, like=job.spec), writer, job.reason)
+            assert self.codes is not None
+            return write_whole(job.tensor, self.codes.value(job.tensor, like=job.spec), writer, job.reason)
         bad = NotFinite(job.spec.dtype)
         if job.tensor in self.source.stored:
             written = _write_decoded(self.source, job.tensor, writer.tensor(job.tensor), look=bad.look)
@@ -91,15 +92,15 @@ class Conversion(CheckpointJob[OutputJob]):
 
     def can_redo(self, job: OutputJob) -> bool:
         """As `CheckpointJob`: learned codes may be gone."""
-        if self.consumed is None or self.rounding is None or not isinstance(job, QuantizeUnit):
+        if self.consumed is None or self.codes is None or not isinstance(job, QuantizeUnit):
             return True
-        return all(self.rounding.file_of(member.key) is not None for member in job.unit.members)
+        return all(self.codes.file_of(member.key) is not None for member in job.unit.members)
 
     def with_record_entries(self, more: Mapping[str, Any], *, consumes: bool) -> "Conversion":
         """The same with further entries of the record. ``consumes``: its folder of learned codes shrinks as they are
         written, and with the output only the last file of it is left."""
         jobs = [job for job in self.jobs if isinstance(job, QuantizeUnit)]
-        consumed = Consumed(self.rounding, jobs) if consumes and self.rounding is not None else None
+        consumed = Consumed(self.codes, jobs) if consumes and self.codes is not None else None
         return replace(self, consumed=consumed, more=more)
 
     def configs(self) -> dict[str, dict[str, Any]]:
@@ -117,7 +118,7 @@ class Conversion(CheckpointJob[OutputJob]):
             "source": named_source(self.source),
             "recipe": self.outputs.recipe.to_json(),
             **({} if self.statistics is None else {"statistics": describe_statistics(self.statistics)}),
-            **({} if self.rounding is None else {"rounding": self.rounding.describe()}),
+            **({} if self.codes is None else {"rounding": self.codes.describe()}),
             **({"certificate": certified} if certified else {}),
             "weights": weights,
             "kept": merged(done, "kept"),
@@ -134,7 +135,7 @@ class Conversion(CheckpointJob[OutputJob]):
 
     def close(self) -> None:
         """Closes the files of the source, of the statistics and of learned codes."""
-        for opened in (self.source, self.statistics, self.rounding):
+        for opened in (self.source, self.statistics, self.codes):
             if opened is not None:
                 opened.close()
 

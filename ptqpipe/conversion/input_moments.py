@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.inputs import OUT_ROWS, Moments
-from ptqpipe.calibration.statistics import KnownInputs, Statistics
+from ptqpipe.calibration.statistics import MomentSource, Statistics
 from ptqpipe.checkpoint import OF_WEIGHTS, name_of
 from ptqpipe.conversion.bias_correction import corrected_biases
 from ptqpipe.conversion.kv_cache import statistics_remedy
@@ -22,9 +22,9 @@ from ptqpipe.errors import CheckpointError, UsageError, arg
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.rotation import rotated
-from ptqpipe.quantization import CHUNK_ELEMENTS, memory_bytes, two_sided
-from ptqpipe.quantization.columns import has_block_scales
-from ptqpipe.quantization.learned_codes import Rounding
+from ptqpipe.quantization import CHUNK_ELEMENTS, kronecker, memory_bytes
+from ptqpipe.quantization.gptq_steps import has_block_scales
+from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.recipe.plan import Plan, Unit
 from ptqpipe.recipe.recipe import Recipe
 
@@ -32,7 +32,7 @@ OUTPUT_BYTES = 36  # for each number of the moments of gradients, as read and as
 _SHOWN = 12  # hex digits of a fingerprint in a message
 
 
-def check_model(folder: Statistics | Rounding, source: Source) -> None:
+def check_model(folder: Statistics | LearnedCodes, source: Source) -> None:
     """UsageError, with both fingerprints and the remedy, where ``folder`` is of another model than ``source``."""
     theirs, ours = folder.model_fingerprint, source.reader.fingerprint()
     if theirs == ours:
@@ -63,7 +63,7 @@ def open_statistics(
     plan: Plan,
     *,
     recipe: Recipe,
-    learned: Rounding | None = None,
+    learned: LearnedCodes | None = None,
     collected: bool = False,
 ) -> Statistics | None:
     """The statistics of this source with every moment that the plan's rules need; None where no folder was given.
@@ -99,7 +99,7 @@ def open_statistics(
     return statistics
 
 
-def inputs_of(unit: Unit, statistics: KnownInputs) -> list[Moments]:
+def inputs_of(unit: Unit, statistics: MomentSource) -> list[Moments]:
     """The moments of every member's input, in order, and of the gradients at its outputs where those are known, and
     GPTQ has the full moments; members that share an input share its tensors."""
     by_key: dict[str, Moments] = {}
@@ -112,7 +112,7 @@ def inputs_of(unit: Unit, statistics: KnownInputs) -> list[Moments]:
             block = not full and statistics.has(module, "block_moment")
             stored = statistics.of(module, block=block, full=full, held_out=True)
             by_key[key] = stored.rotated(unit.scheme.rotation)
-    both = unit.rule.algorithm == "gptq" and two_sided.possible(unit.scheme.fmt)
+    both = unit.rule.algorithm == "gptq" and kronecker.possible(unit.scheme.fmt)
     outputs = [statistics.output_moments(module_of(m), m.shape[0]) if both else None for m in unit.members]
     inputs = [by_key[statistics.key(module_of(m))] for m in unit.members]
     if any(

@@ -15,7 +15,7 @@ from ptqpipe.conversion.input_moments import module_of
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.quantization import fp8_scale, nvfp4_scale, static_amax
-from ptqpipe.quantization.learned_codes import Rounding
+from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.recipe.recipe import Recipe
 
@@ -106,4 +106,4 @@ class UnitInputs(Protocol):
     @property
     def statistics(self) -> Statistics | None: ...
     @property
-    def rounding(self) -> Rounding | None: ...
+    def codes(self) -> LearnedCodes | None: ...

@@ -20,7 +20,7 @@ from ptqpipe.conversion.kv_cache import WriteCacheScales, check_cached
 from ptqpipe.conversion.planned_outputs import check_read_back, container_of, outputs_of
 from ptqpipe.conversion.source_doubts import check_mtp, doubts_of
 from ptqpipe.models.source import Source
-from ptqpipe.quantization.learned_codes import Rounding
+from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.recipe.plan import check_ignored
 from ptqpipe.run.machine import without_collections
@@ -34,7 +34,7 @@ def prepare(
     recipe_path: Path | None = None,
     out: Path | None = None,
     stats: Path | None = None,
-    rounding: Path | None = None,
+    codes: Path | None = None,
     collected: bool = False,
     reader: str | None = None,
     requantize: bool = False,
@@ -43,7 +43,7 @@ def prepare(
     """Everything that can be decided from headers. Raises before any weight is read; writes nothing.
 
     stats      a folder of `ptqpipe calibrate`
-    rounding   one of `ptqpipe tune`: its codes are written as they are, by the recipe that they were learned for
+    codes      a folder of `ptqpipe tune`: its codes are written as they are, by the recipe that they were learned for
                unless a recipe file is given; what contradicts it is a UsageError
     reader     the program that will load the result (``reader``): a weight that it gets wrong is a UsageError
     requantize quantize weights again that are stored below 8 bits even where that only adds error
@@ -52,7 +52,7 @@ def prepare(
     """
     options = options or RecipeOptions()
     with ExitStack() as opened:
-        learned = None if rounding is None else opened.enter_context(Rounding.open(rounding))
+        learned = None if codes is None else opened.enter_context(LearnedCodes.open(codes))
         recipe = recipe_of_call(options, recipe_path, learned, statistics=stats is not None or collected)
         recipe = with_searches(recipe, data=collected or learned is not None)
         container_of(recipe, recipe.container_name)  # before anything is downloaded

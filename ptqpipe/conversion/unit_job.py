@@ -48,7 +48,7 @@ class QuantizeUnit(WriteJob):
     def extra_bytes(self, work: UnitInputs) -> int:
         """What choosing the codes takes, by the algorithms' own estimates."""
         unit, codes = self.unit, 0
-        if work.rounding is None:
+        if work.codes is None:
             codes = unit_extra_bytes(unit, work.statistics)
             if unit.scheme.fmt.one_scale:
                 size = max(_memory_bytes(work.source, member) for member in unit.members)
@@ -66,7 +66,7 @@ class QuantizeUnit(WriteJob):
         biases = {f"{name.removesuffix('bias')}weight": name for name in self.biases}
         errors = MeanErrors(weights, means_of(unit, work.statistics, set(biases)), parts.write_rows)
         changed: dict[tuple[int, int], Changes] = {}
-        codes = learned_codes(unit, work.rounding)
+        codes = learned_codes(unit, work.codes)
         done = quantize_unit(
             unit,
             weights,

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import torch
 
-from ptqpipe.calibration.statistics import KnownInputs
+from ptqpipe.calibration.statistics import MomentSource
 from ptqpipe.conversion.input_moments import inputs_of
 from ptqpipe.errors import NumericsError, arg
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization import RowWriter, Task, UnitResult, Weight, WeightError, quantizer
-from ptqpipe.quantization.learned_codes import Rounding
+from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.quantization.recheck import Recheck
 from ptqpipe.recipe.options import ALGORITHMS, LEARNED
 from ptqpipe.recipe.plan import Unit
@@ -24,7 +24,7 @@ def quantize_unit(
     weights: Sequence[Weight],
     sink: RowWriter,
     *,
-    statistics: KnownInputs | None = None,
+    statistics: MomentSource | None = None,
     codes: Sequence[QTensor] | None = None,
     device: torch.device | None = None,
     recheck: bool = True,
@@ -63,11 +63,11 @@ def _quantize_checked(unit: Unit, task: Task) -> UnitResult:
     return replace(result, record_fields=tuple(records))
 
 
-def learned_codes(unit: Unit, rounding: Rounding | None) -> list[QTensor] | None:
+def learned_codes(unit: Unit, codes: LearnedCodes | None) -> list[QTensor] | None:
     """The learned codes of every weight of a unit; None where there are none."""
-    if rounding is None or not rounding.has(unit.members[0].key):
+    if codes is None or not codes.has(unit.members[0].key):
         return None
-    return [rounding.of(member.key, unit.scheme.fmt, shape=member.shape) for member in unit.members]
+    return [codes.of(member.key, unit.scheme.fmt, shape=member.shape) for member in unit.members]
 
 
 def check_kept_alive(unit: Unit, errors: Sequence[WeightError]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import KINDS, Journal, RunIdentity, file_sha256, journal_name, output_errors, read_journal
 from ptqpipe.errors import PtqError
-from ptqpipe.quantization.learned_codes import ROUNDING_FILE, Rounding
+from ptqpipe.quantization.learned_codes import CODES_FILE, LearnedCodes
 
 _REPLACES = "replaces"
 
@@ -72,7 +72,7 @@ def damaged(folder: Path, files: Mapping[str, str]) -> Iterator[Path]:
         index = next((name for name in KINDS if (path / name).is_file()), None)
         if bad_file is None and index is not None:
             try:
-                with (Rounding if index == ROUNDING_FILE else Statistics).open(path) as opened:
+                with (LearnedCodes if index == CODES_FILE else Statistics).open(path) as opened:
                     bad_file = opened.damaged_file()
             except PtqError:
                 bad_file = path / index

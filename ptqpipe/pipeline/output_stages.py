@@ -18,7 +18,7 @@ from ptqpipe.pipeline.budget.command import Budget, plan_mixed, write_recipe
 from ptqpipe.pipeline.run_plan import Pipeline
 from ptqpipe.pipeline.tune.command import tune
 from ptqpipe.pipeline.tune.tune_options import TuneOptions
-from ptqpipe.quantization.learned_codes import ROUNDING_FILE
+from ptqpipe.quantization.learned_codes import CODES_FILE
 from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import RecipeOptions
 
@@ -66,7 +66,7 @@ def tune_stage(run: Pipeline) -> None:
             machine=run.computing,
         )
         run.notes += done.notes
-    run.ledger.add(target / ROUNDING_FILE)
+    run.ledger.add(target / CODES_FILE)
 
 
 def convert_stage(run: Pipeline) -> None:

@@ -90,7 +90,7 @@ def _least_error(amax: torch.Tensor, second_moment: torch.Tensor, top: float, la
     for k in range(HALF_OCTAVES):
         candidate = float(top * 2.0 ** (-k / 2))
         errors.append((error(x, torch.tensor(candidate / largest, dtype=torch.float32)), candidate))
-    return min(errors, key=lambda found: found[0])[1]
+    return min(errors, key=lambda error_and_scale: error_and_scale[0])[1]
 
 
 def _nvfp4_error(x: torch.Tensor, g: torch.Tensor) -> float:

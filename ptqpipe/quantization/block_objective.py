@@ -19,7 +19,7 @@ import torch
 from ptqpipe.errors import FormatError, arg
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.qtensor import check_finite, round_to
-from ptqpipe.quantization.columns import scale_ladder
+from ptqpipe.quantization.gptq_steps import scale_ladder
 
 SINGULAR = 1e-5  # least ratio of Cholesky pivots at which the inverse is trusted for a bound
 MARGIN = 1e-6  # relative; far above float64 rounding, so that the bound never stops a scan early
@@ -68,14 +68,14 @@ def _scan(w: torch.Tensor, moment: torch.Tensor, ladder: torch.Tensor, fmt: Form
     rows = torch.arange(len(w), device=w.device)
     below = 0
     while len(rows):
-        at = start[rows] - below
-        s = ladder[at]
+        tried = start[rows] - below
+        s = ladder[tried]
         cost = cost_of(w[rows], s, moment=moment, fmt=fmt)
         better = cost <= best[rows]
-        best[rows[better]], index[rows[better]] = cost[better], at[better]
+        best[rows[better]], index[rows[better]] = cost[better], tried[better]
         clipped = (w[rows].abs().double() - fmt.element.max * s.double().unsqueeze(1)).clamp(min=0)
         bound = (clipped.square() * share).amax(dim=1) * (1.0 - MARGIN)
-        rows = rows[(at > 0) & (bound <= best[rows])]
+        rows = rows[(tried > 0) & (bound <= best[rows])]
         below += 1
     return index
 
@@ -102,15 +102,17 @@ def moments_for(fmt: Format, *, full: torch.Tensor | None = None, blocks: torch.
         raise FormatError(
             f"{fmt.name} with {arg('objective', 'block')} needs block moments; calibrate with {arg('moments', 'block')}"
         )
-    count, known = blocks.shape[0], blocks.shape[1]
-    if size % known == 0:
-        ratio = size // known
-        wide = torch.zeros(count // ratio, ratio, known, ratio, known)
+    count, own = blocks.shape[0], blocks.shape[1]
+    if size % own == 0:
+        ratio = size // own
+        wide = torch.zeros(count // ratio, ratio, own, ratio, own)
         for i in range(ratio):
             wide[:, i, :, i, :] = blocks[i::ratio]
         return wide.reshape(-1, size, size)
-    if known % size:
-        raise FormatError(f"{fmt.name} has blocks of {size} columns, the statistics of {known}; use weighting diagonal")
-    ratio = known // size
+    if own % size:
+        raise FormatError(
+            f"{fmt.name} has blocks of {size} columns, the statistics of {own}; use {arg('objective', 'diagonal')}"
+        )
+    ratio = own // size
     parts = blocks.reshape(count, ratio, size, ratio, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
     return parts.reshape(-1, size, size).contiguous()

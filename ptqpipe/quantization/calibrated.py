@@ -110,7 +110,7 @@ def quantize(task: Task, feedback: Feedback | None = None) -> UnitResult:
     metric: Metric | None = None
     for index, (weight, moments) in enumerate(zip(task.weights, inputs, strict=True)):
         if feedback is not None and (index == 0 or moments.second_moment is not inputs[index - 1].second_moment):
-            metric = None  # the old one goes before the new one comes
+            metric = None  # free the old metric first: both together are the memory peak
             metric = _prepare(feedback, index, task.names[index])
         rows, error, record = _weight(weight, moments, task, scales, feedback, metric)
         for start, q in rows:

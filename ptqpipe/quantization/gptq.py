@@ -8,7 +8,7 @@ Two ways to get the block scales, both with static activation order (the checkpo
   turn comes, on the weights with all feedback so far, together with its codes.
 
 The result is then refined (``refine.py``). Rows are independent, and a run of rows is quantized as the whole matrix
-would be, unless moments of the gradients at the outputs are known: then ``two_sided.py`` goes through the rows, too.
+would be, unless moments of the gradients at the outputs are known: then ``kronecker.py`` goes through the rows, too.
 Knows tensors, formats and moments; must not know statistics files.
 
 Source: Frantar et al. 2022 (columns, damping, lazy blocks of 128).
@@ -22,8 +22,8 @@ from ptqpipe.calibration.inputs import Moments
 from ptqpipe.errors import FormatError, NumericsError, arg
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.qtensor import QTensor, check_finite, code_values
-from ptqpipe.quantization import calibrated, two_sided
-from ptqpipe.quantization.columns import (
+from ptqpipe.quantization import calibrated, kronecker
+from ptqpipe.quantization.gptq_steps import (
     BLOCK,
     absmax_index,
     as_qtensor,
@@ -70,7 +70,7 @@ def _feedback(task: Task, prepare: Callable[[int], Metric]) -> calibrated.Feedba
         nearest: Callable[[torch.Tensor], QTensor],
         outputs: Sequence[torch.Tensor] | None,
     ) -> QTensor:
-        two = outputs is not None and two_sided.possible(fmt)
+        two = outputs is not None and kronecker.possible(fmt)
         sweeps = min(options.refine_passes, GROUP_SWEEPS) if two else options.refine_passes
         blocks = block_metrics(metric.moment, fmt) if sweeps else None
 
@@ -81,9 +81,9 @@ def _feedback(task: Task, prepare: Callable[[int], Metric]) -> calibrated.Feedba
                 q = codes_at(rows, nearest(rows).scales, fmt, metric=metric, global_scale=g)
             return refine(q, rows, moment=metric.moment, sweeps=sweeps, blocks=blocks) if sweeps else q
 
-        return two_sided.codes(w, outputs, one_sided) if outputs is not None and two else one_sided(w)
+        return kronecker.codes(w, outputs, one_sided) if outputs is not None and two else one_sided(w)
 
-    shifted = two_sided.possible(fmt) and any(moments.outputs is not None for moments in task.inputs or ())
+    shifted = kronecker.possible(fmt) and any(moments.outputs is not None for moments in task.inputs or ())
     moves = entry or shifted or bool(options.refine_passes and has_block_scales(fmt))
     return calibrated.Feedback(prepare, choose, moves_scales=moves)
 

@@ -19,8 +19,8 @@ from ptqpipe.errors import CheckpointError, FormatError, UsageError, arg, usage
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.qtensor import QTensor
 
-ROUNDING_FILE = "rounding.json"
-ROUNDING_VERSION = 1
+CODES_FILE = "rounding.json"
+CODES_VERSION = 1
 TRAINED_FILE = "trained.safetensors"
 TRAINED_REASON = "trained with the codes"  # why such a tensor is not the source's
 _FORMER = ("learned", "gptq+learned")  # methods of earlier versions
@@ -39,7 +39,7 @@ _FIELDS = {
 }
 
 
-class Rounding(OpenFolder):
+class LearnedCodes(OpenFolder):
     """An open folder of learned codes."""
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
@@ -48,13 +48,13 @@ class Rounding(OpenFolder):
         super().__init__(path, content, hashes={e["file"]: e["sha256"] for e in blocks}, remedy="tune again")
 
     @classmethod
-    def open(cls, path: Path) -> "Rounding":
+    def open(cls, path: Path) -> "LearnedCodes":
         """UsageError for a folder that is no finished tuning; CheckpointError for a damaged one."""
-        file, wrote = Path(path) / ROUNDING_FILE, usage("tune", "MODEL", data="TEXT", out="FOLDER")
+        file, wrote = Path(path) / CODES_FILE, usage("tune", "MODEL", data="TEXT", out="FOLDER")
         if not file.is_file():
             remedy = nearest_path(Path(path)) or f"give the folder that this wrote: {wrote}"
-            raise UsageError(f"{path} holds no {ROUNDING_FILE}; {remedy}")
-        content = read_versioned(file, _FIELDS, version=ROUNDING_VERSION, remedy="tune again")
+            raise UsageError(f"{path} holds no {CODES_FILE}; {remedy}")
+        content = read_versioned(file, _FIELDS, version=CODES_VERSION, remedy="tune again")
         if content.get("method") in _FORMER:
             raise UsageError(
                 f"{path} has codes of the method {content['method']}, which this ptqpipe does not have; tune again: "
@@ -63,12 +63,12 @@ class Rounding(OpenFolder):
         return cls(Path(path), content)
 
     @classmethod
-    def of_files(cls, path: Path, content: Mapping[str, Any]) -> "Rounding":
+    def of_files(cls, path: Path, content: Mapping[str, Any]) -> "LearnedCodes":
         """A folder whose index is still in the making: ``content`` has its "weights"."""
         return cls(path, content)
 
     def __repr__(self) -> str:
-        return f"<Rounding {self.path}: codes of {len(self.content['weights'])} weights>"
+        return f"<LearnedCodes {self.path}: codes of {len(self.content['weights'])} weights>"
 
     def describe(self) -> dict[str, Any]:
         """What the record of a checkpoint made of them says: the digest, how they were found, on which data, and what
@@ -88,8 +88,8 @@ class Rounding(OpenFolder):
         """A tensor that was trained, of the dtype and the shape of ``like``. CheckpointError where it is not what was
         written."""
         entry = self._reader.entries.get(tensor)
-        known = entry is not None and (entry.dtype, entry.shape) == (like.dtype, like.shape)
-        if not known or self._reader.sha256(tensor) != self.trained[tensor]["sha256"]:
+        matches = entry is not None and (entry.dtype, entry.shape) == (like.dtype, like.shape)
+        if not matches or self._reader.sha256(tensor) != self.trained[tensor]["sha256"]:
             raise CheckpointError(f"{self.path / TRAINED_FILE} lacks '{tensor}', or is damaged; tune again")
         return self._reader.read(tensor)
 

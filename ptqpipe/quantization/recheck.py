@@ -40,12 +40,12 @@ Array = npt.NDArray[Any]
 class _Sent:
     """Some blocks of one weight as they were sent to the sink.
 
-    at      row and column of each in the grid of scales, ascending
+    positions  row and column of each in the grid of scales, ascending
     codes   uint8 ``[blocks, elements]``, or their packed bytes
     scales  ``[blocks]``
     """
 
-    at: list[tuple[int, int]]
+    positions: list[tuple[int, int]]
     codes: Array
     scales: torch.Tensor
 
@@ -87,8 +87,8 @@ class Recheck:
             data = q.data[r - row]
             codes.append(_array(data if packed else unpack(data, bits)).reshape(q.scales.shape[1], -1)[columns])
             scales.append(_array(q.scales[r - row])[columns])
-        at = [(r, c) for r, columns in places.items() for c in columns]
-        return _Sent(at, np.concatenate(codes), torch.from_numpy(np.concatenate(scales)))
+        positions = [(r, c) for r, columns in places.items() for c in columns]
+        return _Sent(positions, np.concatenate(codes), torch.from_numpy(np.concatenate(scales)))
 
     def _long(self, member: int, row: int, q: QTensor, r: int, c: int) -> _Sent:
         """One block, padded as in ``to_blocks``; a row of it where all weights share one scale."""
@@ -103,10 +103,10 @@ class Recheck:
         height, width = (1, shape[1]) if self._joint else self._fmt.block_extent(shape)
         return r * height, c * width, height, width
 
-    def _weights_at(self, member: int, at: Sequence[tuple[int, int]]) -> Array:
+    def _weights_at(self, member: int, positions: Sequence[tuple[int, int]]) -> Array:
         """float32 ``[blocks, elements]``: the weights of these blocks of one weight, as in ``to_blocks``."""
         weight, blocks, rows = self._weights[member], [], {}
-        for r, c in at:
+        for r, c in positions:
             top, left, height, width = self._extent(member, r, c)
             if top not in rows:
                 rows[top] = weight.rows(top, min(top + height, weight.shape[0]))
@@ -118,8 +118,8 @@ class Recheck:
 
         Raises NumericsError naming the weight and the first block that is not.
         """
-        kept = [(at[0], part) for at in sorted(self._kept) for part in self._kept[at]]
-        counted = [sum(len(part.at) for i, part in kept if i == member) for member in range(len(promises))]
+        kept = [(place[0], part) for place in sorted(self._kept) for part in self._kept[place]]
+        counted = [sum(len(part.positions) for i, part in kept if i == member) for member in range(len(promises))]
         if self._joint and kept:
             counted = [int(self._check_joint(promises[0], kept[0][1].scales))] * len(promises)
         together = self._fmt.scale.enumerable  # short blocks, all of one size: one call for all costs as one
@@ -142,15 +142,17 @@ class Recheck:
 
     def _rounded(self, group: Sequence[tuple[int, _Sent]], promises: Sequence[Promise]) -> Array:
         """float32 ``[blocks, elements]``: what was rounded in these blocks, weights times a factor."""
-        w = np.concatenate([self._weights_at(i, part.at) for i, part in group])
-        factors = [promises[i].factor for i, part in group for _ in part.at]
+        w = np.concatenate([self._weights_at(i, part.positions) for i, part in group])
+        factors = [promises[i].factor for i, part in group for _ in part.positions]
         return w * np.array(factors, np.float32)[:, None] if max(factors) > 1 else w
 
     def _check_scales(self, group: Sequence[tuple[int, _Sent]], w: Array, promises: Sequence[Promise]) -> None:
         h = None
         if any(promises[i].importance is not None for i, _ in group):
-            h = np.concatenate([self._importance(i, part.at, promises[i].importance, w.shape[1]) for i, part in group])
-        first = zlib.crc32(f"{self._names[group[0][0]]} {group[0][1].at[0]}".encode())
+            h = np.concatenate(
+                [self._importance(i, part.positions, promises[i].importance, w.shape[1]) for i, part in group]
+            )
+        first = zlib.crc32(f"{self._names[group[0][0]]} {group[0][1].positions[0]}".encode())
         x, scales = np.abs(w) if self._fmt.element.symmetric else w, torch.cat([part.scales for _, part in group])
         best = best_scales(x, scales, fmt=self._fmt, global_scale=self._global_scale, h=h, every=EVERY, first=first)
         if torch.equal(best, scales):
@@ -183,26 +185,26 @@ class Recheck:
         return True
 
     def _importance(
-        self, member: int, at: Sequence[tuple[int, int]], importance: torch.Tensor | None, elements: int
+        self, member: int, positions: Sequence[tuple[int, int]], importance: torch.Tensor | None, elements: int
     ) -> Array:
         """float32 ``[blocks, elements]``: the columns' weights as the objective takes them, ones without any."""
         if importance is None:
-            return np.ones((len(at), elements), np.float32)
+            return np.ones((len(positions), elements), np.float32)
         width = self._fmt.block_extent(self._weights[member].shape)[1]
         h = normalize_importance(importance)
-        h = torch.nn.functional.pad(h, (0, -len(h) % width)).reshape(-1, width)[[c for _, c in at]]
+        h = torch.nn.functional.pad(h, (0, -len(h) % width)).reshape(-1, width)[[c for _, c in positions]]
         return _array(h.repeat(1, elements // width))
 
-    def _fail(self, group: Sequence[tuple[int, _Sent]], k: int, found: str, wanted: str) -> None:
+    def _fail(self, group: Sequence[tuple[int, _Sent]], k: int, actual: str, wanted: str) -> None:
         """Raises NumericsError for block number ``k`` of the group."""
-        member, (r, c) = [(i, at) for i, part in group for at in part.at][k]
+        member, (r, c) = [(i, position) for i, part in group for position in part.positions][k]
         name = self._names[member]
         height, width = (1, 1) if self._joint else self._fmt.block_extent(self._weights[member].shape)
         remedy = f"convert with {arg('scale_search', 'brute_force')}, which is slow and uses none"
         if not self._fmt.scale.enumerable:
             remedy = f"keep the weight: {arg('ignore', name.removesuffix('.weight'))}"
         raise NumericsError(
-            f"{name}: the {self._fmt.name} block at row {r * height}, column {c * width} {found}, {wanted}: a bug in "
+            f"{name}: the {self._fmt.name} block at row {r * height}, column {c * width} {actual}, {wanted}: a bug in "
             f"ptqpipe ({kernels_of(self._device)}), not of the model; please report it with the command that you ran, "
             f"and {remedy}",
             weight=name,

@@ -14,7 +14,7 @@ import torch
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor, code_values
-from ptqpipe.quantization.columns import (
+from ptqpipe.quantization.gptq_steps import (
     BLOCK,
     as_qtensor,
     choose_block,

@@ -19,7 +19,7 @@ from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search import get_search
 from ptqpipe.numerics.search.enlarged import enlarge, factor_for
 from ptqpipe.quantization import calibrated
-from ptqpipe.quantization.carried import carry
+from ptqpipe.quantization.lossless_mxfp4 import transcode
 from ptqpipe.quantization.unit import (
     CHUNK_ELEMENTS,
     ROUNDING_MARGIN,
@@ -55,9 +55,9 @@ def quantize(task: Task) -> UnitResult:
         return calibrated.quantize(task)
     if fmt.one_scale:
         return _quantize_as_one(task)
-    carried = carry(task)
-    if carried is not None:
-        return carried
+    transcoded = transcode(task)
+    if transcoded is not None:
+        return transcoded
     amax = largest(task)
     samples = [
         torch.cat([weight.rows(*run) for run in sample_rows(weight.shape, fmt)]).to(task.device)

@@ -214,7 +214,7 @@ RowWriter = Callable[[int, int, QTensor], None]
 
 def joined(runs: Mapping[tuple[int, int], QTensor], member: int) -> QTensor:
     """The runs of rows of one member, by (member, first row), as one."""
-    parts = [runs[at] for at in sorted(runs) if at[0] == member]
+    parts = [runs[place] for place in sorted(runs) if place[0] == member]
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -345,7 +345,7 @@ def gathered_bytes(shapes: Sequence[tuple[int, int]], fmt: Format, *, element_by
 
 
 def joint(whole: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What `gather` gave, as one matrix of the same memory."""
+    """View of the `gather`ed weights as one [sum N, K] matrix."""
     rows = sum(w.shape[0] for w in whole)
     first = whole[0]
     return first if len(whole) == 1 else first.as_strided((rows, first.shape[1]), first.stride())

@@ -27,7 +27,7 @@ from ptqpipe.errors import PtqError, RecipeError, UsageError, arg, did_you_mean,
 from ptqpipe.models.families import DEFAULT_KEEP, Keep
 from ptqpipe.numerics.schemes import SCHEMES, get_scheme
 from ptqpipe.recipe.options import ALGORITHMS, RecipeOptions
-from ptqpipe.recipe.recipe import BY_RECIPE, IGNORED, Recipe, Rule
+from ptqpipe.recipe.recipe import BY_RECIPE, FORMER_NAMES, IGNORED, Recipe, Rule
 
 _PACKAGE = Path(__file__).parents[1]
 GROUPS = {"models": "For a series of models", "methods": "For any model"}
@@ -214,7 +214,8 @@ def _mapping(raw: Any, where: str, allowed: set[str]) -> Mapping[str, Any]:
         raise RecipeError(f"{where} must be a mapping of keys, got {type(raw).__name__}")
     unknown = [str(key) for key in raw if key not in allowed]
     if unknown:
-        remedy = did_you_mean(unknown[0], sorted(allowed), listed=True)
+        renamed = FORMER_NAMES.get(unknown[0])
+        remedy = f"it is called {renamed} now" if renamed else did_you_mean(unknown[0], sorted(allowed), listed=True)
         raise RecipeError(f"{where} has the unknown key {unknown[0]!r}; {remedy}")
     return raw
 

@@ -28,13 +28,14 @@ BY_RECIPE = "kept by the recipe"
 # their records are still those of their runs.
 _NO_LOW_RANK = {"low_rank": 0, "low_rank_dtype": "bf16"}
 
-# What JSON calls options, in records of checkpoints and codes, where it is not the field's name.
-_IN_JSON = {
-    "scale_search": "search",
-    "objective": "weighting",
-    "refine_passes": "refine",
-    "shard_size": "shard_bytes",
+# Names of options in the JSON of records, and in recipe files of earlier versions, that are not those of the fields.
+FORMER_NAMES = {
+    "search": "scale_search",
+    "weighting": "objective",
+    "refine": "refine_passes",
+    "shard_bytes": "shard_size",
 }
+_IN_JSON = {name: former for former, name in FORMER_NAMES.items()}
 
 Named = frozenset[tuple[str, str]]
 """Pairs of a rule's pattern and the pattern of a default keep rule that it wins over; see `Recipe.named`."""
@@ -322,5 +323,4 @@ def _values(options: Any, kind: type[CodeOptions] | type[CheckpointOptions]) -> 
 
 
 def _by_field(described: Mapping[str, Any]) -> dict[str, Any]:
-    names = {stored: name for name, stored in _IN_JSON.items()}
-    return {names.get(key, key): value for key, value in described.items() if key not in _IN_JSON}
+    return {FORMER_NAMES.get(key, key): value for key, value in described.items() if key not in _IN_JSON}

@@ -24,7 +24,7 @@ from ptqpipe.cli.serve import serve as serve_command
 from ptqpipe.errors import OutputExists, PtqError, UsageError
 from ptqpipe.pipeline.demo import MODEL
 from ptqpipe.pipeline.tune.tune_options import TuneOptions
-from ptqpipe.quantization.learned_codes import Rounding
+from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.options import options_of
 from tests import tiny
@@ -300,7 +300,7 @@ def test_large_objects_are_one_short_line(model: Path, tmp_path: Path) -> None:
     (tmp_path / "q" / "rounding.json").write_text(
         '{"version": 1, "digest": "", "model": {"fingerprint": ""}, "weights": {}}'
     )
-    with Rounding.open(tmp_path / "q") as rounding:
+    with LearnedCodes.open(tmp_path / "q") as rounding:
         rows.append(repr(rounding))
     assert [row for row in rows if "\n" in row or len(row) > 60 + len(str(tmp_path))] == []
 

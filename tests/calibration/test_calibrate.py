@@ -167,7 +167,7 @@ def test_one_window_is_held_out_for_every_eight_where_the_data_have_them(tmp_pat
 
 @pytest.mark.slow
 def test_resuming_with_other_held_out_windows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = calibrate_run.write_block
+    write = calibrate_run.write_layer
 
     def stops(folder: Path, name: str, *args: Any, **kwargs: Any) -> Any:
         if name.endswith(".1"):
@@ -175,7 +175,7 @@ def test_resuming_with_other_held_out_windows_is_refused(tmp_path: Path, monkeyp
         return write(folder, name, *args, **kwargs)
 
     whole = run(tmp_path, name="whole", samples=8, holdout=2)
-    monkeypatch.setattr(calibrate_run, "write_block", stops)
+    monkeypatch.setattr(calibrate_run, "write_layer", stops)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, samples=8, holdout=2)
     monkeypatch.undo()
@@ -243,12 +243,12 @@ def test_threads_run_only_a_model_whose_matrices_are_worth_it(
     monkeypatch.setattr(machine_module, "LARGE_MATRIX", large)
     seen: set[int] = set()
 
-    def advance(self: runner.Block, *args: Any, **options: Any) -> None:
+    def advance(self: runner.Layer, *args: Any, **options: Any) -> None:
         seen.add(torch.get_num_threads())
         original(self, *args, **options)
 
-    original = runner.Block.advance
-    monkeypatch.setattr(runner.Block, "advance", advance)
+    original = runner.Layer.advance
+    monkeypatch.setattr(runner.Layer, "advance", advance)
     run(tmp_path, machine=Machine(workers=2))
     assert seen == {most}
 
@@ -304,7 +304,7 @@ def test_a_killed_run_continues_to_the_same_statistics(tmp_path: Path) -> None:
 
 def test_finished_blocks_are_not_watched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
-    write = calibrate_run.write_block
+    write = calibrate_run.write_layer
 
     def stops_after_one(folder: Path, name: str, *args: Any, **kwargs: Any) -> Any:
         if written:
@@ -312,11 +312,11 @@ def test_finished_blocks_are_not_watched_again(tmp_path: Path, monkeypatch: pyte
         written.append(name)
         return write(folder, name, *args, **kwargs)
 
-    monkeypatch.setattr(calibrate_run, "write_block", stops_after_one)
+    monkeypatch.setattr(calibrate_run, "write_layer", stops_after_one)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path)
     again: list[str] = []
-    monkeypatch.setattr(calibrate_run, "write_block", lambda f, n, *a, **k: (again.append(n), write(f, n, *a, **k))[1])
+    monkeypatch.setattr(calibrate_run, "write_layer", lambda f, n, *a, **k: (again.append(n), write(f, n, *a, **k))[1])
     run(tmp_path, mode="resume")
     assert (written, again) == (["model.layers.0"], ["model.layers.1", "lm_head"])
 
@@ -362,14 +362,14 @@ def test_several_devices_give_the_statistics_of_one(
     """Devices that are all this CPU, each with a copy of the block and a thread of its own; batches of two windows."""
     monkeypatch.setattr(runner, "BATCH_TOKENS", 48)
     used: set[int] = set()
-    forward = runner.Block.forward
+    forward = runner.Layer.forward
 
-    def noted(self: runner.Block, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def noted(self: runner.Layer, *args: Any, **kwargs: Any) -> torch.Tensor:
         used.add(id(self.module))
         return forward(self, *args, **kwargs)
 
     one = run(tmp_path, kind, samples=8, holdout=3)
-    monkeypatch.setattr(runner.Block, "forward", noted)
+    monkeypatch.setattr(runner.Layer, "forward", noted)
     windows = make_windows()
     done = calibrate(
         tmp_path / kind,

@@ -110,7 +110,7 @@ def test_a_layer_that_caches_more_is_refused_before_any_work(tmp_path: Path) -> 
     model = family_rows.make(tmp_path / "m", "minimax_m3_vl_text")
     rows = write_rows(tmp_path / "t.jsonl", 12)
     for options in ({"format": "fp8"}, {"budget": "9bits"}):
-        with pytest.raises(UsageError, match=r"sees no keys and values of 'model.layers.1.self_attn'.*leave .* out"):
+        with pytest.raises(UsageError, match=r"sees no keys or values of 'model.layers.1.self_attn'.*leave .* out"):
             ptqpipe.convert(model, out=tmp_path / "o", data=rows, kv_cache="fp8", samples=8, seqlen=16, **options)  # type: ignore[arg-type]
     assert {path.name for path in tmp_path.iterdir()} == {"m", "t.jsonl"}
 

@@ -15,12 +15,12 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
-from ptqpipe.calibration import command as stage, reverse as reverse_pass
+from ptqpipe.calibration import backward as reverse_pass, command as stage
 from ptqpipe.calibration.activations import InMemory
+from ptqpipe.calibration.backward import run_backward
 from ptqpipe.calibration.command import calibrate
 from ptqpipe.calibration.data import load_samples
 from ptqpipe.calibration.options import CalibrateOptions
-from ptqpipe.calibration.reverse import reverse
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.cli import main
@@ -66,7 +66,7 @@ def test_they_are_what_the_reverse_pass_gives(model: Path, text: Path, stats: Pa
     windows = load_samples([str(text)], model, samples=ROWS, seqlen=24, seed=0, holdout=8).windows
     with Source.open(model) as source, Runner.open(Skeleton.of(source, dtype=torch.float32), windows) as runner:
         names = ["self_attn.k_proj", "mlp.down_proj"]
-        found = dict(reverse(runner, seed=0, store=InMemory, modules=lambda _block: names, weights=True))
+        found = dict(run_backward(runner, seed=0, store=InMemory, modules=lambda _block: names, weights=True))
     with Statistics.open(stats) as opened:
         for block, gradients in found.items():
             for name in names:
@@ -108,7 +108,7 @@ def test_a_run_that_was_stopped_behind_the_reverse_pass_does_not_repeat_it(
 
     monkeypatch.setattr(stage, "collect_outputs", counted)
     with monkeypatch.context() as patch:
-        patch.setattr(stage, "run_blocks", stops)
+        patch.setattr(stage, "run_layers", stops)
         with pytest.raises(KeyboardInterrupt):
             calibrate(model, [str(text)], tmp_path / "out", options=OPTIONS, machine=ONE)
     calibrate(model, [str(text)], tmp_path / "out", options=OPTIONS, machine=ONE, mode="resume")
@@ -121,7 +121,7 @@ import os, signal, sys
 from ptqpipe.cli import main
 from ptqpipe.calibration import outputs
 
-real = outputs.reverse_model
+real = outputs.run_model_backward
 outputs.BASE_BYTES = 8 << 30  # all of --max-memory: the hidden states lie on disk
 
 
@@ -132,7 +132,7 @@ def dies(*args, **kwargs):
         yield found
 
 
-outputs.reverse_model = dies
+outputs.run_model_backward = dies
 main(sys.argv[1:])
 """
 
@@ -335,7 +335,7 @@ def test_of_many_samples_every_few_are_run_backwards(
 
 OF_SO_MANY_TOKENS = """
 import sys
-from ptqpipe.calibration import reverse
+from ptqpipe.calibration import backward as reverse
 from ptqpipe.cli import main
 
 reverse.TOKENS = int(sys.argv.pop(1))

@@ -10,11 +10,11 @@ import transformers
 from safetensors import safe_open
 
 from ptqpipe.calibration import command as stage, pairs
+from ptqpipe.calibration.backward import draw_labels
 from ptqpipe.calibration.command import calibrate
 from ptqpipe.calibration.data import load_samples
 from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.calibration.pairs import PAIRS, places_of
-from ptqpipe.calibration.reverse import draw_labels
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.errors import UsageError
 from ptqpipe.run.machine import Machine, Ranks
@@ -143,7 +143,7 @@ def test_a_run_that_was_stopped_behind_the_reverse_pass_goes_on_to_the_same_byte
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(stage, "run_blocks", stops)
+        patch.setattr(stage, "run_layers", stops)
         with pytest.raises(KeyboardInterrupt):
             calibrate(path, [str(text)], tmp_path / "out", options=OPTIONS, machine=ONE)
     with monkeypatch.context() as patch:

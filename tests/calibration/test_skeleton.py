@@ -22,7 +22,7 @@ def test_a_model_that_was_trained_with_a_loss_of_its_routers_runs_layer_by_layer
     (tmp_path / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
     windows = make_windows(samples=2)
     with Source.open(tmp_path) as source, Runner.open(Skeleton.of(source, dtype=torch.float32), windows) as runner:
-        for block in runner.blocks():
+        for block in runner.layers():
             block.advance()
         with runner.head(), torch.no_grad():
             found = runner.logits(windows, runner.activations.get(0))
@@ -38,7 +38,7 @@ def test_layers_that_read_the_tokens_get_those_of_their_batch(tmp_path: Path, mo
     windows = make_windows(samples=5)
     with Source.open(tmp_path) as source, Runner.open(Skeleton.of(source, dtype=torch.float32), windows) as opened:
         assert opened.of_tokens
-        for block in opened.blocks():
+        for block in opened.layers():
             block.advance()
         batches = enumerate(torch.split(windows, 2))
         with opened.head(), torch.no_grad():

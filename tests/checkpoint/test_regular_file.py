@@ -20,7 +20,7 @@ from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.regular_file import read_regular, read_regular_text
 from ptqpipe.errors import PtqError
 from ptqpipe.models.source import Source
-from ptqpipe.quantization.learned_codes import Rounding
+from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.runtime.loading import load_tokenizer, read_config
 from ptqpipe.serving.preflight import read_template
@@ -132,6 +132,6 @@ def test_statistics_and_codes_are_refused_by_name(kind: str, tmp_path: Path) -> 
     put(tmp_path / "stats.json", kind)
     put(tmp_path / "rounding.json", kind)
     refused(lambda: Statistics.open(tmp_path), "stats.json")
-    refused(lambda: Rounding.open(tmp_path), "rounding.json")
+    refused(lambda: LearnedCodes.open(tmp_path), "rounding.json")
     put(tmp_path / "ptqpipe.json", kind)
     assert completed_run(tmp_path) is None

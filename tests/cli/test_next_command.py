@@ -19,7 +19,7 @@ import ptqpipe
 from ptqpipe.cli import main, next_steps
 from ptqpipe.cli.next_steps import _in_lines
 from ptqpipe.errors import CheckpointError, PtqError, UsageError
-from ptqpipe.quantization.learned_codes import Rounding
+from ptqpipe.quantization.learned_codes import LearnedCodes
 from tests.calibration.models import make_model, make_windows, write_windows
 
 FEW = ("--samples", "8", "--seqlen", "16")
@@ -300,13 +300,13 @@ def test_a_refused_call_leaves_no_file_of_the_codes_open(
     model: Path, w4a4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[Path] = []
-    real = Rounding.close
+    real = LearnedCodes.close
 
-    def close(self: Rounding) -> None:
+    def close(self: LearnedCodes) -> None:
         closed.append(self.path)
         real(self)
 
-    monkeypatch.setattr(Rounding, "close", close)
+    monkeypatch.setattr(LearnedCodes, "close", close)
     with pytest.raises(PtqError):
         ptqpipe.convert(model, codes=w4a4, format="mxfp4", out=tmp_path / "out")
     assert closed == [w4a4]

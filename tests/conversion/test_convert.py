@@ -254,7 +254,7 @@ def test_unknown_formats_containers_and_searches_are_named(model: Path, tmp_path
     for bad, kind in (
         ({"format": "nvfp5"}, FormatError),
         ({"container": "gguf"}, UsageError),
-        ({"search": "best"}, UsageError),
+        ({"scale_search": "best"}, UsageError),
     ):
         with pytest.raises(kind, match="known are"):
             ptqpipe.convert(model, out=tmp_path / "out", **bad)

@@ -103,10 +103,10 @@ def test_every_recipe_with_data_converts_and_verifies(name: str, model: Path, st
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4a16", "fp8"])
 def test_each_step_lowers_the_output_error(scheme: str, model: Path, stats: Path, tmp_path: Path) -> None:
-    run(model, None, tmp_path / "rtn", scheme=scheme)
-    run(model, stats, tmp_path / "weighted", scheme=scheme, weighting="diagonal")
-    run(model, stats, tmp_path / "gptq", scheme=scheme, algorithm="gptq", refine=0)
-    run(model, stats, tmp_path / "refined", scheme=scheme, algorithm="gptq")
+    run(model, None, tmp_path / "rtn", format=scheme)
+    run(model, stats, tmp_path / "weighted", format=scheme, objective="diagonal")
+    run(model, stats, tmp_path / "gptq", format=scheme, algorithm="gptq", refine_passes=0)
+    run(model, stats, tmp_path / "refined", format=scheme, algorithm="gptq")
     rtn, weighted, gptq, refined = (
         sum(output_errors(tmp_path / name).values()) for name in ("rtn", "weighted", "gptq", "refined")
     )
@@ -115,7 +115,7 @@ def test_each_step_lowers_the_output_error(scheme: str, model: Path, stats: Path
 
 
 def test_no_weight_is_worse_at_its_output_than_round_to_nearest(model: Path, stats: Path, tmp_path: Path) -> None:
-    record = run(model, stats, tmp_path / "out", scheme="nvfp4", algorithm="gptq")
+    record = run(model, stats, tmp_path / "out", format="nvfp4", algorithm="gptq")
     found = output_errors(tmp_path / "out")
     for name, entry in record["weights"].items():
         assert entry["versus_rtn"] <= 1.0
@@ -139,10 +139,10 @@ def held_out(model: Path, folder: Path, *, alike: bool) -> tuple[Path, dict[str,
 def test_the_gate_judges_by_held_out_samples(model: Path, tmp_path: Path) -> None:
     inputs = {name: x[:512] for name, x in inputs_of_llama(tiny.llama(), tokens=896).items()}
     stats = write_statistics(tmp_path / "stats", model, inputs)
-    plain = run(model, stats, tmp_path / "plain", scheme="nvfp4", algorithm="gptq")["weights"]
+    plain = run(model, stats, tmp_path / "plain", format="nvfp4", algorithm="gptq")["weights"]
     assert {entry["held_out"] for entry in plain.values()} == {False}
     folder, held = held_out(model, tmp_path / "alike", alike=True)
-    record = run(model, folder, tmp_path / "out", scheme="nvfp4", algorithm="gptq")
+    record = run(model, folder, tmp_path / "out", format="nvfp4", algorithm="gptq")
     source = tiny.llama()
     with ptqpipe.load_tensors(tmp_path / "out") as loaded:
         for module, x in held.items():
@@ -160,12 +160,12 @@ def test_the_gate_judges_by_held_out_samples(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [{"algorithm": "gptq"}, {"weighting": "diagonal"}, {"weighting": "block"}])
+@pytest.mark.parametrize("algorithm", [{"algorithm": "gptq"}, {"objective": "diagonal"}, {"objective": "block"}])
 def test_a_weight_that_held_out_samples_do_not_gain_by_goes_back(
     algorithm: dict[str, str], model: Path, tmp_path: Path
 ) -> None:
     folder, _ = held_out(model, tmp_path / "unlike", alike=False)
-    record = run(model, folder, tmp_path / "out", scheme="nvfp4", **algorithm)["weights"]
+    record = run(model, folder, tmp_path / "out", format="nvfp4", **algorithm)["weights"]
     back = [name for name, entry in record.items() if entry["reverted"]]
     assert len(back) > len(record) // 2
     assert all(entry["versus_rtn"] <= 1.0 for entry in record.values())
@@ -253,8 +253,8 @@ def invoked(*words: object) -> str:
 
 
 def test_the_weighted_error_of_weighted_scales_is_the_lowest(model: Path, stats: Path, tmp_path: Path) -> None:
-    weighted = run(model, stats, tmp_path / "w", scheme="mxfp4a16", weighting="diagonal")["weights"]
-    plain = run(model, None, tmp_path / "p", scheme="mxfp4a16")["weights"]
+    weighted = run(model, stats, tmp_path / "w", format="mxfp4a16", objective="diagonal")["weights"]
+    plain = run(model, None, tmp_path / "p", format="mxfp4a16")["weights"]
     inputs, source = inputs_of_llama(tiny.llama()), tiny.llama()
     with ptqpipe.load_tensors(tmp_path / "p") as loaded:
         for name, entry in weighted.items():
@@ -268,7 +268,7 @@ def test_the_weighted_error_of_weighted_scales_is_the_lowest(model: Path, stats:
 
 def test_workers_and_memory_change_no_byte(model: Path, stats: Path, tmp_path: Path) -> None:
     for name, workers in (("one", 1), ("three", 3)):
-        run(model, stats, tmp_path / name, Machine(workers=workers), scheme="nvfp4_w4a4", algorithm="gptq")
+        run(model, stats, tmp_path / name, Machine(workers=workers), format="nvfp4_w4a4", algorithm="gptq")
     assert tiny.bytes_of(tmp_path / "one") == tiny.bytes_of(tmp_path / "three")
 
 
@@ -363,7 +363,7 @@ def test_other_statistics_are_another_run(model: Path, stats: Path, tmp_path: Pa
 
 
 def test_nvfp4_input_scales_are_those_of_the_largest_activation(model: Path, stats: Path, tmp_path: Path) -> None:
-    run(model, stats, tmp_path / "out", scheme="nvfp4_w4a4", headroom=1.25)
+    run(model, stats, tmp_path / "out", format="nvfp4_w4a4", headroom=1.25)
     inputs = inputs_of_llama(tiny.llama())
     for module, x in inputs.items():
         divisor = tensor(tmp_path / "out", f"{module}.input_global_scale")
@@ -377,8 +377,8 @@ def test_nvfp4_input_scales_are_those_of_the_largest_activation(model: Path, sta
 def test_other_policies_clip_rare_activations(
     policy: str, least: float, most: float, model: Path, stats: Path, tmp_path: Path
 ) -> None:
-    record = run(model, stats, tmp_path / "out", scheme="fp8_static", input_scale=policy)["weights"]
-    plain = run(model, stats, tmp_path / "plain", scheme="fp8_static")["weights"]
+    record = run(model, stats, tmp_path / "out", format="fp8_static", input_scale=policy)["weights"]
+    plain = run(model, stats, tmp_path / "plain", format="fp8_static")["weights"]
     ratios = [record[name]["input_scale"] / plain[name]["input_scale"] for name in record]
     assert all(least < ratio <= most for ratio in ratios)
     if policy == "percentile":
@@ -386,7 +386,7 @@ def test_other_policies_clip_rare_activations(
 
 
 def test_fp8_scales_are_bfloat16_numbers_that_do_not_clip(model: Path, stats: Path, tmp_path: Path) -> None:
-    run(model, stats, tmp_path / "out", scheme="fp8_static", kv_cache="fp8_per_head")
+    run(model, stats, tmp_path / "out", format="fp8_static", kv_cache="fp8_per_head")
     for module, x in inputs_of_llama(tiny.llama()).items():
         scale = tensor(tmp_path / "out", f"{module}.input_scale").float()
         assert 1.0 <= float(scale) * 448.0 / float(x.abs().max()) < 1.01
@@ -406,7 +406,7 @@ def test_fp8_scales_are_bfloat16_numbers_that_do_not_clip(model: Path, stats: Pa
 def test_kv_cache_scales_have_the_containers_names(
     container: str, name: str, shape: tuple[int, ...], model: Path, stats: Path, tmp_path: Path
 ) -> None:
-    record = run(model, stats, tmp_path / "out", scheme="nvfp4", container=container, kv_cache="fp8")
+    record = run(model, stats, tmp_path / "out", format="nvfp4", container=container, kv_cache="fp8")
     found = tensor(tmp_path / "out", f"model.layers.1.{name}")
     assert found.shape == shape
     assert float(found) == pytest.approx(0.5 / 448.0, rel=0.01)
@@ -432,13 +432,13 @@ def _without_full(model: Path, tmp_path: Path) -> Path:
     ("make", "options", "words"),
     [
         (_other_model, {"algorithm": "gptq"}, "belong to the model other .*this is model .*calibrate this one"),
-        (_without_a_module, {"weighting": "diagonal"}, "no statistics of 'model.layers.1.mlp.down_proj'"),
+        (_without_a_module, {"objective": "diagonal"}, "no statistics of 'model.layers.1.mlp.down_proj'"),
         (_without_full, {"algorithm": "gptq"}, "no full_moment of 'model.layers.0.*moments=.diagonal,full"),
-        (_without_full, {"weighting": "block"}, "no block_moment of 'model.layers.0.*moments=.diagonal,block"),
+        (_without_full, {"objective": "block"}, "no block_moment of 'model.layers.0.*moments=.diagonal,block"),
         (_without_full, {"kv_cache": "fp8"}, "no keys and values of 'model.layers.0.self_attn'"),
         (lambda *_: None, {"algorithm": "gptq"}, r"needs statistics; make them with ptqpipe\.calibrate\(.*stats="),
         (lambda *_: None, {"kv_cache": "fp8"}, "needs statistics"),
-        (_without_full, {"scheme": "fp8", "weighting": "block"}, 'use objective="diagonal"'),
+        (_without_full, {"format": "fp8", "objective": "block"}, 'use objective="diagonal"'),
         (_without_full, {"kv_cache": "fp8", "container": "ptqpipe"}, "ptqpipe cannot store KV-cache scales"),
         (_without_full, {"kv_cache": "fp8_per_head", "container": "modelopt"}, "one KV-cache scale per layer"),
         (lambda m, _: m, {"algorithm": "gptq"}, "holds no stats.json"),
@@ -453,7 +453,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize(
-    "options", [{"algorithm": "awq"}, {"weighting": "x"}, {"damping": -1.0}, {"refine": -1}, {"headroom": 0.0}]
+    "options", [{"algorithm": "awq"}, {"objective": "x"}, {"damping": -1.0}, {"refine_passes": -1}, {"headroom": 0.0}]
 )
 def test_unknown_words_and_numbers_out_of_range_are_recipe_errors(options: dict[str, Any], model: Path) -> None:
     with pytest.raises(RecipeError):
@@ -485,7 +485,7 @@ def test_corrected_biases_give_the_mean_output_of_the_float_layer(tmp_path: Path
     model = tiny.save(tmp_path / "model", tensors)
     inputs = inputs_of_llama(tiny.llama())
     stats = write_statistics(tmp_path / "stats", model, inputs)
-    record = run(model, stats, tmp_path / "out", scheme="mxfp4a16", weighting="diagonal", bias_correction=True)
+    record = run(model, stats, tmp_path / "out", format="mxfp4a16", objective="diagonal", bias_correction=True)
     assert record["kept"][f"{module}.bias"]["reason"] == "bias corrected by the mean error of its weight"
     x = inputs[module].double()
     with ptqpipe.load_tensors(tmp_path / "out") as loaded:
@@ -510,7 +510,7 @@ def test_experts_share_the_input_scale_of_gate_and_up_and_have_moments_of_their_
         base = f"model.layers.0.mlp.experts.{expert}"
         inputs |= {f"{base}.gate_proj": x, f"{base}.up_proj": x, f"{base}.down_proj": correlated(256, 64, seed=expert)}
     stats = write_statistics(tmp_path / "stats", model, inputs)
-    record = run(model, stats, tmp_path / "out", scheme="nvfp4_w4a4", algorithm="gptq")["weights"]
+    record = run(model, stats, tmp_path / "out", format="nvfp4_w4a4", algorithm="gptq")["weights"]
     base = "model.layers.0.mlp.experts"
     scales = {record[f"{base}.{e}.{leaf}_proj.weight"]["input_scale"] for e in range(3) for leaf in ("gate", "up")}
     largest = max(float(inputs[f"{base}.{e}.up_proj"].abs().max()) for e in range(3))
@@ -541,7 +541,7 @@ def test_verify_with_statistics_finds_codes_that_do_not_follow_from_them(
     model: Path, stats: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    run(model, stats, out, scheme="nvfp4", algorithm="gptq")
+    run(model, stats, out, format="nvfp4", algorithm="gptq")
     record = json.loads((out / "ptqpipe.json").read_text())
     record["recipe"]["rules"][0]["refine"] = 0
     described = json.dumps(record["recipe"], sort_keys=True)
@@ -559,7 +559,7 @@ def test_verify_with_statistics_finds_codes_that_do_not_follow_from_them(
 @pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_python_and_the_command_line_do_the_same_with_statistics(model: Path, stats: Path, tmp_path: Path) -> None:
-    done = ptqpipe.convert(model, stats=stats, refine=2, container="ptqpipe", out=tmp_path / "python", workers=1)
+    done = ptqpipe.convert(model, stats=stats, refine_passes=2, container="ptqpipe", out=tmp_path / "python", workers=1)
     command = [sys.executable, "-m", "ptqpipe", "convert", str(model), "--stats", str(stats), "--refine-passes", "2"]
     subprocess.run([*command, "--container", "ptqpipe", "-o", str(tmp_path / "shell"), "-q"], check=True)
     assert {rule["algorithm"] for rule in done.record["recipe"]["rules"]} == {"gptq"}
@@ -581,7 +581,7 @@ def test_a_finished_conversion_holds_no_file_of_source_or_statistics(model: Path
 
     from ptqpipe.cli import main
 
-    ptqpipe.convert(model, out=tmp_path / "api", stats=stats, algorithm="rtn", weighting="diagonal")
+    ptqpipe.convert(model, out=tmp_path / "api", stats=stats, algorithm="rtn", objective="diagonal")
     assert open_in(stats) == open_in(model) == []
     arguments = ["convert", str(model), "-o", str(tmp_path / "cli"), "--stats", str(stats), "-q"]
     assert CliRunner().invoke(main, arguments).exit_code == 0

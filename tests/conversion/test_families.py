@@ -39,7 +39,7 @@ from tests.conversion import damage
 
 Make = Callable[..., Path]
 MTP = f"model.layers.{families.LAYERS}."
-EXACT = {"search": "absmax", "global_scale": "absmax", "workers": 1}
+EXACT = {"scale_search": "absmax", "global_scale": "absmax", "workers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +217,7 @@ def test_a_model_with_an_mtp_layer_is_calibrated_and_converted_with_its_statisti
     stats = tmp_path / "stats"
     options = CalibrateOptions(samples=4, seqlen=16, moments=("diagonal",), holdout=0)
     calibrate(model, [str(families.write_windows(tmp_path / "data.jsonl"))], stats, options=options)
-    done = ptqpipe.convert(model, out=tmp_path / "out", stats=stats, algorithm="rtn", weighting="diagonal", workers=1)
+    done = ptqpipe.convert(model, out=tmp_path / "out", stats=stats, algorithm="rtn", objective="diagonal", workers=1)
     quantized, _ = fates(dict(done.record))
     assert not any(name.startswith(MTP) for name in quantized)
     report = verify(done.out, source=model, statistics=stats, workers=1)

@@ -158,4 +158,4 @@ def test_factors_move_in_the_language_model_alone(make: Callable[[str], Path], k
     )
     torch.testing.assert_close(logits_of(folded), logits_of(whole), rtol=0, atol=1e-4)
     with pytest.raises(UsageError, match=r"rotate_residual is refused"):  # images enter the stream unrotated
-        transform(model, tmp_path / "no", options=replace(options, apply="rotate_residual"))
+        transform(model, tmp_path / "no", options=replace(options, transforms="rotate_residual"))

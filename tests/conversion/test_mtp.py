@@ -15,7 +15,7 @@ from ptqpipe.recipe.options import RecipeOptions
 from tests import families, tiny
 
 Make = Callable[[str], Path]
-EXACT = {"search": "absmax", "global_scale": "absmax", "workers": 1}
+EXACT = {"scale_search": "absmax", "global_scale": "absmax", "workers": 1}
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,7 @@ import os, signal, sys
 from ptqpipe.cli import main
 from ptqpipe.pipeline.tune import backwards
 
-at, real = int(sys.argv[1]), backwards.reverse_model
+at, real = int(sys.argv[1]), backwards.run_model_backward
 backwards.BASE_BYTES = 8 << 30  # all of the memory: the hidden states lie on disk
 
 
@@ -112,7 +112,7 @@ def dies(*args, **kwargs):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-backwards.reverse_model = dies
+backwards.run_model_backward = dies
 main(sys.argv[2:])
 """
 

@@ -8,7 +8,7 @@ from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.numerics.formats import FORMATS, Format, get_format
 from ptqpipe.numerics.kernels import cpu
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.quantization import columns, gptq, metric, quantizer, unit
+from ptqpipe.quantization import gptq, gptq_steps, metric, quantizer, unit
 from ptqpipe.quantization.refine import refine
 from ptqpipe.quantization.unit import Task
 from ptqpipe.recipe.options import ALGORITHMS, CodeOptions
@@ -37,7 +37,7 @@ def output_error(q: QTensor, w: torch.Tensor, moment: torch.Tensor) -> float:
 def textbook(q: QTensor, w: torch.Tensor, moment: torch.Tensor, order: list[int], damping: float) -> torch.Tensor:
     """GPTQ as its paper writes it: float64, one column after the other, the inverse updated by elimination."""
     values = torch.tensor([value for value in q.fmt.element.values if value == value], dtype=torch.float64)
-    scale = columns.column_scales(q.scales, q.fmt, shape=q.shape, global_scale=q.global_scale).double()
+    scale = gptq_steps.column_scales(q.scales, q.fmt, shape=q.shape, global_scale=q.global_scale).double()
     h = moment.double().clone()
     h += damping * float(h.diagonal().mean()) * torch.eye(len(h), dtype=torch.float64)
     inverse = torch.linalg.inv(h)
@@ -82,7 +82,7 @@ def test_error_feedback_lowers_the_output_error_and_refinement_lowers_it_again(n
 def test_blocks_that_do_not_divide_the_columns_that_are_refined_together(
     size: int, columns_: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(columns, "kernel_for", lambda *_: None)
+    monkeypatch.setattr(gptq_steps, "kernel_for", lambda *_: None)
     w, moment = weights(48, columns_), second_moment(correlated(2000, columns_))
     q = exact_rtn(w, get_format(f"e2m1/{size}/e8m0"))
     refined = refine(q, w, moment=moment, sweeps=1)
@@ -145,7 +145,7 @@ def test_kernels_and_reference_give_the_same_bits(name: str, isa: str, monkeypat
         rtn = exact_rtn(w, fmt)
         q = gptq.codes_at(w, rtn.scales, fmt, metric=found, global_scale=rtn.global_scale)
         done = [q, refine(q, w, moment=found.moment, sweeps=2)]
-        if columns.has_block_scales(fmt):
+        if gptq_steps.has_block_scales(fmt):
             done.append(gptq.codes_at_entry(w, fmt, metric=found, global_scale=rtn.global_scale))
         return done
 
@@ -154,7 +154,7 @@ def test_kernels_and_reference_give_the_same_bits(name: str, isa: str, monkeypat
         fast = made()
     finally:
         cpu.force_isa(None)
-    monkeypatch.setattr(columns, "kernel_for", lambda *_: None)
+    monkeypatch.setattr(gptq_steps, "kernel_for", lambda *_: None)
     for a, b in zip(fast, made(), strict=True):
         assert torch.equal(a.data, b.data)
         assert torch.equal(a.scales.float(), b.scales.float())

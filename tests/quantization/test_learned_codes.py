@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.numerics.formats import get_format
-from ptqpipe.quantization.learned_codes import Rounding
+from ptqpipe.quantization.learned_codes import LearnedCodes
 
 NVFP4 = get_format("nvfp4")
 
@@ -35,7 +35,7 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object] = lambda cont
 
 
 def test_codes_are_read_as_they_were_written(tmp_path: Path) -> None:
-    with Rounding.open(write(tmp_path / "r")) as rounding:
+    with LearnedCodes.open(write(tmp_path / "r")) as rounding:
         q = rounding.of("w", NVFP4, shape=(4, 32))
         assert q.shape == (4, 32)
         assert float(q.dequantize().abs().max()) == 0.0
@@ -46,7 +46,7 @@ def test_codes_of_a_method_that_is_gone_are_refused_with_what_to_run_again(metho
     folder = write(tmp_path / "r", lambda content: content.update(method=method))
     again = rf'method {re.escape(method)}, .* again: ptqpipe\.tune\("MODEL", data='
     with pytest.raises(UsageError, match=again) as error:
-        Rounding.open(folder)
+        LearnedCodes.open(folder)
     assert "\n" not in str(error.value)
 
 
@@ -68,7 +68,7 @@ def test_codes_of_a_method_that_is_gone_are_refused_with_what_to_run_again(metho
 )
 def test_a_damaged_field_is_named(change: Callable[[dict[str, Any]], object], says: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=says):
-        Rounding.open(write(tmp_path / "r", change))
+        LearnedCodes.open(write(tmp_path / "r", change))
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,13 @@ def test_a_damaged_field_is_named(change: Callable[[dict[str, Any]], object], sa
     ],
 )
 def test_codes_of_another_shape_or_dtype_are_refused(tensors: dict[str, Any], says: str, tmp_path: Path) -> None:
-    with Rounding.open(write(tmp_path / "r", **tensors)) as rounding, pytest.raises(CheckpointError, match=says):
+    with LearnedCodes.open(write(tmp_path / "r", **tensors)) as rounding, pytest.raises(CheckpointError, match=says):
         rounding.of("w", NVFP4, shape=(4, 32))
 
 
 def test_another_shape_in_the_recipe_says_both(tmp_path: Path) -> None:
     with (
-        Rounding.open(write(tmp_path / "r")) as rounding,
+        LearnedCodes.open(write(tmp_path / "r")) as rounding,
         pytest.raises(UsageError, match="the recipe wants nvfp4"),
     ):
         rounding.of("w", NVFP4, shape=(4, 16))

@@ -229,6 +229,11 @@ def test_patterns_match_names_globs_and_anchored_expressions(pattern: str, modul
         ({"version": 1, "rules": rules(("*", "nvfp4")), "shard_size": "x"}, "must be of type int"),
         ({"version": 1, "rules": rules(("*", "nvfp4")), "fuse": [["a", "b"], ["b", "c"]]}, "'b' in two groups"),
         ({"version": 1, "rules": rules(("*", "nvfp4")), "keep": [""]}, "keep must be text"),
+        (
+            {"version": 1, "rules": rules(("*", "nvfp4")), "shard_bytes": 9},
+            "'shard_bytes'; it is called shard_size now",
+        ),
+        ({"version": 1, "rules": [{"match": "*", "format": "fp8", "weighting": "none"}]}, "called objective now"),
     ],
 )
 def test_malformed_recipes_are_refused_with_the_key(raw: object, words: str) -> None:

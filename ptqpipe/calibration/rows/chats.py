@@ -53,7 +53,7 @@ def turns_of(value: Any) -> Any:
 
 def messages_of(turns: Sequence[Any], where: str) -> tuple[str, Messages]:
     """(what they are called, the messages) of turns. UsageError for turns whose keys or contents nobody knows."""
-    made, keys, roles = Messages(), ("role", "content"), set[str]()
+    messages, keys, roles = Messages(), ("role", "content"), set[str]()
     for number, turn in enumerate(turns, 1):
         place = f"{where}, message {number}"
         if not isinstance(turn, Mapping):
@@ -68,16 +68,16 @@ def messages_of(turns: Sequence[Any], where: str) -> tuple[str, Messages]:
         name = _ROLE_OF.get(turn[role].lower(), turn[role])
         if name != turn[role]:
             roles.add(f"{turn[role]} as {name}")
-        known = (role, content, "tool_calls", "function_call")
-        others = {str(k): v for k, v in turn.items() if k not in known and v is not None}
+        fields = (role, content, "tool_calls", "function_call")
+        others = {str(k): v for k, v in turn.items() if k not in fields and v is not None}
         if calls:
             others["tool_calls"] = [_tool_call(call) for call in _objects(calls, f"{place}, 'tool_calls'")]
-        made.append({"role": name, "content": _content(turn.get(content or ""), place), **others})
+        messages.append({"role": name, "content": _content(turn.get(content or ""), place), **others})
     called = {("role", "content"): "messages", ("from", "value"): "ShareGPT conversations (from/value)"}
     form = called.get(keys, f"conversations ({'/'.join(keys)})")
     if form == "messages" and roles:
         form = f"messages ({', '.join(sorted(roles))})"
-    return form, made
+    return form, messages
 
 
 def _content(value: Any, where: str) -> str | list[Any]:

@@ -71,11 +71,11 @@ def check_once(names: Iterable[str], option: str, *, weights: bool = False) -> N
     for name in names:
         plain, _ = weighted(name)
         path = Path(plain).expanduser()
-        known = str(path.resolve()) if path.exists() else plain
-        if known in seen:
+        identity = str(path.resolve()) if path.exists() else plain
+        if identity in seen:
             more = f", {plain}=2 for twice its share of the windows" if weights else ""
             raise UsageError(f"{arg(option)} has {plain} twice; give it once{more}")
-        seen.add(known)
+        seen.add(identity)
 
 
 def weighted(name: str) -> tuple[str, float | None]:

@@ -339,40 +339,40 @@ def elements(text: str, read: Callable[[int], str], *, most: int) -> Iterator[An
 
     ValueError for what is no array, or has a larger element; RecursionError for one that is nested too deeply.
     """
-    decoder, at, expected, more = json.JSONDecoder(), 0, "value or end", _PART
+    decoder, offset, expected, more = json.JSONDecoder(), 0, "value or end", _PART
     while True:
-        at = _end_of_space(text, at)
-        if at == len(text):
-            text, at = read(_PART), 0
+        offset = _end_of_space(text, offset)
+        if offset == len(text):
+            text, offset = read(_PART), 0
             if not text:
                 raise ValueError("the array has no end")
-        elif text[at] == "]" and expected != "value":
-            if (text[at + 1 :] + read(_PART)).strip():
+        elif text[offset] == "]" and expected != "value":
+            if (text[offset + 1 :] + read(_PART)).strip():
                 raise ValueError("there is more behind the array")
             return
         elif expected == "comma or end":
-            if text[at] != ",":
+            if text[offset] != ",":
                 raise ValueError("expected a comma or the end of the array")
-            at, expected = at + 1, "value"
+            offset, expected = offset + 1, "value"
         else:
             try:
-                value, end = decoder.raw_decode(text, at)
+                value, end = decoder.raw_decode(text, offset)
                 # a number at the end of what is read may go on behind it
                 part = "" if end < len(text) else read(_PART)
             except ValueError:
                 part = read(more)
                 if not part:
                     raise
-                if len(text) - at > most:
+                if len(text) - offset > most:
                     raise ValueError(f"an element has more than {most} characters") from None
                 more *= 2  # so that a long element is not decoded from its beginning too often
             if part:
-                text, at = text[at:] + part, 0
+                text, offset = text[offset:] + part, 0
                 continue
             yield value
-            at, expected, more = end, "comma or end", _PART
+            offset, expected, more = end, "comma or end", _PART
 
 
-def _end_of_space(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
-    return at if match is None else match.end()
+def _end_of_space(text: str, offset: int) -> int:
+    match = _SPACE.match(text, offset)
+    return offset if match is None else match.end()

@@ -150,7 +150,7 @@ def _names_of(tools: Sequence[Any]) -> list[str]:
 
 def _with_parts(messages: Messages) -> Messages:
     """The messages with lists of parts as contents."""
-    made = Messages(
+    rendered = Messages(
         {
             **one,
             "content": [{"type": "text", "text": one["content"]}]
@@ -159,8 +159,8 @@ def _with_parts(messages: Messages) -> Messages:
         }
         for one in messages
     )
-    made.tools = messages.tools
-    return made
+    rendered.tools = messages.tools
+    return rendered
 
 
 def chat_text(tokenizer: Any, messages: Messages, where: str, *, template: str | None) -> str:

@@ -83,11 +83,11 @@ def conversation(turns: Sequence[Any], row: Mapping[Any, Any], where: str) -> Va
 
     UsageError for turns whose keys nobody knows, and for images beside them, which no message shows.
     """
-    form, made = messages_of(turns, where)
+    form, messages = messages_of(turns, where)
     others = []
     system = next((key for key in _SYSTEMS if isinstance(row.get(key), str) and not _blank(row[key])), None)
-    if system is not None and made and made[0]["role"] != "system":
-        made.insert(0, {"role": "system", "content": row[system]})
+    if system is not None and messages and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": row[system]})
         others.append(system)
     tools = turns_of(row.get("tools"))
     if nothing(tools) and isinstance(functions := turns_of(row.get("functions")), list):  # of OpenAI's older messages
@@ -95,13 +95,13 @@ def conversation(turns: Sequence[Any], row: Mapping[Any, Any], where: str) -> Va
     if not nothing(tools):
         if not isinstance(tools, list):
             raise UsageError(f"{where}, 'tools' is {type(tools).__name__}, expected a list of objects; leave it out")
-        made.tools = tools
+        messages.tools = tools
         others.append("tools")
-    if not any(has_image(message["content"]) for message in made):
+    if not any(has_image(message["content"]) for message in messages):
         _check_no_images(row, "messages", where)
-    if not any(not nothing(message["content"]) or message.get("tool_calls") for message in made):
+    if not any(not nothing(message["content"]) or message.get("tool_calls") for message in messages):
         return form, None
-    return f"{form} with {' and '.join(others)}" if others else form, made
+    return f"{form} with {' and '.join(others)}" if others else form, messages
 
 
 def _check_no_images(row: Mapping[Any, Any], beside: str, where: str) -> None:
@@ -120,15 +120,15 @@ def asked(row: Mapping[Any, Any], ask: str, where: str) -> Value:
     reply = None if answer is None else _reply(row[answer])
     if not isinstance(first, str):
         if reply is None or not isinstance(first, list):
-            form, made = one_field(row, ask, where)
-            return f"{form}{_left_out(row, [ask])}", made
+            form, messages = one_field(row, ask, where)
+            return f"{form}{_left_out(row, [ask])}", messages
         turns = reply if isinstance(reply, list) else [{"role": "assistant", "content": reply}]
-        form, made = conversation([*first, *turns], row, where)
-        return f"{form} in {ask!r} and {answer!r}{_left_out(row, [ask, str(answer)])}", made
+        form, messages = conversation([*first, *turns], row, where)
+        return f"{form} in {ask!r} and {answer!r}{_left_out(row, [ask, str(answer)])}", messages
     if isinstance(reply, list):  # the chosen one of two conversations: mostly the prompt is its beginning
         whole = reply[0].get("role", reply[0].get("from")) in _STARTS
-        form, made = conversation(reply if whole else [{"role": "user", "content": first}, *reply], row, where)
-        return f"{form} in {answer!r}{_left_out(row, [ask, str(answer)])}", made
+        form, messages = conversation(reply if whole else [{"role": "user", "content": first}, *reply], row, where)
+        return f"{form} in {answer!r}{_left_out(row, [ask, str(answer)])}", messages
     _check_no_images(row, "text", where)
     context = next(
         (key for key in _CONTEXTS if key != ask and isinstance(row.get(key), str) and not _blank(row[key])), None
@@ -142,10 +142,10 @@ def asked(row: Mapping[Any, Any], ask: str, where: str) -> Value:
     if answer == "completion":  # it goes on where the prompt ends
         return form, question + ("" if question[-1].isspace() or reply[0].isspace() else "\n") + reply
     turns = [*_history(row, where), {"role": "user", "content": question}, {"role": "assistant", "content": reply}]
-    _, made = conversation(turns, {key: row.get(key) for key in _SYSTEMS}, where)
-    if isinstance(made, Messages):
-        made.plain = True
-    return form, made
+    _, messages = conversation(turns, {key: row.get(key) for key in _SYSTEMS}, where)
+    if isinstance(messages, Messages):
+        messages.plain = True
+    return form, messages
 
 
 def _reply(value: Any) -> Any:
@@ -172,17 +172,17 @@ def _history(row: Mapping[Any, Any], where: str) -> list[Any]:
             f"{where} has a 'history' that is no list of [question, answer]; write it so, or leave it out of the rows"
         )
     roles = ("user", "assistant")
-    return [{"role": roles[at], "content": pair[at]} for pair in pairs for at in (0, 1)]
+    return [{"role": roles[side], "content": pair[side]} for pair in pairs for side in (0, 1)]
 
 
 def _left_out(row: Mapping[Any, Any], used: Sequence[str]) -> str:
     """Which other fields of a row have sentences or lists, or are answers, in words; empty for none. Names, places and
     labels have no space in them."""
-    known = {*used, *_SYSTEMS, "history", "tools"}
+    fields = {*used, *_SYSTEMS, "history", "tools"}
     left = [
         key
         for key, value in row.items()
-        if key not in known and not nothing(value) and (_says(value) or key in _ANSWERS)
+        if key not in fields and not nothing(value) and (_says(value) or key in _ANSWERS)
     ]
     return f" ({_names(left)} left out)" if left else ""
 

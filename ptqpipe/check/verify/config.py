@@ -25,6 +25,7 @@ from ptqpipe.checkpoint.layouts import (
 )
 from ptqpipe.errors import PtqError
 from ptqpipe.models.families import check_config as check_names, doubts, fails_either_way, issues_of
+from ptqpipe.models.reader_facts import layout_warnings
 from ptqpipe.models.source import Source
 from ptqpipe.recipe.plan import conv1d_leaves, is_matrix
 from ptqpipe.recipe.recipe import matches, reader_issues
@@ -221,11 +222,8 @@ def check_readers(ckpt: Source, source: Source | None, findings: Findings) -> No
     base = source.reader.config if source is not None else ckpt.reader.config
     _check_structure(ckpt, base, findings)
     targets: Sequence[Target] = targets_of(ckpt)
-    try:
-        for line in ckpt.container.warnings(targets, base):
-            findings.note("readers", ckpt.container_name, line)
-    except PtqError as error:
-        findings.note("readers", ckpt.container_name, str(error))
+    for line in layout_warnings(ckpt.container_name, targets, base):
+        findings.note("readers", ckpt.container_name, line)
 
 
 def _check_structure(ckpt: Source, config: Mapping[str, Any], findings: Findings) -> None:

@@ -230,51 +230,6 @@ def kv_cache_scheme(base: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"num_bits": 8, "type": "float", "strategy": scheme.get("strategy") or "tensor", "dynamic": False}
 
 
-# Model types of transformers 5.23 whose experts are one tensor on disk and have no converter from per-expert names.
-_NO_PER_EXPERT_NAMES = frozenset(
-    (
-        *("aria", "aria_text", "dbrx", "diffusion_gemma", "gemma4", "gemma4_text", "gpt_oss", "granitemoe"),
-        *("granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v4", "inkling_mm_model", "inkling_text"),
-        *("minimax_m3_vl_text", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe_text", "step3p5", "step3p7", "zaya"),
-    )
-)
-# Compressed-tensors alone gives Llama 4 one module per expert.
-_ONLY_COMPRESSED_TENSORS = frozenset({"llama4", "llama4_text"})
-
-
-def expert_name_warnings(targets: Sequence[Target], config: Mapping[str, Any], *, container: str) -> list[str]:
-    """A warning where transformers finds no parameter for per-expert names and starts the experts at random.
-
-    So it does with what `ptqpipe dequantize` makes of them; with ptqpipe imported it finds those of quantized experts.
-    """
-    if not any(experts_of(target.module) and target.experts is None for target in targets):
-        return []
-    kind = str(config.get("model_type"))
-    if kind not in _NO_PER_EXPERT_NAMES and (kind not in _ONLY_COMPRESSED_TENSORS or container == "compressed_tensors"):
-        return []
-    remedy = "import ptqpipe before loading, serve with vLLM, or keep the experts (ignore 're:.*experts.*')"
-    if kind == "gpt_oss":
-        remedy = "use the container gptoss_mxfp4"
-    if kind in _ONLY_COMPRESSED_TENSORS:
-        remedy = "use the container compressed_tensors"
-    return [f"transformers 5.23 has no per-expert names for {kind} here and leaves its experts random; {remedy}"]
-
-
-# What SGLang 0.5.23 fills by its loader of Llama, which renames ``weight_scale_inv`` to a name that it then drops.
-_SGLANG_LLAMAS = frozenset(
-    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Ministral3", "Phi3", "InternLM3", "IQuestCoder", "TeleFLM")
-)
-
-
-def sglang_scale_warnings(config: Mapping[str, Any], *, remedy: str) -> list[str]:
-    """A warning where SGLang loads a model without its scales, if it keeps them as ``weight_scale_inv``."""
-    architectures = _SGLANG_LLAMAS.intersection(config.get("architectures") or ())
-    return [
-        f"SGLang 0.5.23 loads a {name} with these names without its scales and serves it all the same; {remedy}"
-        for name in sorted(architectures)
-    ]
-
-
 def kept_stacks(kept: Iterable[str], targets: Sequence[Target]) -> list[str]:
     """Modules that own kept stacks of experts: "...mlp.experts" for "...mlp.experts.gate_up_proj"."""
     return kept_experts((name for name in kept if re.search(r"(^|\.)experts\.[^.\d]+$", name)), targets)
@@ -288,8 +243,8 @@ def kept_experts(kept: Iterable[str], targets: Sequence[Target]) -> list[str]:
 
 
 # What readers call otherwise than checkpoints do: they rename tensors, not these lists, and take what they do not find
-# in them for codes. vLLM 0.33's gemma3n.py has a module "self_decoder" around some. It calls state-space layers
-# "mixer", and falcon_h1.py and zamba2.py count them on behind the layers with attention ("{behind}"). SGLang 0.5.23
+# in them for codes. vLLM's gemma3n.py has a module "self_decoder" around some. It calls state-space layers
+# "mixer", and falcon_h1.py and zamba2.py count them on behind the layers with attention ("{behind}"). SGLang
 # has "model" for "backbone", and "proj" for "o_proj" in the tower of pixtral.py. What is fused, it and zamba2.py look
 # for by the name of the whole alone (`wholes`): SGLang in ModelOpt's layout (is_layer_excluded of modelopt_quant.py),
 # and where a model has no packed_modules_mapping, as most have not.
@@ -327,7 +282,7 @@ def _readers_name(module: str, config: Mapping[str, Any]) -> str:
 
 
 def _drafting_name(module: str, config: Mapping[str, Any]) -> str:
-    """What SGLang 0.5.23 calls a module of the layer behind the last, or the head, in the model of its own with which
+    """What SGLang calls a module of the layer behind the last, or the head, in the model of its own with which
     it drafts (deepseek_nextn.py, glm4_moe_nextn.py). Not found by this name the layer would be taken for codes."""
     layers = config.get("num_hidden_layers")
     if not config.get("num_nextn_predict_layers"):
@@ -384,10 +339,6 @@ class ReadOnly:
     def config_faults(self, files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
         """Nothing: the layout is read only."""
         return iter(())
-
-    def warnings(self, targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
-        """Nothing is written, nothing is to be warned of."""
-        return []
 
     def detect(self, config: Mapping[str, Any], names: Names) -> bool:
         """Whether a checkpoint with this config has this layout."""

@@ -1,8 +1,8 @@
 """Which modules the lists of a config leave unquantized, as the readers of its layout match them.
 
 One answer for weights that are kept and for those that are stored quantized: a list that excludes what has codes is as
-wrong as one that misses what has none. Where readers differ, what one of them takes for excluded is excluded. Read in
-transformers 5.23, compressed-tensors 0.20, vLLM 0.33 and SGLang 0.5.23. Knows names, and no tensors.
+wrong as one that misses what has none. Where readers differ, what one of them takes for excluded is excluded, by the
+source of their versions in ``models/reader_facts.py``. Knows names, and no tensors.
 """
 
 import re

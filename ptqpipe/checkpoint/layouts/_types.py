@@ -179,10 +179,6 @@ class Container(Protocol):
         FormatError naming the weight whose scheme the layout cannot store.
         """
 
-    def warnings(self, targets: Sequence[Target], config: Mapping[str, Any], /) -> list[str]:
-        """What readers get wrong about this output: one line each, with the remedy. ``config`` is the
-        source's config.json."""
-
     def detect(self, config: Mapping[str, Any], names: Names, /) -> bool:
         """Whether a checkpoint with this config and these tensors has this layout."""
 

@@ -14,7 +14,6 @@ from ptqpipe.checkpoint.layouts._codec import scale_dtype, with_scale_dtype
 from ptqpipe.checkpoint.layouts._config import (
     FLOAT_MODEL,
     accept_variants,
-    expert_name_warnings,
     kept_stacks,
     kv_cache_scheme,
     matrix_shape,
@@ -253,60 +252,6 @@ def _kept_stack_patterns(kept: Sequence[str], targets: Sequence[Target]) -> list
     stacks = kept_stacks(kept, targets)
     patterns = name_patterns(stacks, {experts_of(target.module) for target in targets}) if stacks else []
     return [pattern.removesuffix("$") + r"\..*$" for pattern in patterns]
-
-
-def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
-    """What readers get wrong about this output: one line each, with the remedy."""
-    lines, schemes = [], schemes_of(targets)
-    kinds = {id(scheme): structure(scheme.fmt) for scheme in schemes}
-    llama4 = str(config.get("model_type")).startswith("llama4")  # its experts become linear layers here
-    experts = {kinds[id(t.scheme)]: t.scheme for t in targets if experts_of(t.module) and not llama4}
-    for scheme in experts.values():
-        name = _BY_STRUCTURE.get(structure(scheme.fmt))
-        if name == "nvfp4":
-            lines.append(
-                "transformers up to 5.23 loads NVFP4 experts wrong by their global scale, silently (its issue 48371); "
-                "serve with vLLM or SGLang, or give the experts fp8_dynamic or mxfp4"
-            )
-        if name in ("fp8_block", "mxfp8"):
-            remedy = "deepseek_fp8" if name == "fp8_block" else "mxfp8_hf"
-            lines.append(
-                f"transformers up to 5.23 refuses {name} experts in this layout; use the container {remedy} for it"
-            )
-        if name == "fp8_tensor" and scheme.activation is Activation.FP8_TOKEN:
-            lines.append("vLLM 0.33 and SGLang 0.5.23 refuse experts with fp8_tensor; use fp8 or fp8_block for them")
-        if name == "int8_signed_channel":
-            lines.append("SGLang 0.5.23 refuses experts with int8_w8a8; use int8 or fp8_dynamic for it")
-    if len(experts) > 1:
-        lines.append(
-            "transformers gives all routed experts the scheme of one group; use one scheme for all experts, or vLLM"
-        )
-    if str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.") == "float32":
-        lines.append("transformers decodes packed weights to bfloat16: load this float32 model with dtype=bfloat16")
-    names = {_BY_STRUCTURE.get(kind) for kind in kinds.values()}
-    if "mxfp6_e2m3" in names:
-        lines.append("vLLM 0.32 and SGLang 0.5.23 have no mxfp6; transformers with compressed-tensors 0.20 reads it")
-    if names & {"mxfp4", "mxfp8"}:
-        lines.append("SGLang 0.5.23 reads no mxfp4 and mxfp8 linear layers in this layout; use nvfp4 or fp8 for it")
-    if any(scheme.name in ("mxfp4a16", "mxfp8a16") for scheme in schemes):
-        lines.append(
-            "vLLM 0.32 quantizes the activations of mxfp4a16 and mxfp8a16 where it can; use nvfp4 if it must not"
-        )
-    if any(scheme.rotation for scheme in schemes):
-        lines.append(
-            "only vLLM, on one GPU, rotates inputs; transformers 5.23 without ptqpipe, SGLang 0.5.23 "
-            "and TensorRT-LLM do not, and compute garbage"
-        )
-    lines += expert_name_warnings(targets, config, container="compressed_tensors")
-    return lines + _float16_warning(schemes, config)
-
-
-def _float16_warning(schemes: Sequence[Scheme], config: Mapping[str, Any]) -> list[str]:
-    dtype = config.get("dtype") or config.get("torch_dtype")
-    fp8 = any(scheme.fmt.scale.dtype is not None for scheme in schemes)
-    if fp8 and dtype in ("float16", "torch.float16", "half"):
-        return ["transformers rounds FP8 scales to the model's float16; load with dtype=bfloat16 for the exact weights"]
-    return []
 
 
 # --- Reading

@@ -5,13 +5,13 @@ takes other block sizes, E8M0 scales, and one scale per tensor, as older checkpo
 scales called ``scale``, and experts in MXFP4, I8 [out, in/2] with the even column in the low four bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ptqpipe.checkpoint.layouts._config import expert_name_warnings, quantization_config, sglang_scale_warnings
+from ptqpipe.checkpoint.layouts._config import quantization_config
 from ptqpipe.checkpoint.layouts._scale_inv import ScaleInv, stored_weights_of
-from ptqpipe.checkpoint.layouts._types import ConfigRequest, Names, Part, StoredWeight, Target, schemes_of
+from ptqpipe.checkpoint.layouts._types import ConfigRequest, Names, Part, StoredWeight, schemes_of
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import FORMATS, Format
 from ptqpipe.numerics.schemes import Activation, Capabilities, Scheme, get_scheme
@@ -59,15 +59,6 @@ def parts(
             raise FormatError(f"{weight}: transformers misreads {rows} rows in blocks of {block}; keep it")
     layout = _LAYOUT if _UE8M0.supports(scheme) is not None else _UE8M0
     return layout.parts(weight, shape, scheme, experts=experts, transposed=transposed)
-
-
-def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
-    """What readers get wrong about this output: one line each, with the remedy."""
-    remedy = "use the container compressed_tensors for SGLang"
-    return [
-        *expert_name_warnings(targets, config, container="deepseek_fp8"),
-        *sglang_scale_warnings(config, remedy=remedy),
-    ]
 
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:

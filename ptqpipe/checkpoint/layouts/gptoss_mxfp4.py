@@ -5,7 +5,7 @@ it as [E, K, N]. Rows of gate and up alternate, as the columns of the float mode
 gpt-oss alone: in any other model they leave the weights out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ptqpipe.checkpoint.layouts._config import (
@@ -20,7 +20,7 @@ from ptqpipe.checkpoint.layouts._config import (
     without_quantization,
 )
 from ptqpipe.checkpoint.layouts._lists import Lists, as_transformers, is_stack, listed
-from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, PartKind, StoredWeight, Target
+from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, PartKind, StoredWeight
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import FORMATS
 from ptqpipe.numerics.schemes import Activation, Capabilities, Scheme
@@ -65,13 +65,6 @@ def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
 def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
     """Nothing beyond the plain keys."""
     return iter(())
-
-
-def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
-    """What readers get wrong about this output: one line each, with the remedy."""
-    if config.get("model_type") != "gpt_oss":
-        return [f"readers know this layout for gpt_oss, not {config.get('model_type')!r}; use compressed_tensors"]
-    return []
 
 
 def detect(config: Mapping[str, Any], names: Names) -> bool:

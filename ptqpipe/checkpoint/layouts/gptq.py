@@ -22,7 +22,7 @@ from ptqpipe.numerics.schemes import Activation, Capabilities
 QUANT_METHOD = "gptq"
 CAPABILITIES = Capabilities(transformers="transformers")
 _LAYOUT = ReadOnly(QUANT_METHOD)
-supports, parts, configs, warnings = _LAYOUT.supports, _LAYOUT.parts, _LAYOUT.configs, _LAYOUT.warnings
+supports, parts, configs = _LAYOUT.supports, _LAYOUT.parts, _LAYOUT.configs
 detect, config_faults = _LAYOUT.detect, _LAYOUT.config_faults
 
 _LEAST_ZERO = {"gptq": 1, "gptq_v2": 0}  # the zero point that is stored as 0, by checkpoint_format

@@ -23,13 +23,11 @@ from ptqpipe.checkpoint.layouts._config import (
     refuse,
     same_value,
     scheme_for,
-    sglang_scale_warnings,
     structure,
     without_quantization,
 )
 from ptqpipe.checkpoint.layouts._lists import Lists, by_wildcards, called, components, is_head, listed
-from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, PartKind, StoredWeight, Target
-from ptqpipe.checkpoint.tensor_names import experts_of
+from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, PartKind, StoredWeight
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import FORMATS, Format, get_format
 from ptqpipe.numerics.schemes import Activation, Capabilities, KvCache, Scheme
@@ -201,36 +199,6 @@ def _exclusions(kept: Sequence[str], quantized: Sequence[str]) -> list[str]:
         f"{module[:-1]}[{module[-1]}]" if module in every or module.rpartition(".")[2] in latent else module
         for module in kept
     ]
-
-
-def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
-    """What readers get wrong about this output: one line each, with the remedy."""
-    lines = [
-        "transformers does not read ModelOpt's layout: FP8 weights load as garbage without an error; "
-        "use the container compressed-tensors for transformers"
-    ]
-    algorithms = {t.module: _ALGORITHMS.get((structure(t.scheme.fmt), t.scheme.activation)) for t in targets}
-    experts = {algorithm for module, algorithm in algorithms.items() if experts_of(module)}
-    used = set(algorithms.values())
-    mixed = len(used) > 1
-    if "FP8_PER_CHANNEL_PER_TOKEN" in experts or ("FP8_PB_WO" in experts and not mixed):
-        lines.append(
-            "vLLM 0.32 reads no experts with FP8 per channel (or, as the only scheme, per block) in ModelOpt's layout; "
-            "use the container compressed-tensors or deepseek_fp8 for it"
-        )
-    if "FP8_PER_CHANNEL_PER_TOKEN" in used or ("FP8_PB_WO" in used and not mixed):
-        lines.append(
-            "SGLang 0.5.23 reads no FP8 per channel (or, as the only scheme, per block) in ModelOpt's layout; "
-            "use the container compressed-tensors for it"
-        )
-    if "W4A16_NVFP4" in experts:
-        lines.append(
-            "SGLang 0.5.23 may quantize the inputs of these experts, with a scale of 1, where its kernels can; "
-            "use the container compressed-tensors for SGLang"
-        )
-    if "MXFP8" in used:
-        lines += sglang_scale_warnings(config, remedy="use fp8 or nvfp4 for SGLang")
-    return lines
 
 
 # --- Reading

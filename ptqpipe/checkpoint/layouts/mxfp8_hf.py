@@ -1,15 +1,15 @@
 """The mxfp8 method of transformers and SGLang: ``quant_method: mxfp8``, U8 ``weight_scale_inv`` [N, K/32].
 
-The layout of MXFP8 that transformers reads for experts too; vLLM 0.32 wants the scale called ``weight_scale`` and
+The layout of MXFP8 that transformers reads for experts too; vLLM wants the scale called ``weight_scale`` and
 refuses it. Reading takes both names.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from ptqpipe.checkpoint.layouts._config import expert_name_warnings, quantization_config, sglang_scale_warnings
+from ptqpipe.checkpoint.layouts._config import quantization_config
 from ptqpipe.checkpoint.layouts._scale_inv import ScaleInv, stored_weights_of
-from ptqpipe.checkpoint.layouts._types import Names, StoredWeight, Target
+from ptqpipe.checkpoint.layouts._types import Names, StoredWeight
 from ptqpipe.errors import CheckpointError
 from ptqpipe.numerics.schemes import Capabilities, get_scheme
 
@@ -25,16 +25,6 @@ _LAYOUT = ScaleInv(
 )
 supports, parts, configs = _LAYOUT.supports, _LAYOUT.parts, _LAYOUT.configs
 detect, lists, config_faults = _LAYOUT.detect, _LAYOUT.lists, _LAYOUT.config_faults
-
-
-def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
-    """What readers are known to get wrong about this output."""
-    refused = "vLLM 0.32 refuses this layout of mxfp8; use the container compressed-tensors for vLLM"
-    return [
-        refused,
-        *expert_name_warnings(targets, config, container="mxfp8_hf"),
-        *sglang_scale_warnings(config, remedy="use fp8 or nvfp4 for SGLang"),
-    ]
 
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:

@@ -25,7 +25,7 @@ from typing import Any
 from ptqpipe.checkpoint.layouts._codec import scale_dtype
 from ptqpipe.checkpoint.layouts._config import check_parts, quantization_config, scheme_for, without_quantization
 from ptqpipe.checkpoint.layouts._lists import Lists
-from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, PartKind, StoredWeight, Target
+from ptqpipe.checkpoint.layouts._types import ConfigFiles, ConfigRequest, Names, Part, PartKind, StoredWeight
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.numerics.formats import Format, get_codec, get_format
 from ptqpipe.numerics.schemes import ROTATION_BLOCKS, Activation, Capabilities, KvCache, Scheme
@@ -103,11 +103,6 @@ def _version(schemes: Sequence[Scheme]) -> int:
 def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
     """Nothing beyond the plain keys."""
     return iter(())
-
-
-def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
-    """One line: who reads this."""
-    return ["only ptqpipe reads this layout; ptqpipe.load_tensors gives the weights, other containers serve"]
 
 
 def detect(config: Mapping[str, Any], names: Names) -> bool:

@@ -26,7 +26,7 @@ from ptqpipe.numerics.schemes import Activation, Capabilities
 QUANT_METHOD = "quark"
 CAPABILITIES = Capabilities(transformers="quark")
 _LAYOUT = ReadOnly(QUANT_METHOD)
-supports, parts, configs, warnings = _LAYOUT.supports, _LAYOUT.parts, _LAYOUT.configs, _LAYOUT.warnings
+supports, parts, configs = _LAYOUT.supports, _LAYOUT.parts, _LAYOUT.configs
 detect, config_faults = _LAYOUT.detect, _LAYOUT.config_faults
 
 # (dtype, qscheme) of the weight's spec -> format name

@@ -19,6 +19,7 @@ from ptqpipe.checkpoint.layouts import Container, Part, PartKind, StoredWeight, 
 from ptqpipe.conversion.job import CopyTensor, WriteJob
 from ptqpipe.errors import FormatError, NumericsError, arg
 from ptqpipe.models.families import family_of
+from ptqpipe.models.reader_facts import layout_warnings
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import CODECS, Codec
 from ptqpipe.numerics.qtensor import scale_values
@@ -322,7 +323,7 @@ def dropped_parts(source: Source, jobs: Iterable[MoveWeight | CopyTensor]) -> It
 
 
 def warnings_of(source: Source, target: Container, name: str, jobs: Sequence[MoveWeight | CopyTensor]) -> Iterator[str]:
-    yield from target.warnings(targets_of(jobs), source.reader.config)
+    yield from layout_warnings(name, targets_of(jobs), source.reader.config)
     names = [job.spec.name for job in jobs if isinstance(job, CopyTensor)]
     scales = [n for n in names if kv_scale(n, "F32", (1,), container=target) is not None]
     if scales and target.CAPABILITIES.kv_cache is None:

@@ -1,6 +1,6 @@
 """What holds for every model, whatever its family: what is not quantized and why, and what readers make one matrix of.
 
-What readers do is their own source: vLLM 0.33, SGLang 0.5.23, TensorRT-LLM of mid-2026.
+What readers do is their own source, of the versions in ``models/reader_facts.py``.
 """
 
 from ptqpipe.models.families.family import Keep, ReaderIssue

@@ -1,7 +1,7 @@
 """The table of families. A new family is a row of `FAMILIES`.
 
 What holds for every model stands in `defaults.py`, what several rows share in `shared.py`. What readers do is their own
-source: vLLM 0.33, SGLang 0.5.23, TensorRT-LLM of mid-2026.
+source, of the versions in ``models/reader_facts.py``.
 """
 
 from dataclasses import replace
@@ -87,7 +87,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(("exaone4", "olmo2", "olmo3", "flex_olmo"), norms=shared.BEHIND),
     Family(("cohere", "cohere2", "cohere2_moe"), norms=shared.SIDE_BY_SIDE),
     Family(("phi",), issues=(shared.KEPT_LAYERS, shared.HEAD_AS_CODES), norms=shared.SIDE_BY_SIDE),
-    Family(("lfm2",), norms=Norms("operator_norm", "ffn_norm", tied=True)),  # vLLM 0.33
+    Family(("lfm2",), norms=Norms("operator_norm", "ffn_norm", tied=True)),  # vLLM's
     Family(
         ("lfm2_moe",),
         issues=(
@@ -103,7 +103,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
     ),
     Family(("apertus",), norms=Norms("attention_layernorm", "feedforward_layernorm")),
-    Family(("gemma",), norms=Norms(offset=1.0, tied=True)),  # SGLang 0.5.23
+    Family(("gemma",), norms=Norms(offset=1.0, tied=True)),  # SGLang's
     Family(("gemma2",), issues=(shared.KEPT_LAYERS,), norms=shared.GEMMA2),
     Family(("gemma3_text",), norms=shared.GEMMA2),
     Family(("gpt2",), norms=Norms("ln_1", "ln_2", layer_norm=True)),
@@ -259,7 +259,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         experts=GATE_UP_DOWN,
     ),
-    # vLLM 0.33 leaves experts of other names (Mixtral's) out without a word.
+    # vLLM leaves experts of other names (Mixtral's) out without a word.
     Family(
         ("granitemoe", "granitemoeshared"),
         issues=(shared.kept(r"re:(.*\.)?block_sparse_moe\.(in|out)put_linear$", "experts of Granite"),),

@@ -1,7 +1,7 @@
 """Codes of MXFP4 written in other formats by the compiled kernels, without loss and without being decoded.
 
 What ``cpu_search.py`` gives for the decoded numbers wherever it loses nothing of them, bit for bit:
-``quantization/carried.py`` says why. Knows formats; must not know searches, files or containers.
+``quantization/lossless_mxfp4.py`` says why. Knows formats; must not know searches, files or containers.
 """
 
 import ctypes

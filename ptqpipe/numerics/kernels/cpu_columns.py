@@ -1,6 +1,6 @@
 """Compiled error feedback and refinement on CPU tensors.
 
-`feed_forward`, `descend` and `choose_block` are the torch references of ``quantization/columns.py``, bit for bit. The
+`feed_forward`, `descend` and `choose_block` are the torch references of ``gptq_steps.py``, bit for bit. The
 others are the loops around them, over all columns, on as many threads as torch has: their sums over columns come in
 the order of the columns, where torch's products have one of their own. A function returns None (False) where there is
 no kernel. Knows shapes and codecs; must not know moments or algorithms.

@@ -20,7 +20,7 @@ from ptqpipe.numerics.kernels.cpu_tensors import check_global, column_weights
 from ptqpipe.numerics.qtensor import check_finite
 
 if TYPE_CHECKING:
-    from ptqpipe.numerics.kernels import triton_block
+    from ptqpipe.numerics.kernels.triton_search import BlockPlan
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -282,7 +282,7 @@ enter_rows = _of_columns("enter_rows")
 sweep_block_rows = _of_columns("sweep_block_rows")
 
 
-def _block_plan(w: torch.Tensor, fmt: Format, *, global_scale: torch.Tensor | None) -> "triton_block.BlockPlan | None":
+def _block_plan(w: torch.Tensor, fmt: Format, *, global_scale: torch.Tensor | None) -> "BlockPlan | None":
     """The constants of a block search, or None where there is no kernel. FormatError for what does not fit."""
     check_global(fmt, global_scale)
     if not _runs(w):

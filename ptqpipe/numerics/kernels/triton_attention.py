@@ -262,14 +262,15 @@ def _store(
 ) -> None:
     """The launch of `store`."""
     from ptqpipe.numerics.kernels import triton_pages
+    from ptqpipe.numerics.kernels.triton_codecs import Minifloat
 
     heads, dims = keys.shape[2], (keys.shape[3], values.shape[3])
     lanes = min(_STORE_LANES, 1 << (heads * max(dims) - 1).bit_length())
     triton_pages.store_kernel[(len(slots), _over(heads * max(dims), lanes))](
         _codes(keys), _codes(values), key, value, *(scales or (key, value)), slots,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        HEADS=heads, KEY_DIM=dims[0], VALUE_DIM=dims[1], **_by_head(scales), LANES=lanes,
-        num_warps=4, enable_fp_fusion=False,
+        HEADS=heads, KEY_DIM=dims[0], VALUE_DIM=dims[1], **_by_head(scales),
+        CODEC=Minifloat(8, -6, 3, 448.0), LANES=lanes, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ Imports Triton: import it from inside functions.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -14,25 +13,11 @@ import triton.language as tl
 
 from ptqpipe.numerics.formats import Codec, Format
 from ptqpipe.numerics.kernels.triton_codecs import Minifloat, encode_signed, minifloat_of
-from ptqpipe.numerics.kernels.triton_search import absmax_code, candidate, deviation, magnitudes, search
+from ptqpipe.numerics.kernels.triton_search import BlockPlan, absmax_code, candidate, deviation, magnitudes, search
 
 BLOCKS = (8, 16, 32)
 ELEMENTS = ("e2m1", "e2m3", "e3m2", "e4m3")
-_SCALES = {"e4m3": (-6, 126), "ue5m3": (-14, 255)}  # smallest normal exponent, largest code
-
-
-@dataclass(frozen=True, slots=True)
-class BlockPlan:
-    """The constants of a format, named as in ``triton_search.py``."""
-
-    element: Minifloat
-    block: int
-    e8m0: bool
-    smin: int
-    stop: int
-    octave: int
-    above: float
-    below: float
+_SCALES = {"e4m3": (Minifloat(9, -6, 3, 448.0), 126), "ue5m3": (Minifloat(9, -14, 3, 122880.0), 255)}  # codec, last
 
 
 def plan_of(fmt: Format) -> BlockPlan | None:
@@ -45,9 +30,9 @@ def plan_of(fmt: Format) -> BlockPlan | None:
     e8m0 = fmt.scale.name == "e8m0" and not fmt.has_global
     if not e8m0 and (fmt.scale.name not in _SCALES or fmt.element.name != "e2m1"):
         return None
-    smin, stop = _SCALES.get(fmt.scale.name, (0, 254))
+    scale, stop = _SCALES.get(fmt.scale.name, (Minifloat(0, 0, 0, 0.0), 254))
     octave = math.frexp(element.max)[1] - 1
-    return BlockPlan(element, block, e8m0, smin, stop, octave, *_limits(fmt.element, block))
+    return BlockPlan(element, block, e8m0, scale, stop, octave, *_limits(fmt.element, block))
 
 
 def _limits(codec: Codec, block: int) -> tuple[float, float]:
@@ -80,18 +65,17 @@ def store_packed(
     w: tl.tuple,
     r: tl.tensor,
     live: tl.tensor,
-    EMIN: tl.constexpr,
-    MANT: tl.constexpr,
-    MAX: tl.constexpr,
-    BITS: tl.constexpr,
-    B: tl.constexpr,
+    PLAN: tl.constexpr,
 ) -> None:
-    """Packs a lane's B codes into B*BITS/32 little-endian words at ``words``."""
+    """Packs a lane's block of codes into little-endian words of 32 bits at ``words``."""
+    ELEMENT: tl.constexpr = PLAN.element
+    BITS: tl.constexpr = ELEMENT.bits
+    B: tl.constexpr = PLAN.block
     for i in tl.static_range(B * BITS // 32):
         word = tl.zeros(r.shape, tl.int32)
         for k in tl.static_range(B):
             if k * BITS < i * 32 + 32 and k * BITS + BITS > i * 32:
-                code = encode_signed(w[k], r, EMIN, MANT, MAX, BITS)
+                code = encode_signed(w[k], r, ELEMENT)
                 if k * BITS >= i * 32:
                     word |= code << (k * BITS - i * 32)
                 else:
@@ -110,27 +94,19 @@ def block_quantize_kernel(
     damaged: tl.tensor,
     blocks: tl.tensor,
     blocks_per_row: tl.tensor,
-    EMIN: tl.constexpr,
-    MANT: tl.constexpr,
-    MAX: tl.constexpr,
-    BITS: tl.constexpr,
-    B: tl.constexpr,
-    E8M0: tl.constexpr,
-    SMIN: tl.constexpr,
-    STOP: tl.constexpr,
-    OCTAVE: tl.constexpr,
-    ABOVE: tl.constexpr,
-    BELOW: tl.constexpr,
+    PLAN: tl.constexpr,
     WEIGHTED: tl.constexpr,
     ABSMAX: tl.constexpr,
     TOTALS: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """LANES blocks of ``w`` ``[blocks * B]``: scales and words, or with TOTALS the least scores alone.
+    """LANES blocks of B numbers of ``w`` ``[blocks * B]``: scales and words, or with TOTALS the least scores alone.
 
-    h ``[blocks_per_row * B]`` float32 weights (WEIGHTED), g float32 ``[1]``, words int32 ``[blocks * B*BITS/32]``,
+    h ``[blocks_per_row * B]`` float32 weights (WEIGHTED), g float32 ``[1]``, words int32 ``[blocks * B*bits/32]``,
     scales uint8 ``[blocks]``, totals float64 ``[blocks]``, damaged int32 ``[1]``: set to 1 where ``w`` has NaN or inf.
     """
+    ELEMENT: tl.constexpr = PLAN.element
+    B: tl.constexpr = PLAN.block
     block = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     live = block < blocks
     columns = load_columns(w + block * B, live, B)
@@ -140,18 +116,16 @@ def block_quantize_kernel(
     global_scale = tl.load(g + tl.zeros([LANES], tl.int32))
     amax, x = magnitudes(columns, B)
     if ABSMAX:
-        code = absmax_code(amax, global_scale, MAX, E8M0, SMIN, STOP)
+        code = absmax_code(amax, global_scale, PLAN)
     else:
-        code = search(
-            x, weights, amax, global_scale, EMIN, MANT, MAX, B, E8M0, SMIN, STOP, OCTAVE, ABOVE, BELOW, WEIGHTED
-        )
-    r, square = candidate(code, global_scale, E8M0, SMIN)
+        code = search(x, weights, amax, global_scale, PLAN, WEIGHTED)
+    r, square = candidate(code, global_scale, PLAN)
     if TOTALS:
-        acc, _ = deviation(x, weights, r, EMIN, MANT, MAX, B, WEIGHTED)
+        acc, _ = deviation(x, weights, r, PLAN, WEIGHTED)
         tl.store(totals + block, (acc.to(square.dtype) * square).to(tl.float64), mask=live)
     else:
         tl.store(scales + block, code.to(tl.uint8), mask=live)
-        store_packed(words + block * (B * BITS // 32), columns, r, live, EMIN, MANT, MAX, BITS, B)
+        store_packed(words + block * (B * ELEMENT.bits // 32), columns, r, live, PLAN)
     highest = tl.zeros([LANES], tl.int32)
     for k in tl.static_range(B):
         highest = tl.maximum(highest, columns[k].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
@@ -221,17 +195,7 @@ def _launch(
         damaged,
         blocks,
         w.shape[1] // plan.block,
-        EMIN=plan.element.emin,
-        MANT=plan.element.mant,
-        MAX=plan.element.max,
-        BITS=plan.element.bits,
-        B=plan.block,
-        E8M0=plan.e8m0,
-        SMIN=plan.smin,
-        STOP=plan.stop,
-        OCTAVE=plan.octave,
-        ABOVE=plan.above,
-        BELOW=plan.below,
+        PLAN=plan,
         WEIGHTED=importance is not None,
         ABSMAX=absmax,
         TOTALS=totals.numel() > 0,

@@ -1,6 +1,6 @@
 """Error feedback and refinement in Triton: a program takes a few rows through all columns of a run, in one launch.
 
-`feed_forward`, `descend` and `choose_block` are the torch references of ``quantization/columns.py``, bit for bit: a
+`feed_forward`, `descend` and `choose_block` are the torch references of ``quantization/gptq_steps.py``, bit for bit: a
 step is rounded as ``qtensor.encode`` does, and every product and sum by itself, in the order written there.
 `enter_rows` and `sweep_block_rows` go through all columns in runs of RUN, with torch's products between them: their
 sums come in another order than those of the loops in ``gptq.py`` and ``refine.py``.
@@ -21,7 +21,7 @@ import triton.language as tl
 from ptqpipe.numerics.formats import Codec
 from ptqpipe.numerics.kernels.cpu_tensors import INTEGERS
 from ptqpipe.numerics.kernels.triton import interpreting
-from ptqpipe.numerics.kernels.triton_codecs import decode_signed, magic, minifloat_of
+from ptqpipe.numerics.kernels.triton_codecs import Minifloat, decode_signed, magic, minifloat_of
 
 RUN = 128  # columns between two updates of all later ones
 _MOST_COLUMNS = 256
@@ -34,24 +34,22 @@ _NUMBERS = ["rows", "columns", "ladder_size", "count", "below", "slack"]
 
 
 @triton.jit
-def nearest(
-    t: tl.tensor, s: tl.tensor, inverse: tl.tensor, EMIN: tl.constexpr, MANT: tl.constexpr, MAX: tl.constexpr,
-    BITS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """(int32 codes nearest to t at the scales s, what they decode to); ``inverse`` is 1 / s. Of integers, MANT is
-    _INTEGER and EMIN the code of 0."""
-    if MANT == -1:
-        number = tl.maximum(tl.minimum(t * inverse, MAX), -MAX - 1) + 12582912.0  # 1.5 * 2^23: it is in the last bits
-        code = ((number.to(tl.int32, bitcast=True) & 0xFFFF) + EMIN) & 0xFF
+def nearest(t: tl.tensor, s: tl.tensor, inverse: tl.tensor, ELEMENT: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """(int32 codes nearest to t at the scales s, what they decode to); ``inverse`` is 1 / s. Of integers, ``mant`` is
+    _INTEGER and ``emin`` the code of 0."""
+    if ELEMENT.mant == -1:
+        clipped = tl.maximum(tl.minimum(t * inverse, ELEMENT.max), -ELEMENT.max - 1)
+        number = clipped + 12582912.0  # 1.5 * 2^23: it is in the last bits
+        code = ((number.to(tl.int32, bitcast=True) & 0xFFFF) + ELEMENT.emin) & 0xFF
         decoded = (number - 12582912.0) * s
     else:
-        y = tl.minimum(tl.abs(t) * inverse, MAX)
-        big = magic(y, EMIN, MANT)
+        y = tl.minimum(tl.abs(t) * inverse, ELEMENT.max)
+        big = magic(y, ELEMENT)
         total = y + big
         bits = t.to(tl.int32, bitcast=True)
         steps = total.to(tl.int32, bitcast=True) - big.to(tl.int32, bitcast=True)
-        exponent = (big.to(tl.int32, bitcast=True) >> 23) - (EMIN + 127 + 23 - MANT)
-        code = steps + (exponent << MANT) | (((bits >> 31) & 1) << (BITS - 1))
+        exponent = (big.to(tl.int32, bitcast=True) >> 23) - (ELEMENT.emin + 127 + 23 - ELEMENT.mant)
+        code = steps + (exponent << ELEMENT.mant) | (((bits >> 31) & 1) << (ELEMENT.bits - 1))
         magnitude = ((total - big) * s).to(tl.int32, bitcast=True)
         decoded = (magnitude | ((bits >> 31) << 31)).to(tl.float32, bitcast=True)
     return code, decoded
@@ -73,8 +71,7 @@ def column_of(tile: tl.tensor, here: tl.tensor) -> tl.tensor:
 @triton.jit(do_not_specialize=_NUMBERS)
 def feed_kernel(
     exact: tl.tensor, target: tl.tensor, s: tl.tensor, feedback: tl.tensor, codes: tl.tensor, error: tl.tensor,
-    rows: tl.tensor, columns: tl.tensor, EMIN: tl.constexpr, MANT: tl.constexpr, MAX: tl.constexpr, BITS: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    rows: tl.tensor, columns: tl.tensor, ELEMENT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """``columns.feed_forward`` of ROWS rows, ``columns`` columns of at most WIDTH."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -91,7 +88,7 @@ def feed_kernel(
         next_scale = tl.load(s + at + rows, mask=more, other=1.0)
         next_x = tl.load(exact + at + rows, mask=more, other=0.0)
         added = tl.load(feedback + i * columns + column, mask=column < columns, other=0.0)
-        code, decoded = nearest(column_of(near, column == i), scale, reciprocal(scale), EMIN, MANT, MAX, BITS)
+        code, decoded = nearest(column_of(near, column == i), scale, reciprocal(scale), ELEMENT)
         e = x - decoded
         tl.store(codes + at, code.to(tl.uint8), mask=live)
         tl.store(error + at, e, mask=live)
@@ -103,8 +100,7 @@ def feed_kernel(
 @triton.jit(do_not_specialize=_NUMBERS)
 def descend_kernel(
     exact: tl.tensor, error: tl.tensor, codes: tl.tensor, slope: tl.tensor, s: tl.tensor, turned: tl.tensor,
-    rows: tl.tensor, columns: tl.tensor, EMIN: tl.constexpr, MANT: tl.constexpr, MAX: tl.constexpr, BITS: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    rows: tl.tensor, columns: tl.tensor, ELEMENT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """``columns.descend`` of ROWS rows; ``turned`` is the moment, transposed."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -126,7 +122,7 @@ def descend_kernel(
         curvature = tl.load(turned + i * (columns + 1) + row * 0)
         least = (x - before) + column_of(near, column == i) * reciprocal(curvature)
         wanted = tl.where(curvature > 0, least, x)
-        code, decoded = nearest(wanted, scale, reciprocal(scale), EMIN, MANT, MAX, BITS)
+        code, decoded = nearest(wanted, scale, reciprocal(scale), ELEMENT)
         e = x - decoded
         tl.store(codes + at, code.to(tl.uint8), mask=live)
         tl.store(error + at, e, mask=live)
@@ -140,8 +136,7 @@ def descend_kernel(
 @triton.jit
 def tried(
     target: tl.tensor, rows: tl.tensor, row: tl.tensor, live: tl.tensor, s: tl.tensor, feedback: tl.tensor,
-    columns: tl.tensor, weight: tl.tensor, EMIN: tl.constexpr, MANT: tl.constexpr, MAX: tl.constexpr,
-    BITS: tl.constexpr, B: tl.constexpr,
+    columns: tl.tensor, weight: tl.tensor, ELEMENT: tl.constexpr, B: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """(int32 codes [L, B], cost [L]) of a block whose target begins at ``target``, at the scale ``s`` of each lane.
 
@@ -157,7 +152,7 @@ def tried(
     for k in range(B):
         here = element == k
         t = column_of(near, here)
-        code, decoded = nearest(t, s, inverse, EMIN, MANT, MAX, BITS)
+        code, decoded = nearest(t, s, inverse, ELEMENT)
         left = t - decoded
         cost += left * left * tl.load(weight + k)
         codes = tl.where(here[None, :], code[:, None], codes)
@@ -216,9 +211,8 @@ def add_later(
 def choose_kernel(
     target: tl.tensor, exact: tl.tensor, ladder: tl.tensor, first: tl.tensor, corner: tl.tensor, weight: tl.tensor,
     codes: tl.tensor, scales: tl.tensor, error: tl.tensor, costs: tl.tensor, rows: tl.tensor, columns: tl.tensor,
-    ladder_size: tl.tensor, count: tl.tensor, below: tl.tensor, EMIN: tl.constexpr, MANT: tl.constexpr,
-    MAX: tl.constexpr, BITS: tl.constexpr, B: tl.constexpr, C: tl.constexpr, LADDER: tl.constexpr,
-    ENTER: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    ladder_size: tl.tensor, count: tl.tensor, below: tl.tensor, ELEMENT: tl.constexpr, B: tl.constexpr,
+    C: tl.constexpr, LADDER: tl.constexpr, ENTER: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """``columns.choose_block`` of ROWS rows; with ENTER of all blocks of ``columns`` columns, one after the other.
 
@@ -237,23 +231,21 @@ def choose_kernel(
             inside = live[:, None] & (element < B)
             tile = tl.load(target + at + element * rows + row[:, None], mask=inside, other=0.0)
             amax = tl.max(tl.abs(tile), axis=1)
-            begin = by_lane(smallest_that_holds(amax, ladder, ladder_size, MAX, LADDER), C)
+            begin = by_lane(smallest_that_holds(amax, ladder, ladder_size, ELEMENT.max, LADDER), C)
             begin = tl.maximum(begin - below, 0)
         else:
             begin = tl.load(first + at_row, mask=on, other=0).to(tl.int32)
         index = tl.minimum(tl.maximum(begin + lane % C, 0), ladder_size - 1)
         s = tl.load(ladder + index)
         feedback = corner + block * B * (columns + 1)
-        rounded, cost = tried(
-            target + at, rows, at_row, on, s, feedback, columns, weight + block * B, EMIN, MANT, MAX, BITS, B
-        )
+        rounded, cost = tried(target + at, rows, at_row, on, s, feedback, columns, weight + block * B, ELEMENT, B)
         mine = best_of(cost, count, C) & on
         where = at + element * rows + at_row[:, None]
         tl.store(scales + block * rows + at_row, index.to(tl.int64), mask=mine)
         tl.store(codes + where, rounded.to(tl.uint8), mask=mine[:, None] & (element < B))
         if ENTER:
             x = tl.load(exact + where, mask=mine[:, None] & (element < B), other=0.0)
-            e = x - decode_signed(rounded, EMIN, MANT, MAX, BITS) * s[:, None]
+            e = x - decode_signed(rounded, ELEMENT) * s[:, None]
             tl.store(error + where, e, mask=mine[:, None] & (element < B))
             end = (block + 1) * B
             if end < columns:
@@ -267,8 +259,7 @@ def sweep_kernel(
     slope: tl.tensor, exact: tl.tensor, error: tl.tensor, codes: tl.tensor, scales: tl.tensor, ladder: tl.tensor,
     corner: tl.tensor, feedback: tl.tensor, weight: tl.tensor, inverse: tl.tensor, usable: tl.tensor, room: tl.tensor,
     rows: tl.tensor, columns: tl.tensor, ladder_size: tl.tensor, count: tl.tensor, below: tl.tensor, slack: tl.tensor,
-    EMIN: tl.constexpr, MANT: tl.constexpr, MAX: tl.constexpr, BITS: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    ELEMENT: tl.constexpr, B: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Every usable block of ``columns`` columns in turn: its scale and codes where they are better than what there is.
 
@@ -305,7 +296,7 @@ def sweep_kernel(
             current = tl.load(scales + block * rows + at_row, mask=on, other=0).to(tl.int32)
             index = tl.minimum(tl.maximum(current - below, 0) + lane % C, ladder_size - 1)
             s = tl.load(ladder + index)
-            rounded, cost = tried(room, rows, at_row, on, s, metric, B, weight + block * B, EMIN, MANT, MAX, BITS, B)
+            rounded, cost = tried(room, rows, at_row, on, s, metric, B, weight + block * B, ELEMENT, B)
             mine = best_of(cost, count, C) & on & (cost < by_lane(now * slack, C))
             tl.debug_barrier()  # all have read what is now overwritten
             tl.store(scales + block * rows + at_row, index.to(tl.int64), mask=mine)
@@ -313,7 +304,7 @@ def sweep_kernel(
             taken = mine[:, None] & (element[None, :] < B)
             tl.store(codes + where, rounded.to(tl.uint8), mask=taken)
             x = tl.load(exact + where, mask=taken, other=0.0)
-            tl.store(error + where, x - decode_signed(rounded, EMIN, MANT, MAX, BITS) * s[:, None], mask=taken)
+            tl.store(error + where, x - decode_signed(rounded, ELEMENT) * s[:, None], mask=taken)
             end = (block + 1) * B
             if end < columns:
                 tl.debug_barrier()
@@ -481,12 +472,9 @@ def _grid(like: torch.Tensor, sizes: dict[str, Any]) -> tuple[int]:
 def _by_column(like: torch.Tensor, element: Codec) -> dict[str, Any]:
     """The constants of a kernel that goes column by column."""
     minifloat = minifloat_of(element)
-    if minifloat is None:
-        codec = {"EMIN": element.grid.index(0.0), "MANT": _INTEGER, "MAX": element.max, "BITS": element.bits}
-    else:
-        codec = {"EMIN": minifloat.emin, "MANT": minifloat.mant, "MAX": minifloat.max, "BITS": minifloat.bits}
+    codec = minifloat or Minifloat(element.bits, element.grid.index(0.0), _INTEGER, element.max)
     width = max(16, triton.next_power_of_2(like.shape[0]))
-    return codec | {"WIDTH": width, "ROWS": _rows(like.shape[1], _ROWS)}
+    return {"ELEMENT": codec, "WIDTH": width, "ROWS": _rows(like.shape[1], _ROWS)}
 
 
 def _by_block(like: torch.Tensor, element: Codec, block: int, count: int) -> dict[str, Any]:

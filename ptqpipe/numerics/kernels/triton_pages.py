@@ -260,11 +260,11 @@ def parts_kernel(
 
 
 @triton.jit
-def stored(x: tl.tensor, scale: tl.tensor, CODES: tl.constexpr) -> tl.tensor:
-    """Numbers as the pages have them: with CODES the E4M3 codes of x / scale, saturating, NaN for NaN."""
+def stored(x: tl.tensor, scale: tl.tensor, CODES: tl.constexpr, CODEC: tl.constexpr) -> tl.tensor:
+    """Numbers as the pages have them: with CODES the codes of x / scale, saturating, NaN for NaN."""
     if CODES:
         y = tl.div_rn(x.to(tl.float32), scale)
-        code = encode_signed(y, tl.full(y.shape, 1.0, tl.float32), -6, 3, 448.0, 8)
+        code = encode_signed(y, tl.full(y.shape, 1.0, tl.float32), CODEC)
         x = tl.where(y != y, (code & 128) | 127, code).to(tl.uint8)
     return x
 
@@ -288,6 +288,7 @@ def store_kernel(
     CODES: tl.constexpr,
     KEY_SCALES: tl.constexpr,
     VALUE_SCALES: tl.constexpr,
+    CODEC: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
     """Program (token, LANES numbers of its keys and of its values): puts them where the slot of the token is."""
@@ -298,9 +299,9 @@ def store_kernel(
     live = head < HEADS
     x = tl.load(key + token * k_token + head.to(tl.int64) * k_head + at % KEY_DIM, mask=live, other=0.0)
     scale = tl.load(key_scale + (head if KEY_SCALES else head * 0), mask=live, other=1.0) if CODES else 1.0
-    tl.store(keys + slot * (HEADS * KEY_DIM) + at, stored(x, scale, CODES), mask=live)
+    tl.store(keys + slot * (HEADS * KEY_DIM) + at, stored(x, scale, CODES, CODEC), mask=live)
     head = at // VALUE_DIM
     live = head < HEADS
     x = tl.load(value + token * v_token + head.to(tl.int64) * v_head + at % VALUE_DIM, mask=live, other=0.0)
     scale = tl.load(value_scale + (head if VALUE_SCALES else head * 0), mask=live, other=1.0) if CODES else 1.0
-    tl.store(values + slot * (HEADS * VALUE_DIM) + at, stored(x, scale, CODES), mask=live)
+    tl.store(values + slot * (HEADS * VALUE_DIM) + at, stored(x, scale, CODES, CODEC), mask=live)

@@ -6,7 +6,7 @@ files or containers. Imports Triton: import it from inside functions.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,8 +27,7 @@ _NUMBERS, _POWERS, _MINIFLOATS = 0, 1, 2  # kinds of scales
 _NO_MINIFLOAT = Minifloat(0, 0, 0, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class RowPlan:
+class RowPlan(NamedTuple):
     """Kernel constants of a format: its elements, what a scale's bytes mean, whether the global scale divides."""
 
     element: Minifloat
@@ -63,23 +62,26 @@ def block_scale(
     at: tl.tensor,
     live: tl.tensor,
     g: tl.tensor,
-    KIND: tl.constexpr,
-    SMIN: tl.constexpr,
-    SMANT: tl.constexpr,
-    SMAX: tl.constexpr,
-    SBITS: tl.constexpr,
-    DIVIDES: tl.constexpr,
+    PLAN: tl.constexpr,
 ) -> tl.tensor:
-    """float32 ``value(scale) * global_scale``, or with DIVIDES ``value(scale) / global_scale``."""
+    """float32 ``value(scale) * global_scale``, or ``value(scale) / global_scale`` where it divides."""
+    SCALE: tl.constexpr = PLAN.scale
     code = tl.load(scales + at, mask=live, other=0)
-    if KIND == 0:
+    if PLAN.scale_kind == 0:
         value = code.to(tl.float32)
-    elif KIND == 1:
+    elif PLAN.scale_kind == 1:
         value = decode_e8m0(code.to(tl.int32))
     else:
-        value = decode_signed(code.to(tl.int32), SMIN, SMANT, SMAX, SBITS)
+        value = decode_signed(code.to(tl.int32), SCALE)
     global_scale = tl.load(g + at * 0)
-    return tl.div_rn(value, global_scale) if DIVIDES else value * global_scale
+    return tl.div_rn(value, global_scale) if PLAN.divides else value * global_scale
+
+
+@triton.jit
+def block_of(at: tl.tensor, geometry: tl.tuple) -> tl.tensor:
+    """Which scale the elements ``at`` have, of a `Geometry`."""
+    row = at // geometry.columns
+    return row // geometry.block_rows * geometry.grid_columns + (at - row * geometry.columns) // geometry.block_columns
 
 
 @triton.jit
@@ -89,32 +91,19 @@ def decoded(
     g: tl.tensor,
     at: tl.tensor,
     live: tl.tensor,
-    columns: tl.tensor,
-    block_rows: tl.tensor,
-    block_columns: tl.tensor,
-    grid_columns: tl.tensor,
-    EMIN: tl.constexpr,
-    MANT: tl.constexpr,
-    MAX: tl.constexpr,
-    BITS: tl.constexpr,
-    KIND: tl.constexpr,
-    SMIN: tl.constexpr,
-    SMANT: tl.constexpr,
-    SMAX: tl.constexpr,
-    SBITS: tl.constexpr,
-    DIVIDES: tl.constexpr,
+    geometry: tl.tuple,
+    PLAN: tl.constexpr,
 ) -> tl.tensor:
     """float32 values of the elements ``at``: ``value(code) * (value(scale) * global_scale)``."""
+    ELEMENT: tl.constexpr = PLAN.element
+    BITS: tl.constexpr = ELEMENT.bits
     bit = (at & 7) * BITS
     byte = (at >> 3) * BITS + (bit >> 3)
     code = tl.load(data + byte, mask=live, other=0).to(tl.int32)
     if BITS == 6:
         code |= tl.load(data + byte + 1, mask=live & ((bit & 7) > 2), other=0).to(tl.int32) << 8
     code = (code >> (bit & 7)) & ((1 << BITS) - 1)
-    row = at // columns
-    block = row // block_rows * grid_columns + (at - row * columns) // block_columns
-    scale = block_scale(scales, block, live, g, KIND, SMIN, SMANT, SMAX, SBITS, DIVIDES)
-    return decode_signed(code, EMIN, MANT, MAX, BITS) * scale
+    return decode_signed(code, ELEMENT) * block_scale(scales, block_of(at, geometry), live, g, PLAN)
 
 
 @triton.jit
@@ -124,30 +113,15 @@ def dequantize_kernel(
     scales: tl.tensor,
     g: tl.tensor,
     count: tl.tensor,
-    columns: tl.tensor,
-    block_rows: tl.tensor,
-    block_columns: tl.tensor,
-    grid_columns: tl.tensor,
-    EMIN: tl.constexpr,
-    MANT: tl.constexpr,
-    MAX: tl.constexpr,
-    BITS: tl.constexpr,
-    KIND: tl.constexpr,
-    SMIN: tl.constexpr,
-    SMANT: tl.constexpr,
-    SMAX: tl.constexpr,
-    SBITS: tl.constexpr,
-    DIVIDES: tl.constexpr,
+    geometry: tl.tuple,
+    PLAN: tl.constexpr,
     BFLOAT16: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
     """``out`` ``[count]`` float32 or float16, or the bits of bfloat16 as int16: the decode, rounded to that dtype."""
     at = tl.program_id(0) * LANES + tl.arange(0, LANES)
     live = at < count
-    value = decoded(
-        data, scales, g, at, live, columns, block_rows, block_columns, grid_columns,
-        EMIN, MANT, MAX, BITS, KIND, SMIN, SMANT, SMAX, SBITS, DIVIDES,
-    )  # fmt: skip
+    value = decoded(data, scales, g, at, live, geometry, PLAN)
     if BFLOAT16:
         tl.store(out + at, bfloat16_bits(value), mask=live)
     else:
@@ -162,29 +136,14 @@ def decode_error_kernel(
     scales: tl.tensor,
     g: tl.tensor,
     count: tl.tensor,
-    columns: tl.tensor,
-    block_rows: tl.tensor,
-    block_columns: tl.tensor,
-    grid_columns: tl.tensor,
-    EMIN: tl.constexpr,
-    MANT: tl.constexpr,
-    MAX: tl.constexpr,
-    BITS: tl.constexpr,
-    KIND: tl.constexpr,
-    SMIN: tl.constexpr,
-    SMANT: tl.constexpr,
-    SMAX: tl.constexpr,
-    SBITS: tl.constexpr,
-    DIVIDES: tl.constexpr,
+    geometry: tl.tuple,
+    PLAN: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
     """``sums`` float64 ``[2, programs]``: sum (decode - w)^2 and sum w^2 of a program's elements."""
     at = tl.program_id(0) * LANES + tl.arange(0, LANES)
     live = at < count
-    value = decoded(
-        data, scales, g, at, live, columns, block_rows, block_columns, grid_columns,
-        EMIN, MANT, MAX, BITS, KIND, SMIN, SMANT, SMAX, SBITS, DIVIDES,
-    )  # fmt: skip
+    value = decoded(data, scales, g, at, live, geometry, PLAN)
     x = tl.load(w + at, mask=live, other=0.0).to(tl.float64)
     d = tl.where(live, value.to(tl.float64) - x, 0.0)
     tl.store(sums + tl.program_id(0), tl.sum(d * d, axis=0))
@@ -198,24 +157,17 @@ def fp8_encode_kernel(
     w: tl.tensor,
     scales: tl.tensor,
     count: tl.tensor,
-    columns: tl.tensor,
-    block_rows: tl.tensor,
-    block_columns: tl.tensor,
-    grid_columns: tl.tensor,
-    EMIN: tl.constexpr,
-    MANT: tl.constexpr,
-    MAX: tl.constexpr,
+    geometry: tl.tuple,
+    ELEMENT: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
     """``data`` uint8 ``[count]``: 8-bit codes of ``w``; ``damaged`` is set to 1 where ``w`` is not finite."""
     at = tl.program_id(0) * LANES + tl.arange(0, LANES)
     live = at < count
-    row = at // columns
-    block = row // block_rows * grid_columns + (at - row * columns) // block_columns
-    scale = tl.load(scales + block, mask=live, other=1.0).to(tl.float32)
+    scale = tl.load(scales + block_of(at, geometry), mask=live, other=1.0).to(tl.float32)
     x = tl.load(w + at, mask=live, other=0.0).to(tl.float32)
     r = tl.div_rn(tl.full([LANES], 1.0, tl.float32), scale)
-    code = encode_signed(x, r, EMIN, MANT, MAX, 8)
+    code = encode_signed(x, r, ELEMENT)
     tl.store(data + at, code.to(tl.uint8), mask=live)
     bad = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000
     tl.store(damaged + at * 0, tl.full([LANES], 1, tl.int32), mask=bad)
@@ -229,8 +181,7 @@ def amax_kernel(highest: tl.tensor, w: tl.tensor, count: tl.tensor, LANES: tl.co
     tl.store(highest + tl.program_id(0), tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0))
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(NamedTuple):
     """Columns of a weight and of its scale grid, rows and columns of a block."""
 
     columns: int
@@ -267,11 +218,8 @@ def dequantize(
     for rows, grid in geometry.pieces(out.shape[0]):
         part = out[rows].view(torch.int16) if bfloat16 else out[rows]
         dequantize_kernel[(triton.cdiv(part.numel(), lanes),)](
-            part, data[rows], scales[grid], g, part.numel(),
-            geometry.columns, geometry.block_rows, geometry.block_columns, geometry.grid_columns,
-            EMIN=plan.element.emin, MANT=plan.element.mant, MAX=plan.element.max, BITS=plan.element.bits,
-            KIND=plan.scale_kind, SMIN=plan.scale.emin, SMANT=plan.scale.mant, SMAX=plan.scale.max,
-            SBITS=plan.scale.bits, DIVIDES=plan.divides, BFLOAT16=bfloat16, LANES=lanes, enable_fp_fusion=False,
+            part, data[rows], scales[grid], g, part.numel(), geometry,
+            PLAN=plan, BFLOAT16=bfloat16, LANES=lanes, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -292,11 +240,8 @@ def decode_error(
         programs = triton.cdiv(part.numel(), lanes)
         sums = torch.empty(2, programs, dtype=torch.float64, device=w.device)
         decode_error_kernel[(programs,)](
-            sums, part, data[rows], scales[grid], g, part.numel(),
-            geometry.columns, geometry.block_rows, geometry.block_columns, geometry.grid_columns,
-            EMIN=plan.element.emin, MANT=plan.element.mant, MAX=plan.element.max, BITS=plan.element.bits,
-            KIND=plan.scale_kind, SMIN=plan.scale.emin, SMANT=plan.scale.mant, SMAX=plan.scale.max,
-            SBITS=plan.scale.bits, DIVIDES=plan.divides, LANES=lanes, enable_fp_fusion=False,
+            sums, part, data[rows], scales[grid], g, part.numel(), geometry,
+            PLAN=plan, LANES=lanes, enable_fp_fusion=False,
         )  # fmt: skip
         total += sums.sum(dim=1)
     squared, energy = total.tolist()
@@ -312,9 +257,8 @@ def fp8_encode(
     for rows, grid in geometry.pieces(w.shape[0]):
         part = w[rows]
         fp8_encode_kernel[(triton.cdiv(part.numel(), lanes),)](
-            data[rows], damaged, part, scales[grid], part.numel(),
-            geometry.columns, geometry.block_rows, geometry.block_columns, geometry.grid_columns,
-            EMIN=element.emin, MANT=element.mant, MAX=element.max, LANES=lanes, enable_fp_fusion=False,
+            data[rows], damaged, part, scales[grid], part.numel(), geometry,
+            ELEMENT=element, LANES=lanes, enable_fp_fusion=False,
         )  # fmt: skip
     return data, damaged
 

@@ -13,21 +13,42 @@ bit; only codes that cannot win are left out. With y = amax * (1 / s):
 * where float32 itself breaks these proofs every code is scored: a block more than 2^16 beyond saturation (all scores
   equal up to rounding), or a global scale outside 2^-100 .. 2^100.
 
-Constants of a format: EMIN, MANT, MAX of the element codec (``triton_codecs.py``); B elements per block; E8M0, or else
-SMIN and STOP, the smallest normal exponent and the largest code of a scale codec with three mantissa bits. Every
-launch must say ``enable_fp_fusion=False``. Imports Triton: import it from inside functions.
+Every launch must say ``enable_fp_fusion=False``. Imports Triton: import it from inside functions.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from ptqpipe.numerics.kernels.triton_codecs import (
+    Minifloat,
     decode_e8m0,
     decode_magnitude,
     encode_signed,
     floor_minifloat3,
     round_magnitude,
 )
+
+
+class BlockPlan(NamedTuple):
+    """The constants of a format.
+
+    block   elements of a block
+    scale   a scale codec with three mantissa bits, where it is not ``e8m0``; a sign bit above its own is never set
+    stop    largest scale code
+    octave  of the element's largest magnitude: its binary exponent
+    above, below  see the module's docstring
+    """
+
+    element: Minifloat
+    block: int
+    e8m0: bool
+    scale: Minifloat
+    stop: int
+    octave: int
+    above: float
+    below: float
 
 
 @triton.jit
@@ -44,14 +65,15 @@ def magnitudes(w: tl.tuple, B: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit
-def candidate(code: tl.tensor, global_scale: tl.tensor, E8M0: tl.constexpr, SMIN: tl.constexpr) -> tl.tuple:
+def candidate(code: tl.tensor, global_scale: tl.tensor, PLAN: tl.constexpr) -> tl.tuple:
     """(r, value squared) of int32 scale codes: r = 1/s correctly rounded; the square exact, float64 for E8M0."""
-    if E8M0:
+    SCALE: tl.constexpr = PLAN.scale
+    if PLAN.e8m0:
         # 1 / 2^(c-127) is 2^((254-c)-127), exact; only that of code 254 is subnormal.
         r = decode_e8m0(254 - code)
         square = ((code.to(tl.int64) * 2 + (1023 - 254)) << 52).to(tl.float64, bitcast=True)
     else:
-        value = decode_magnitude(code, SMIN, 3)
+        value = decode_magnitude(code, SCALE)
         r = tl.div_rn(tl.full(code.shape, 1.0, tl.float32), value * global_scale)
         square = value * value
     return r, square
@@ -62,19 +84,18 @@ def deviation(
     x: tl.tuple,
     h: tl.tuple,
     r: tl.tensor,
-    EMIN: tl.constexpr,
-    MANT: tl.constexpr,
-    MAX: tl.constexpr,
-    B: tl.constexpr,
+    PLAN: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ) -> tl.tuple:
     """(sum of d^2 h in element order, what clipped elements contribute to it; zero without weights), per lane."""
+    ELEMENT: tl.constexpr = PLAN.element
+    B: tl.constexpr = PLAN.block
     acc = tl.zeros(r.shape, tl.float32)
     clipped = tl.zeros(r.shape, tl.float32)
     for k in tl.static_range(B):
         y = x[k] * r
-        inside = tl.minimum(y, MAX)
-        d = y - round_magnitude(inside, EMIN, MANT)
+        inside = tl.minimum(y, ELEMENT.max)
+        d = y - round_magnitude(inside, ELEMENT)
         t = d * d
         if WEIGHTED:
             t = t * h[k]
@@ -91,40 +112,30 @@ def score(
     amax: tl.tensor,
     code: tl.tensor,
     global_scale: tl.tensor,
-    EMIN: tl.constexpr,
-    MANT: tl.constexpr,
-    MAX: tl.constexpr,
-    B: tl.constexpr,
-    E8M0: tl.constexpr,
-    SMIN: tl.constexpr,
+    PLAN: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ) -> tl.tuple:
     """(score of one scale code per lane, a lower bound of it and of those of all smaller codes)."""
-    r, square = candidate(code, global_scale, E8M0, SMIN)
-    acc, clipped = deviation(x, h, r, EMIN, MANT, MAX, B, WEIGHTED)
-    rounds_to_zero = amax * r <= 2.0 ** (EMIN - MANT - 1)
+    ELEMENT: tl.constexpr = PLAN.element
+    r, square = candidate(code, global_scale, PLAN)
+    acc, clipped = deviation(x, h, r, PLAN, WEIGHTED)
+    rounds_to_zero = amax * r <= 2.0 ** (ELEMENT.emin - ELEMENT.mant - 1)
     total = tl.where(rounds_to_zero, float("inf"), acc.to(square.dtype) * square)
     return total, clipped.to(square.dtype) * square
 
 
 @triton.jit
-def window_minifloat3(
-    amax: tl.tensor,
-    global_scale: tl.tensor,
-    SMIN: tl.constexpr,
-    STOP: tl.constexpr,
-    ABOVE: tl.constexpr,
-    BELOW: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-) -> tl.tuple:
-    """(first, last) code that can win. ``last`` is one more than amax / (ABOVE g) says, because that is rounded."""
-    last = floor_minifloat3(tl.div_rn(amax, global_scale * ABOVE), SMIN, STOP) + 1
+def window_minifloat3(amax: tl.tensor, global_scale: tl.tensor, PLAN: tl.constexpr, WEIGHTED: tl.constexpr) -> tl.tuple:
+    """(first, last) code that can win. ``last`` is one more than amax / (above g) says, because that is rounded."""
+    SCALE: tl.constexpr = PLAN.scale
+    STOP: tl.constexpr = PLAN.stop
+    last = floor_minifloat3(tl.div_rn(amax, global_scale * PLAN.above), SCALE.emin, STOP) + 1
     last = tl.minimum(tl.maximum(last, 15), STOP)
     first = tl.full(amax.shape, 1, tl.int32)
     if not WEIGHTED:
-        first = floor_minifloat3(tl.div_rn(amax, global_scale * BELOW), SMIN, STOP)
+        first = floor_minifloat3(tl.div_rn(amax, global_scale * PLAN.below), SCALE.emin, STOP)
         first = tl.maximum(tl.minimum(first, STOP - 7), 1)
-    hopeless = tl.div_rn(amax, global_scale) > (8 + STOP % 8) * 2.0 ** (STOP // 8 - 1 + SMIN - 3 + 16)
+    hopeless = tl.div_rn(amax, global_scale) > SCALE.max * 2.0**16
     odd_scale = (global_scale < 2.0**-100) | (global_scale > 2.0**100)
     first = tl.where(hopeless | odd_scale | (amax == 0.0), 1, first)
     last = tl.where(odd_scale, STOP, last)
@@ -132,17 +143,15 @@ def window_minifloat3(
 
 
 @triton.jit
-def window_e8m0(
-    amax: tl.tensor, OCTAVE: tl.constexpr, ABOVE: tl.constexpr, BELOW: tl.constexpr, WEIGHTED: tl.constexpr
-) -> tl.tuple:
-    """(first, last) code that can win: around the one that puts amax into [2^OCTAVE, 2^(OCTAVE+1))."""
+def window_e8m0(amax: tl.tensor, PLAN: tl.constexpr, WEIGHTED: tl.constexpr) -> tl.tuple:
+    """(first, last) code that can win: around the one that puts amax into [2^octave, 2^(octave+1))."""
     bits = amax.to(tl.int32, bitcast=True)
-    code = (bits >> 23) - OCTAVE
-    y = ((bits & 0x007FFFFF) + ((OCTAVE + 127) << 23)).to(tl.float32, bitcast=True)
-    last = tl.maximum(code + (y > 2 * ABOVE).to(tl.int32), 0)
+    code = (bits >> 23) - PLAN.octave
+    y = ((bits & 0x007FFFFF) + ((PLAN.octave + 127) << 23)).to(tl.float32, bitcast=True)
+    last = tl.maximum(code + (y > 2 * PLAN.above).to(tl.int32), 0)
     first = tl.zeros(amax.shape, tl.int32)
     if not WEIGHTED:
-        first = tl.maximum(code - (2 * y <= BELOW).to(tl.int32), 0)
+        first = tl.maximum(code - (2 * y <= PLAN.below).to(tl.int32), 0)
     return tl.where(amax == 0.0, 0, first), tl.where(amax == 0.0, 0, last)
 
 
@@ -152,16 +161,7 @@ def search(
     h: tl.tuple,
     amax: tl.tensor,
     global_scale: tl.tensor,
-    EMIN: tl.constexpr,
-    MANT: tl.constexpr,
-    MAX: tl.constexpr,
-    B: tl.constexpr,
-    E8M0: tl.constexpr,
-    SMIN: tl.constexpr,
-    STOP: tl.constexpr,
-    OCTAVE: tl.constexpr,
-    ABOVE: tl.constexpr,
-    BELOW: tl.constexpr,
+    PLAN: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ) -> tl.tensor:
     """int32 scale codes: the smallest code of the least score.
@@ -169,11 +169,11 @@ def search(
     Codes are scored downwards, so that the last of equals is the smallest. A lane that is done goes on scoring its
     ``first`` code, which changes nothing.
     """
-    if E8M0:
-        first, last = window_e8m0(amax, OCTAVE, ABOVE, BELOW, WEIGHTED)
+    if PLAN.e8m0:
+        first, last = window_e8m0(amax, PLAN, WEIGHTED)
         best = tl.full(amax.shape, float("inf"), tl.float64)
     else:
-        first, last = window_minifloat3(amax, global_scale, SMIN, STOP, ABOVE, BELOW, WEIGHTED)
+        first, last = window_minifloat3(amax, global_scale, PLAN, WEIGHTED)
         best = tl.full(amax.shape, float("inf"), tl.float32)
     code = last
     chosen = last
@@ -184,7 +184,7 @@ def search(
             steps = tl.minimum(left, 4)
         for _ in range(steps):
             at = tl.maximum(code, first)
-            now, bound = score(x, h, amax, at, global_scale, EMIN, MANT, MAX, B, E8M0, SMIN, WEIGHTED)
+            now, bound = score(x, h, amax, at, global_scale, PLAN, WEIGHTED)
             better = now <= best
             best = tl.where(better, now, best)
             chosen = tl.where(better, at, chosen)
@@ -196,27 +196,20 @@ def search(
 
 
 @triton.jit
-def absmax_code(
-    amax: tl.tensor,
-    global_scale: tl.tensor,
-    MAX: tl.constexpr,
-    E8M0: tl.constexpr,
-    SMIN: tl.constexpr,
-    STOP: tl.constexpr,
-) -> tl.tensor:
-    """int32 code for amax / MAX / global_scale: a power of two rounded up, a minifloat rounded to nearest.
+def absmax_code(amax: tl.tensor, global_scale: tl.tensor, PLAN: tl.constexpr) -> tl.tensor:
+    """int32 code for amax / max / global_scale: a power of two rounded up, a minifloat rounded to nearest.
 
     A minifloat that rounds to zero becomes code 32, which is 64 times the smallest scale, as ``absmax`` has it.
     """
-    wanted = tl.div_rn(tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32)), global_scale)
-    if E8M0:
+    ELEMENT: tl.constexpr = PLAN.element
+    SCALE: tl.constexpr = PLAN.scale
+    wanted = tl.div_rn(tl.div_rn(amax, tl.full(amax.shape, ELEMENT.max, tl.float32)), global_scale)
+    if PLAN.e8m0:
         # 2^(c-127) has c in the exponent field and no fraction; 2^-127, of code 0, is the fraction one half.
         bits = wanted.to(tl.int32, bitcast=True)
         below = bits >> 23
         code = below + ((bits & 0x007FFFFF) > tl.where(below == 0, 0x00400000, 0)).to(tl.int32)
     else:
-        SMAX: tl.constexpr = (8 + STOP % 8) * 2.0 ** (STOP // 8 - 1 + SMIN - 3)
-        one = tl.full(amax.shape, 1.0, tl.float32)
-        code = encode_signed(wanted, one, SMIN, 3, SMAX, 9)
+        code = encode_signed(wanted, tl.full(amax.shape, 1.0, tl.float32), SCALE)
         code = tl.where(code == 0, 32, code)
-    return tl.minimum(code, STOP)
+    return tl.minimum(code, PLAN.stop)

@@ -17,6 +17,7 @@ from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import check_file, name_of, resolve_source, write_file
 from ptqpipe.conversion.input_moments import check_model
 from ptqpipe.errors import UsageError, arg, argv
+from ptqpipe.models.reader_facts import layout_warnings
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline.budget.cost import Costs, choose_moment, estimate, knows_outputs
 from ptqpipe.pipeline.budget.measure import Measurement, measure, sensitivity
@@ -304,7 +305,7 @@ def _decide(
         if limits.file_budget is None or size <= limits.file_budget:
             curve = _curve(rows, limits.sizes, solution)
             name = name_of(source.reader.path)
-            warnings = tuple(outputs.container.warnings(outputs.targets, source.reader.config))
+            warnings = tuple(layout_warnings(outputs.container_name, outputs.targets, source.reader.config))
             return MixedPlan(
                 name, tuple(groups), chosen, costs, meaning, solution, curve, size, content, warnings=warnings
             )

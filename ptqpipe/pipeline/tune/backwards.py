@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from ptqpipe.calibration.backward import Slopes, expert_products, linear_modules, run_model_backward, thinned
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.gradients import Gradients
-from ptqpipe.calibration.inputs import lower_half, whole
-from ptqpipe.calibration.reverse import Slopes, expert_products, linear_modules, reverse_model, thinned
+from ptqpipe.calibration.inputs import from_lower_half, lower_half
 from ptqpipe.calibration.runner import in_batches
 from ptqpipe.checkpoint import CheckpointReader, file_sha256, output_errors, write_tensors
 from ptqpipe.conversion.conversion import Conversion
@@ -29,7 +29,7 @@ from ptqpipe.runtime.compiled import pass_dtype
 from ptqpipe.runtime.skeleton import Skeleton
 
 PASS = "backwards"  # the pass as a unit of the journal: {"layers": {layer: sha256}, "slopes": sha256 or None}
-_BLOCK = "."  # where a module's name would be: the block's own output
+_BLOCK = "."  # where a module's name would be: the layer's own output
 
 
 def observe(
@@ -42,8 +42,8 @@ def observe(
     done: Mapping[str, Any],
     commit: Callable[[str, Mapping[str, Any]], None],
 ) -> Callable[[str], Gradients]:
-    """What reads the gradients of a block by its name; they are in files of a folder in ``spill``, made now where they
-    are not.
+    """A function that reads the gradients of a layer by its name from files in ``spill``, which are written first where
+    they are missing.
 
     samples       those of `learned_from`
     seed          of the labels
@@ -67,14 +67,14 @@ def observe(
 
         batches = [*in_batches(samples.windows), *in_batches(samples.held_out)]
         with CheckpointReader.open(slopes) if layers else nullcontext() as reader:
-            gradients_of_layers = reverse_model(
+            gradients_of_layers = run_model_backward(
                 skeleton,
                 samples,
                 seed=seed,
                 device=machine.device,
                 memory_bytes=machine.memory_bytes - BASE_BYTES,
                 spill=spill,
-                modules=lambda block: [*linear_modules(block, wanted), *expert_products(block, wanted)],
+                modules=lambda layer: [*linear_modules(layer, wanted), *expert_products(layer, wanted)],
                 former=None if reader is None else (len(layers), lambda batch: reader.read(str(batch))),
                 save=save,
             )
@@ -142,24 +142,24 @@ def learned_from(samples: Samples, options: TuneOptions) -> Samples:
     return thinned(samples.first(sum(len(batches[i]) for i in divided(len(batches), held_out)[0])))
 
 
-def _file(folder: Path, block: str) -> Path:
-    return folder / f"{block}.safetensors"
+def _file(folder: Path, layer: str) -> Path:
+    return folder / f"{layer}.safetensors"
 
 
-def _write(folder: Path, block: str, gradients: Gradients) -> str:
+def _write(folder: Path, layer: str, gradients: Gradients) -> str:
     """The lower half of every matrix: all are symmetric. The file's sha256."""
     runs = {_BLOCK: gradients.last} | dict(gradients.outputs)
-    tensors = {f"{block}/{name}/{i}": lower_half(run) for name, parts in runs.items() for i, run in enumerate(parts)}
-    return write_tensors(_file(folder, block), tensors)
+    tensors = {f"{layer}/{name}/{i}": lower_half(run) for name, parts in runs.items() for i, run in enumerate(parts)}
+    return write_tensors(_file(folder, layer), tensors)
 
 
-def _read(folder: Path, block: str) -> Gradients:
+def _read(folder: Path, layer: str) -> Gradients:
     runs: dict[str, dict[int, torch.Tensor]] = {}
     with CheckpointReader.open(folder) as reader:
         for key in reader.entries:
-            of, name, place = key.split("/")
-            if of == block:
-                runs.setdefault(name, {})[int(place)] = whole(reader.read(key))
+            own, name, number = key.split("/")
+            if own == layer:
+                runs.setdefault(name, {})[int(number)] = from_lower_half(reader.read(key))
     outputs = {name: [by_number[i] for i in sorted(by_number)] for name, by_number in runs.items()}
     last = outputs.pop(_BLOCK)
     return Gradients(outputs, last)

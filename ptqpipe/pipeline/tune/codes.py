@@ -11,27 +11,27 @@ import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.calibration.data import Samples
-from ptqpipe.calibration.runner import Block
+from ptqpipe.calibration.runner import Layer
 from ptqpipe.checkpoint import LayerFolder, name_of, write_tensors
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline.tune import backwards
 from ptqpipe.pipeline.tune.tune_options import TuneOptions
-from ptqpipe.quantization.learned_codes import ROUNDING_VERSION, TRAINED_FILE, Rounding
+from ptqpipe.quantization.learned_codes import CODES_VERSION, TRAINED_FILE, LearnedCodes
 from ptqpipe.recipe.plan import Unit
 
 ENDED = "end to end"  # what gradient descent on the whole model has ended with: its entry in the journal
 START = "start"  # where codes lie, beside the output, from which others are learned
 
 
-def write(folder: Path, block: str, codes: Mapping[str, QTensor]) -> dict[str, Any]:
+def write(folder: Path, layer: str, codes: Mapping[str, QTensor]) -> dict[str, Any]:
     """One safetensors file, on disk when this returns; its entry in the index."""
     tensors: dict[str, torch.Tensor] = {}
     for key, q in codes.items():
         tensors |= {f"{key}.data": q.data, f"{key}.scales": q.scales}
         if q.global_scale is not None:
             tensors[f"{key}.global_scale"] = q.global_scale.reshape(1)
-    path = folder / f"{block}.safetensors"
+    path = folder / f"{layer}.safetensors"
     return {
         "file": path.name,
         "sha256": write_tensors(path, tensors),
@@ -45,10 +45,10 @@ def write_trained(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         write_tensors(folder / TRAINED_FILE, tensors)
 
 
-def read(folder: LayerFolder, block: Block, units: Sequence[Unit]) -> dict[str, QTensor]:
-    """What a former run has written of a block."""
-    content = {"weights": folder.done[block.name]["weights"]}
-    with Rounding.of_files(folder.files, content) as stored:
+def read(folder: LayerFolder, layer: Layer, units: Sequence[Unit]) -> dict[str, QTensor]:
+    """What a former run has written of a layer."""
+    content = {"weights": folder.done[layer.name]["weights"]}
+    with LearnedCodes.of_files(folder.files, content) as stored:
         return {m.key: stored.of(m.key, unit.scheme.fmt, shape=m.shape) for unit in units for m in unit.members}
 
 
@@ -59,13 +59,13 @@ def layers_of(folder: LayerFolder) -> dict[str, dict[str, Any]]:
 
 def content(prepared: Conversion, samples: Samples, options: TuneOptions, folder: LayerFolder) -> dict[str, Any]:
     """rounding.json."""
-    blocks = layers_of(folder)
+    layers = layers_of(folder)
     ended = folder.done.get(ENDED)
     trained = (ended or {}).get("trained")
-    decides = json.dumps([blocks, trained] if trained else blocks, sort_keys=True)
+    decides = json.dumps([layers, trained] if trained else layers, sort_keys=True)
     source = prepared.source
     return {
-        "version": ROUNDING_VERSION,
+        "version": CODES_VERSION,
         "ptqpipe": __version__,
         "run_id": folder.run_id,
         "digest": hashlib.sha256(decides.encode()).hexdigest(),
@@ -87,8 +87,8 @@ def content(prepared: Conversion, samples: Samples, options: TuneOptions, folder
         **({} if options.follows else {"start": "gptq"}),
         "settings": asdict(options.settings),
         **({} if ended is None else {"end_to_end": ended}),
-        "blocks": {name: {k: v for k, v in entry.items() if k != "weights"} for name, entry in blocks.items()},
-        "weights": {key: entry for block in blocks.values() for key, entry in block["weights"].items()},
+        "blocks": {name: {k: v for k, v in entry.items() if k != "weights"} for name, entry in layers.items()},
+        "weights": {key: entry for layer in layers.values() for key, entry in layer["weights"].items()},
     }
 
 

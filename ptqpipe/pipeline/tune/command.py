@@ -26,13 +26,13 @@ import torch
 from ptqpipe._version import __version__
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.collect import sums_of_layers
+from ptqpipe.calibration.cross_moments import ActivationCache, cached_batches
 from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
+from ptqpipe.calibration.expert_inputs import STREAMS
 from ptqpipe.calibration.experts import STACKS, is_stacked
 from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.likeness import Likeness, likeness_of, lines_of
-from ptqpipe.calibration.paired import Known, kept_batches
-from ptqpipe.calibration.paired_experts import STREAMS
-from ptqpipe.calibration.runner import BATCH_TOKENS, Block, MtpBlock, Runner
+from ptqpipe.calibration.runner import BATCH_TOKENS, Layer, MtpLayer, Runner
 from ptqpipe.checkpoint import Finished, LayerFolder, Mode, check_place
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.prepare import prepare
@@ -41,12 +41,12 @@ from ptqpipe.models.language_model import takes_images, with_note
 from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline.tune import backwards, codes as codes_of
-from ptqpipe.pipeline.tune.block import BlockWork, observe
 from ptqpipe.pipeline.tune.in_order import divided, follow
 from ptqpipe.pipeline.tune.tune_options import TuneOptions, check
 from ptqpipe.pipeline.tune.tune_summary import described
-from ptqpipe.quantization import two_sided
-from ptqpipe.quantization.learned_codes import ROUNDING_FILE
+from ptqpipe.pipeline.tune.tuned_layer import TunedLayer, observe
+from ptqpipe.quantization import kronecker
+from ptqpipe.quantization.learned_codes import CODES_FILE
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import BASE_BYTES, Machine, compute_threads, counting_bar, peak_bytes, threads
 from ptqpipe.runtime.loading import config_of, default_length
@@ -93,7 +93,7 @@ def tune(
         start: dict[str, Any] = {}
         if descent is not None:
             start = {"beside": codes_of.START, "lost_with": lambda unit: [codes_of.ENDED]}
-        folder = LayerFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode, **start)
+        folder = LayerFolder(out, parts, source=source.reader, index_file=CODES_FILE, mode=mode, **start)
         likeness: dict[str, Likeness] = {}
         with folder, threads(machine.workers, largest=_largest(prepared)):
             if log is not None:
@@ -146,7 +146,7 @@ def _identity(prepared: Conversion, samples: Samples, options: TuneOptions) -> d
 
 def _runs_backwards(prepared: Conversion, options: TuneOptions) -> bool:
     """Whether gradients are of use: of layers by themselves, where rows do not share scales."""
-    fits = any(two_sided.possible(unit.scheme.fmt) for unit in prepared.outputs.plan.units)
+    fits = any(kronecker.possible(unit.scheme.fmt) for unit in prepared.outputs.plan.units)
     return options.by_kl and (options.follows or fits)
 
 
@@ -180,25 +180,25 @@ def _run(
         counting_bar(count, "layers", shown=machine.progress, done=done) as advance,
     ):
         streams = _Streams.like(runner, spill, opened) if options.follows else None
-        last = runner.mtp_blocks() if count > len(runner.names) else ()
-        for block in itertools.chain(runner.blocks(), _at_head(runner, look), last):
-            on_part = partial(_advance, advance, f"layer {block.index + 1} of {count}")
-            finished = block.name in folder.done
+        last = runner.mtp_layers() if count > len(runner.names) else ()
+        for layer in itertools.chain(runner.layers(), _at_head(runner, look), last):
+            on_part = partial(_advance, advance, f"layer {layer.index + 1} of {count}")
+            finished = layer.name in folder.done
             if finished:
                 on_part(0, "run again")
             # Behind the model's output no gradient comes from there.
-            of_outputs = None if finished or isinstance(block, MtpBlock) else gradients(block.name)
+            of_outputs = None if finished or isinstance(layer, MtpLayer) else gradients(layer.name)
             if streams is None:
                 if not finished:
-                    _layerwise(BlockWork.of(block, prepared, runner), runner, folder, of_outputs)
+                    _layerwise(TunedLayer.of(layer, prepared, runner), runner, folder, of_outputs)
                     on_part(1, "codes")
             else:
-                if isinstance(block, MtpBlock):
-                    streams = _entering(block, streams, _Streams.like(runner, spill, opened))
-                work = BlockWork.of(block, prepared, runner)
-                known = Known(work.watched, keeps)
-                _tune_block(work, runner, folder, options, streams, of_outputs, known, on_part=on_part)
-            block.advance()
+                if isinstance(layer, MtpLayer):
+                    streams = _behind(layer, streams, _Streams.like(runner, spill, opened))
+                work = TunedLayer.of(layer, prepared, runner)
+                cache = ActivationCache(work.watched, keeps)
+                _tune_layer(work, runner, folder, options, streams, of_outputs, cache, on_part=on_part)
+            layer.advance()
     return likely
 
 
@@ -212,12 +212,12 @@ def _open_runner(
     spill: Path,
 ) -> tuple[Runner, list[int]]:
     """Of the float model, with hidden states on disk in ``spill`` where memory is short of them; of which batches there
-    is room for what `Known` keeps, too: of those that `follow` runs several times."""
+    is room for what `ActivationCache` keeps, too: of those that `follow` runs several times."""
     held_out = len(samples.held_out) > 0
     together = not options.follows or not _whole_stacks(prepared, skeleton)  # moments of all experts
     sums = max(sums_of_layers(skeleton, block=False, full=True, held_out=held_out, experts=together))
     memory = machine.memory_bytes - BASE_BYTES - sums
-    stacked = options.follows and any(is_stacked(m) for _, block in skeleton.blocks for m in block.modules())
+    stacked = options.follows and any(is_stacked(m) for _, layer in skeleton.blocks for m in layer.modules())
     streams = (3 if options.follows else 1) + (STREAMS if stacked else 0)
     runner = Runner.open(
         skeleton,
@@ -232,23 +232,23 @@ def _open_runner(
     of_host = machine.device.type == "cpu"  # whose memory that is
     seen, judged = divided(len(runner.batches), options.settings.held_out)
     again = dict.fromkeys((*seen, judged[0]))
-    return runner, kept_batches(runner, again, memory, streams=streams) if of_host else []
+    return runner, cached_batches(runner, again, memory, streams=streams) if of_host else []
 
 
 def _whole_stacks(prepared: Conversion, skeleton: Skeleton) -> bool:
     """Whether every stack of experts is quantized whole or not at all: others are done by themselves."""
-    wanted = {member.source.tensor for unit in prepared.outputs.plan.units for member in unit.members}
+    quantized = {member.source.tensor for unit in prepared.outputs.plan.units for member in unit.members}
     stacks = (
         set(skeleton.origins.get(f"{name}.{path}.{leaf}", ()))
-        for name, block in skeleton.blocks
-        for path, module in block.named_modules()
+        for name, layer in skeleton.blocks
+        for path, module in layer.named_modules()
         for leaf in (STACKS if is_stacked(module) else ())
     )
-    return all(origins <= wanted or origins.isdisjoint(wanted) for origins in stacks)
+    return all(origins <= quantized or origins.isdisjoint(quantized) for origins in stacks)
 
 
-def _at_head(runner: Runner, look: Callable[[Runner], None]) -> Iterator[Block]:
-    """No block: runs ``look`` behind the last one, with the head's weights loaded, where there is a head."""
+def _at_head(runner: Runner, look: Callable[[Runner], None]) -> Iterator[Layer]:
+    """No layer: runs ``look`` behind the last one, with the head's weights loaded, where there is a head."""
     if runner.skeleton.head_name is not None:
         with runner.head():
             look(runner)
@@ -261,11 +261,11 @@ def _quantizes(prepared: Conversion, skeleton: Skeleton, part: str) -> bool:
     return any(member.source.tensor in tensors for unit in prepared.outputs.plan.units for member in unit.members)
 
 
-def _entering(block: MtpBlock, streams: "_Streams", entering: "_Streams") -> "_Streams":
-    """What enters the layer of multi-token prediction behind the float blocks and behind the tuned ones."""
-    for batch in range(block.batches):
-        entering.given.put(batch, block.pairs(batch, streams.given.get(batch)))
-    return entering
+def _behind(layer: MtpLayer, streams: "_Streams", empty: "_Streams") -> "_Streams":
+    """``empty``, with what enters the layer of multi-token prediction behind the tuned layers."""
+    for batch in range(layer.batches):
+        empty.entering.put(batch, layer.pairs(batch, streams.entering.get(batch)))
+    return empty
 
 
 def _advance(advance: Callable[[float, str], None], layer: str, part: float, note: str) -> None:
@@ -275,10 +275,10 @@ def _advance(advance: Callable[[float, str], None], layer: str, part: float, not
 
 @dataclass(frozen=True, slots=True)
 class _Streams:
-    """Hidden states of all batches: what float blocks return, and what enters the tuned ones."""
+    """Hidden states of all batches: what float layers return (``targets``), and what enters the tuned ones."""
 
-    wanted: Activations
-    given: Activations
+    targets: Activations
+    entering: Activations
 
     @classmethod
     def like(cls, runner: Runner, spill: Path, opened: contextlib.ExitStack) -> "_Streams":
@@ -294,81 +294,81 @@ def _open_stream(runner: Runner, spill: Path) -> Activations:
     return OnDisk(spill) if isinstance(runner.activations, OnDisk) else InMemory()
 
 
-def _layerwise(work: BlockWork, runner: Runner, folder: LayerFolder, gradients: Gradients | None) -> None:
-    """Chooses, writes and journals the codes of one block by the inputs of the float model, which is then behind it."""
-    block = work.block
-    inputs = observe(block, runner, block.advance, units=work.units, gradients=gradients)
+def _layerwise(work: TunedLayer, runner: Runner, folder: LayerFolder, gradients: Gradients | None) -> None:
+    """Chooses, writes and journals the codes of one layer by the inputs of the float model, which is then behind it."""
+    layer = work.layer
+    inputs = observe(layer, runner, layer.advance, units=work.units, gradients=gradients)
     codes = work.start(inputs)
     entry: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0, "held_out": False}
     entry |= {"not_learned": []}
-    folder.commit(work.block.name, entry | codes_of.write(folder.files, work.block.name, codes))
+    folder.commit(work.layer.name, entry | codes_of.write(folder.files, work.layer.name, codes))
 
 
-def _tune_block(
-    work: BlockWork,
+def _tune_layer(
+    work: TunedLayer,
     runner: Runner,
     folder: LayerFolder,
     options: TuneOptions,
     streams: _Streams,
     gradients: Gradients | None,
-    known: Known,
+    cache: ActivationCache,
     *,
     on_part: Callable[[float, str], None],
 ) -> None:
-    """Learns, writes and applies the codes of one block; afterwards both streams are behind it."""
-    block, wanted, given = work.block, streams.wanted, streams.given
-    if block.index == 0:
-        for batch in range(block.batches):
-            given.put(batch, block.inputs(batch))
+    """Learns, writes and applies the codes of one layer; afterwards both streams are behind it."""
+    layer, targets, entering = work.layer, streams.targets, streams.entering
+    if layer.index == 0:
+        for batch in range(layer.batches):
+            entering.put(batch, layer.inputs(batch))
 
     @torch.no_grad()
     def run(before: Callable[[int], None]) -> None:
-        for batch in range(block.batches):
+        for batch in range(layer.batches):
             before(batch)
-            with known.watching(block, batch):
-                wanted.put(batch, block.forward(block.inputs(batch), batch))
+            with cache.watching(layer, batch):
+                targets.put(batch, layer.forward(layer.inputs(batch), batch))
 
-    if block.name in folder.done:
+    if layer.name in folder.done:
         run(lambda batch: None)
-        codes = codes_of.read(folder, block, work.units)
+        codes = codes_of.read(folder, layer, work.units)
     else:
         alone = [unit for unit in work.units if unit not in work.followed]
-        inputs = observe(block, runner, run, units=alone) if alone else None
+        inputs = observe(layer, runner, run, units=alone) if alone else None
         if inputs is None:
             run(lambda batch: None)
         start = work.start(inputs, followed=True)
         del inputs  # the moments
         store = partial(_open_stream, runner, folder.paths.partial)
-        codes, record = _find(work, options, start, streams, gradients, known, store, on_part=on_part)
-        record |= codes_of.write(folder.files, block.name, codes)
-        folder.commit(block.name, record)
+        codes, record = _find(work, options, start, streams, gradients, cache, store, on_part=on_part)
+        record |= codes_of.write(folder.files, layer.name, codes)
+        folder.commit(layer.name, record)
     parameters = work.parameters({key: decoded(q) for key, q in codes.items()})
     with torch.no_grad():
-        for batch in range(block.batches):
-            given.put(batch, work.outputs(given.get(batch).to(runner.device), batch, parameters, known))
-            runner.activations.put(batch, wanted.get(batch))
-    block.advanced = True
+        for batch in range(layer.batches):
+            entering.put(batch, work.outputs(entering.get(batch).to(runner.device), batch, parameters, cache))
+            runner.activations.put(batch, targets.get(batch))
+    layer.advanced = True
 
 
 def _find(
-    work: BlockWork,
+    work: TunedLayer,
     options: TuneOptions,
     start: Mapping[str, QTensor],
     streams: _Streams,
     gradients: Gradients | None,
-    known: Known,
+    cache: ActivationCache,
     store: Callable[[], Activations],
     *,
     on_part: Callable[[float, str], None],
 ) -> tuple[dict[str, QTensor], dict[str, Any]]:
-    """The codes of every weight of the block, found from those of ``start``, and their journal entry.
+    """The codes of every weight of the layer, found from those of ``start``, and their journal entry.
 
     on_part  called with parts of the layer that are done, which add up to 1
     """
     part_of_start = 0.5 if work.usable else 1.0
     on_part(part_of_start, "start")
     record: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0}
-    record["held_out"] = work.block.batches > 1  # else the one batch both learns and judges
+    record["held_out"] = work.layer.batches > 1  # else the one batch both learns and judges
     codes: Mapping[str, QTensor] = start
     if work.usable:
         codes, before, after = follow(
@@ -376,9 +376,9 @@ def _find(
             start,
             share=options.share,
             held_out=options.settings.held_out,
-            inputs=partial(_at, block=work.block, stream=streams.given),
-            targets=partial(_at, block=work.block, stream=streams.wanted),
-            known=known,
+            inputs=partial(_at, layer=work.layer, stream=streams.entering),
+            targets=partial(_at, layer=work.layer, stream=streams.targets),
+            cache=cache,
             store=store,
             gradients=gradients,
             on_unit=lambda part, name: on_part((1 - part_of_start) * part, name),
@@ -389,6 +389,6 @@ def _find(
     return dict(codes), record | {"not_learned": sorted(start.keys() - work.usable)}
 
 
-def _at(batch: int, *, block: Block, stream: Activations) -> torch.Tensor:
-    """The hidden states of a batch where the block is."""
-    return stream.get(batch).to(block.device)
+def _at(batch: int, *, layer: Layer, stream: Activations) -> torch.Tensor:
+    """The hidden states of a batch where the layer is."""
+    return stream.get(batch).to(layer.device)

@@ -13,23 +13,23 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ptqpipe.calibration.activations import Activations
+from ptqpipe.calibration.expert_inputs import ExpertInputs, StackInputs
 from ptqpipe.calibration.experts import SIDES, product_name, second_input
-from ptqpipe.calibration.paired_experts import ExpertInputs, StackInputs
 from ptqpipe.calibration.runner import BATCH_TOKENS
 from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.rotation import rotated
-from ptqpipe.pipeline.tune.block import BlockWork
-from ptqpipe.pipeline.tune.feedback import Given, Turn, chosen, outputs_of
+from ptqpipe.pipeline.tune.feedback import LayerInputs, LayerState, chosen, outputs_of
+from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.runtime.stacked_experts import first_stack
 
 
 def follow_stack(
-    work: BlockWork,
+    work: TunedLayer,
     stack: str,
     units: Sequence[Unit],
-    turn: Turn,
+    state: LayerState,
     store: Callable[[], Activations],
     on_unit: Callable[[str], None],
 ) -> dict[str, QTensor]:
@@ -42,24 +42,24 @@ def follow_stack(
     places, of_place = work.places, defaultdict[str, list[Unit]](list)
     for unit in units:
         of_place[places[unit.members[0].key]].append(unit)
-    both = (*turn.seen, *(batch for batch in turn.judged if batch not in turn.seen))
-    entering = StackInputs.of(
-        work.block,
+    both = (*state.seen, *(batch for batch in state.judged if batch not in state.seen))
+    stack_inputs = StackInputs.of(
+        work.layer,
         stack,
         batches=both,
-        given=turn.given,
-        parameters=turn.parameters,
+        entering=state.entering,
+        parameters=state.parameters,
         quantizers=work.quantizers,
-        known=turn.known,
+        cache=state.cache,
         store=store,
     )
     codes: dict[str, QTensor] = {}
-    with contextlib.closing(entering):
-        count = len(work.block.module.get_submodule(stack).get_parameter("down_proj"))
-        for group in entering.groups(both, count):
-            learned, judging = (entering.inputs(group, batches) for batches in (turn.seen, turn.judged))
+    with contextlib.closing(stack_inputs):
+        count = len(work.layer.module.get_submodule(stack).get_parameter("down_proj"))
+        for group in stack_inputs.groups(both, count):
+            learned, judging = (stack_inputs.inputs(group, batches) for batches in (state.seen, state.judged))
             for expert in group:
-                codes |= _follow_expert(work, stack, expert, of_place, learned.pop(expert), judging.pop(expert), turn)
+                codes |= _follow_expert(work, stack, expert, of_place, learned.pop(expert), judging.pop(expert), state)
                 for unit in (unit for side in SIDES for unit in of_place[product_name(stack, expert, side)]):
                     on_unit(unit.id)
     return codes
@@ -67,42 +67,42 @@ def follow_stack(
 
 @torch.no_grad()
 def _follow_expert(
-    work: BlockWork,
+    work: TunedLayer,
     stack: str,
     expert: int,
     of_place: Mapping[str, Sequence[Unit]],
     learned: ExpertInputs,
     judging: ExpertInputs,
-    turn: Turn,
+    state: LayerState,
 ) -> dict[str, QTensor]:
     """Key -> the codes of one expert, learned from some inputs and judged by others; ``of_place``: units by product."""
     codes: dict[str, QTensor] = {}
     for side in SIDES:
         place = product_name(stack, expert, side)
-        entering = [_entering(work, place, inputs) for inputs in (learned, judging)]
+        products = [_product_inputs(work, place, inputs) for inputs in (learned, judging)]
         if here := of_place[place]:
-            moments, rows = entering[0].moments(f"{work.block.name}.{place}"), entering[1].weighted()
+            moments, rows = products[0].moments(f"{work.layer.name}.{place}"), products[1].weighted()
             for unit in here if bool((moments.moment.diagonal() > 0).any()) else ():
                 members = [
-                    Given(m, moments, rows, outputs_of(work, m.key, turn.gradients), turn.decoded[m.key])
+                    LayerInputs(m, moments, rows, outputs_of(work, m.key, state.gradients), state.decoded[m.key])
                     for m in unit.members
                 ]
-                codes |= chosen(work, unit, members, share=turn.share)
+                codes |= chosen(work, unit, members, share=state.share)
         if side == "up":
-            first = _first(work, stack, expert, {**turn.decoded, **{key: decoded(q) for key, q in codes.items()}})
-            module = work.block.module.get_submodule(stack)
+            first = _first(work, stack, expert, {**state.decoded, **{key: decoded(q) for key, q in codes.items()}})
+            module = work.layer.module.get_submodule(stack)
             learned, judging = (
                 ExpertInputs(
                     _second_inputs(module, expert, inputs.exact, None),
-                    _second_inputs(module, expert, given.seen, first),
+                    _second_inputs(module, expert, product.seen, first),
                     inputs.weights,
                 )
-                for inputs, given in zip((learned, judging), entering, strict=True)
+                for inputs, product in zip((learned, judging), products, strict=True)
             )
     return codes
 
 
-def _entering(work: BlockWork, place: str, inputs: ExpertInputs) -> ExpertInputs:
+def _product_inputs(work: TunedLayer, place: str, inputs: ExpertInputs) -> ExpertInputs:
     """What a product of an expert multiplies: inputs rotated as it does it, and quantized in the quantized model."""
     quantizer = work.quantizers.get(place)
     if quantizer is None:
@@ -111,9 +111,9 @@ def _entering(work: BlockWork, place: str, inputs: ExpertInputs) -> ExpertInputs
     return ExpertInputs(exact, quantizer.quantized(seen), inputs.weights)
 
 
-def _first(work: BlockWork, stack: str, expert: int, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+def _first(work: TunedLayer, stack: str, expert: int, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """The first matrix of an expert as the module has it, made of decoded weights; None where it is not quantized."""
-    name = first_stack(work.block.module.get_submodule(stack))
+    name = first_stack(work.layer.module.get_submodule(stack))
     assembly = next((a for a in work.assemblies if a.parameter == f"{stack}.{name}"), None)
     return None if assembly is None else assembly.part(assembly.stacks[0][expert]).build(weights)[0]
 

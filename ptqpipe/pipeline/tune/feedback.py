@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ptqpipe.calibration.cross_moments import ActivationCache, CrossMoments
 from ptqpipe.calibration.gradients import Gradients, rows_of
 from ptqpipe.calibration.inputs import Moments
-from ptqpipe.calibration.paired import Known, Paired
 from ptqpipe.models.slices import Member
 from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.pipeline.tune.block import BlockWork, by_data
-from ptqpipe.quantization import LoadedWeight, Task, asymmetric, gptq, joined, two_sided
+from ptqpipe.pipeline.tune.tuned_layer import TunedLayer, by_data
+from ptqpipe.quantization import LoadedWeight, Task, asymmetric, gptq, joined, kronecker
 from ptqpipe.quantization.metric import Metric
 from ptqpipe.recipe.plan import Unit
 
@@ -26,31 +26,31 @@ TRIED_ROWS, TRIED_SHARE = 64, 16  # of a weight so many of its rows are tried fi
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """A decoder layer when the codes of some of its weights are to be found.
+class LayerState:
+    """A decoder layer while GPTQ in order goes through it.
 
     seen, judged  numbers of the batches that are learned from, and of those that judge
-    given         hidden states of a batch as the quantized layers before this one return them
+    entering      hidden states of a batch as the quantized layers before this one return them
     decoded       key -> float32 [N, K]: every weight by its codes so far
     parameters    of the layer, made of these, but for those of modules that run later
-    known         of earlier runs
+    cache         of earlier runs
     gradients     of the float model in this layer, where errors cost what they add to the KL divergence of the model
     share         fraction of the error of earlier layers that is compensated for: 0 to 1
     """
 
     seen: Sequence[int]
     judged: Sequence[int]
-    given: Callable[[int], torch.Tensor]
+    entering: Callable[[int], torch.Tensor]
     decoded: Mapping[str, torch.Tensor]
     parameters: Mapping[str, torch.Tensor]
-    known: Known
+    cache: ActivationCache
     gradients: Gradients | None
     share: float
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What is known of a weight when it is its turn.
+class LayerInputs:
+    """The inputs of one weight in both models, and what errors of it cost.
 
     inputs   that judge, in the float model and in the quantized one, float32 [tokens, K]
     outputs  E[g g^T] of its rows, by runs; None where nothing is known of them
@@ -58,20 +58,20 @@ class Given:
     """
 
     member: Member
-    moments: Paired
+    moments: CrossMoments
     inputs: tuple[torch.Tensor, torch.Tensor]
     outputs: Sequence[torch.Tensor] | None
     nearest: torch.Tensor
 
 
-def chosen(work: BlockWork, unit: Unit, members: Sequence[Given], *, share: float) -> dict[str, QTensor]:
+def chosen(work: TunedLayer, unit: Unit, members: Sequence[LayerInputs], *, share: float) -> dict[str, QTensor]:
     """Key -> the codes of one unit; none where it is to keep the nearest ones."""
     options, fmt = replace(by_data(unit), algorithm="gptq"), unit.scheme.fmt
-    inputs: dict[int, tuple[Moments, Metric]] = {}  # by what is known of an input
+    inputs: dict[int, tuple[Moments, Metric]] = {}  # by id of its moments
     for m in members:
         if id(m.moments) not in inputs:
             moments = Moments(m.moments.moment.diagonal().clone(), full_moment=m.moments.moment)
-            name, device = m.member.weight, work.block.device
+            name, device = m.member.weight, work.layer.device
             inputs[id(m.moments)] = moments, gptq.metric_of(moments, fmt, options, device=device, name=name)
 
     def choose(rows: Sequence[slice], share: float, *, outputs: bool) -> dict[str, QTensor]:
@@ -92,12 +92,12 @@ def chosen(work: BlockWork, unit: Unit, members: Sequence[Given], *, share: floa
             lambda member, row, q: runs.__setitem__((member, row), q),
             options,
             [replace(inputs[id(m.moments)][0], outputs=m.outputs if outputs else None) for m in members],
-            device=work.block.device,
+            device=work.layer.device,
         )
         gptq.choose(task, [inputs[id(m.moments)][1] for m in members])
         return {m.member.key: joined(runs, i) for i, m in enumerate(members)}
 
-    if two_sided.possible(fmt):  # else rows share a scale, and some of them do not stand for all
+    if kronecker.possible(fmt):  # else rows share a scale, and some of them do not stand for all
         # An odd step: one that divides the size of a head would try the same places of each.
         rows = [slice(0, None, max(TRIED_SHARE, len(m.nearest) // TRIED_ROWS) | 1) for m in members]
         nearest = cost(work, members, rows, [m.nearest[run] for m, run in zip(members, rows, strict=True)])
@@ -111,9 +111,11 @@ def chosen(work: BlockWork, unit: Unit, members: Sequence[Given], *, share: floa
     return choose([slice(None)] * len(members), share, outputs=True)
 
 
-def cost(work: BlockWork, members: Sequence[Given], rows: Sequence[slice], decoded: Sequence[torch.Tensor]) -> float:
-    """Squared error of the outputs ``rows`` on held-out inputs, with those rows ``decoded``; each output by what the
-    model minds of it, where that is known."""
+def cost(
+    work: TunedLayer, members: Sequence[LayerInputs], rows: Sequence[slice], decoded: Sequence[torch.Tensor]
+) -> float:
+    """Squared error of the outputs ``rows`` on held-out inputs, with those rows ``decoded``; each times its Fisher
+    information, where there are gradients."""
     total = 0.0
     for m, run, values in zip(members, rows, decoded, strict=True):
         x, seen = m.inputs
@@ -124,10 +126,10 @@ def cost(work: BlockWork, members: Sequence[Given], rows: Sequence[slice], decod
     return total
 
 
-def outputs_of(work: BlockWork, key: str, gradients: Gradients | None) -> Sequence[torch.Tensor] | None:
+def outputs_of(work: TunedLayer, key: str, gradients: Gradients | None) -> Sequence[torch.Tensor] | None:
     """E[g g^T] of the rows of a weight, by runs; None where nothing is known of them."""
-    known = None if gradients is None else gradients.outputs.get(work.places[key])
+    moments = None if gradients is None else gradients.outputs.get(work.places[key])
     matrix = next(a for a in work.assemblies if key in a.keys).part(key)
-    if known is None or len(matrix.keys) == 1:
-        return known
-    return rows_of(known, matrix.rows_of(key, {k: len(work.weights[k]) for k in matrix.keys}))
+    if moments is None or len(matrix.keys) == 1:
+        return moments
+    return rows_of(moments, matrix.rows_of(key, {k: len(work.weights[k]) for k in matrix.keys}))

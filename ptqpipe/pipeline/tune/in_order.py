@@ -14,71 +14,71 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.calibration.activations import Activations
+from ptqpipe.calibration.cross_moments import ActivationCache, collect_cross_moments, paired_inputs
 from ptqpipe.calibration.experts import is_product, stack_of
 from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.inputs import OUT_ROWS
-from ptqpipe.calibration.paired import Known, paired_inputs, paired_moments
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.pipeline.tune.block import BlockWork
 from ptqpipe.pipeline.tune.expert_feedback import follow_stack
-from ptqpipe.pipeline.tune.feedback import Given, Turn, chosen, outputs_of
+from ptqpipe.pipeline.tune.feedback import LayerInputs, LayerState, chosen, outputs_of
+from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
 from ptqpipe.recipe.plan import Unit
 
 
 def follow(
-    work: BlockWork,
+    work: TunedLayer,
     start: Mapping[str, QTensor],
     *,
     share: float,
     held_out: float,
     inputs: Callable[[int], torch.Tensor],
     targets: Callable[[int], torch.Tensor],
-    known: Known,
+    cache: ActivationCache,
     store: Callable[[], Activations],
     gradients: Gradients | None = None,
     on_unit: Callable[[float, str], None] = lambda part, name: None,
 ) -> tuple[Mapping[str, QTensor], float, float]:
-    """(codes of one block by key, mean errors of its output on the samples that were held out with the start
+    """(codes of one layer by key, mean errors of its output on the samples that were held out with the start
     and with what was found). The codes are the start's where those are not better; both errors are the same where no
     weight gains on the rows that are tried first.
 
-    start            those of `BlockWork.start`
+    start            those of `TunedLayer.start`
     share            fraction of the error of earlier layers that each layer compensates for: 0 to 1
     held_out         share of the batches that only the gate sees
-    inputs, targets  hidden states of a batch, where the block is: what the quantized ones before return, this should
-    known            of the float block's run; of the quantized one's with the codes that are returned, afterwards
+    inputs, targets  hidden states of a batch, where the layer is: what the quantized ones before return, this should
+    cache            of the float layer's run; of the quantized one's with the codes that are returned, afterwards
     store            opens a place for hidden states of all batches
-    gradients        of the float model in this block, over the batches that are not held out: then errors cost what
+    gradients        of the float model in this layer, over the batches that are not held out: then errors cost what
                      they add to the KL divergence of the model, and the errors that are returned are in nats
     on_unit          called when a unit is done, with its share of the units and its name
 
     NumericsError for moments or errors that are not finite.
     """
-    seen, judged = divided(work.block.batches, held_out)
+    seen, judged = divided(work.layer.batches, held_out)
     better: dict[str, QTensor] = {}
     weights = {key: decoded(q) for key, q in start.items()}
-    metric = None if gradients is None else [g.to(work.block.device) for g in gradients.last]
+    metric = None if gradients is None else [g.to(work.layer.device) for g in gradients.last]
     before = _loss(work, weights, judged, inputs, targets, metric)
-    steps = _in_order(work, known.order)
+    steps = _in_order(work, cache.order)
     waiting = {module for step in steps for module in step.modules}
     part = 1 / max(1, sum(len(step.units) for step in steps))
     for step in steps:
-        known.settle(set(known.order) - waiting)
-        later = known.order[max(map(known.order.index, step.modules)) + 1 :]
+        cache.settle(set(cache.order) - waiting)
+        later = cache.order[max(map(cache.order.index, step.modules)) + 1 :]
         parameters = work.parameters(weights, without=later)
-        turn = Turn(seen, judged, inputs, weights, parameters, known, gradients, share)
-        codes = step.codes(work, turn, store, lambda name: on_unit(part, name))
+        state = LayerState(seen, judged, inputs, weights, parameters, cache, gradients, share)
+        codes = step.codes(work, state, store, lambda name: on_unit(part, name))
         waiting -= set(step.modules)
         better |= codes
         weights |= {key: decoded(q) for key, q in codes.items()}
-    known.settle(known.order)
-    after = _loss(work, weights, judged, inputs, targets, metric, known) if better else before
+    cache.settle(cache.order)
+    after = _loss(work, weights, judged, inputs, targets, metric, cache) if better else before
     if not (before < float("inf") and after < float("inf")):
-        raise NumericsError(f"the output error of {work.block.name} is {after}; check the model's weights and the data")
+        raise NumericsError(f"the output error of {work.layer.name} is {after}; check the model's weights and the data")
     if better and not after < before:
-        known.settle(())  # its codes are others
+        cache.settle(())  # its codes are others
     return {**start, **better} if after < before else start, before, after
 
 
@@ -99,44 +99,46 @@ class _Step:
     stacked: bool
 
     def codes(
-        self, work: BlockWork, turn: Turn, store: Callable[[], Activations], on_unit: Callable[[str], None]
+        self, work: TunedLayer, state: LayerState, store: Callable[[], Activations], on_unit: Callable[[str], None]
     ) -> dict[str, QTensor]:
         """Key -> the codes that were found; none of weights that are to keep theirs."""
         if self.stacked:
-            return follow_stack(work, self.modules[0], self.units, turn, store, on_unit)
+            return follow_stack(work, self.modules[0], self.units, state, store, on_unit)
         on_unit(self.units[0].id)
-        return _linear(work, self.units[0], turn)
+        return _linear(work, self.units[0], state)
 
 
-def _linear(work: BlockWork, unit: Unit, turn: Turn) -> dict[str, QTensor]:
+def _linear(work: TunedLayer, unit: Unit, state: LayerState) -> dict[str, QTensor]:
     """Key -> the codes of a unit of linear layers."""
     places = work.places
     modules = [places[m.key] for m in unit.members]
     each, leaders = list(dict.fromkeys(modules)), dict[str, str]()
-    runs = (turn.given, turn.parameters, work.quantizers)
-    moments = paired_moments(
-        work.block,
+    runs = (state.entering, state.parameters, work.quantizers)
+    moments = collect_cross_moments(
+        work.layer,
         each,
-        batches=turn.seen,
-        given=turn.given,
-        parameters=turn.parameters,
+        batches=state.seen,
+        entering=state.entering,
+        parameters=state.parameters,
         quantizers=work.quantizers,
-        known=turn.known,
+        cache=state.cache,
     )
-    rows = paired_inputs(work.block, each, leaders, turn.judged[0], *runs, turn.known)
+    rows = paired_inputs(work.layer, each, leaders, state.judged[0], *runs, state.cache)
     if not all(bool((pair.moment.diagonal() > 0).any()) for pair in moments.values()):
         return {}  # no activation has reached it: nothing to compensate for
     members = [
-        Given(m, moments[name], rows[leaders[name]], outputs_of(work, m.key, turn.gradients), turn.decoded[m.key])
+        LayerInputs(
+            m, moments[name], rows[leaders[name]], outputs_of(work, m.key, state.gradients), state.decoded[m.key]
+        )
         for m, name in zip(unit.members, modules, strict=True)
     ]
-    return chosen(work, unit, members, share=turn.share)
+    return chosen(work, unit, members, share=state.share)
 
 
-def _in_order(work: BlockWork, order: Sequence[str]) -> list[_Step]:
-    """What the block runs with, by the first call of one of its modules.
+def _in_order(work: TunedLayer, order: Sequence[str]) -> list[_Step]:
+    """What the layer runs with, by the first call of one of its modules.
 
-    order  modules as the block calls them
+    order  modules as the layer calls them
     """
     steps, places = list[_Step](), work.places
     stacks: dict[str, list[Unit]] = {}
@@ -154,19 +156,19 @@ def _in_order(work: BlockWork, order: Sequence[str]) -> list[_Step]:
 
 @torch.no_grad()
 def _loss(
-    work: BlockWork,
+    work: TunedLayer,
     decoded: Mapping[str, torch.Tensor],
     batches: Sequence[int],
     inputs: Callable[[int], torch.Tensor],
     targets: Callable[[int], torch.Tensor],
     metric: Sequence[torch.Tensor] | None,
-    known: Known | None = None,
+    cache: ActivationCache | None = None,
 ) -> float:
-    """Mean squared difference of the quantized block's output to the target; with ``metric``, the
+    """Mean squared difference of the quantized layer's output to the target; with ``metric``, the
     moments of the gradients there by runs, half of its mean cost in it: nats of KL, to second order."""
     errors, parameters = [], work.parameters(decoded)
     for batch in batches:
-        error = work.outputs(inputs(batch), batch, parameters, known).float() - targets(batch).float()
+        error = work.outputs(inputs(batch), batch, parameters, cache).float() - targets(batch).float()
         if metric is None:
             errors.append(error.square().mean())
             continue

@@ -60,29 +60,29 @@ def render(done: Finished) -> str:
     return "\n".join(lines)
 
 
-def _end_to_end(found: Mapping[str, Any] | None) -> list[str]:
+def _end_to_end(descent: Mapping[str, Any] | None) -> list[str]:
     """What gradient descent on the whole model gave, on each text that judged it: of the codes, then of the floats."""
-    if found is None:
+    if descent is None:
         return []
-    lines = [_of_descent("end to end", "codes", found, f"{found['moved']:.2%} of the codes moved")]
-    if "train" in found:
-        kinds = Counter(entry["kind"] for entry in found["trained"].values())
-        told = [f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.items()]
-        told += ["global scales"] if "global" in found["train"]["kinds"] else []
-        lines.append(_of_descent(f"then {arg('train')}", "values", found["train"], f"trained: {', '.join(told)}"))
+    lines = [_of_descent("end to end", "codes", descent, f"{descent['moved']:.2%} of the codes moved")]
+    if "train" in descent:
+        kinds = Counter(entry["kind"] for entry in descent["trained"].values())
+        parts = [f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.items()]
+        parts += ["global scales"] if "global" in descent["train"]["kinds"] else []
+        lines.append(_of_descent(f"then {arg('train')}", "values", descent["train"], f"trained: {', '.join(parts)}"))
     return lines
 
 
-def _of_descent(name: str, what: str, found: Mapping[str, Any], told: str) -> str:
-    if not found["best"]:
+def _of_descent(name: str, what: str, descent: Mapping[str, Any], parts: str) -> str:
+    if not descent["best"]:
         return (
-            f"{name}, {found['steps']} steps: no {what} lowered the KL divergence on both "
-            f"{' and '.join(found['start'])}; the initial {what} are kept"
+            f"{name}, {descent['steps']} steps: no {what} lowered the KL divergence on both "
+            f"{' and '.join(descent['start'])}; the initial {what} are kept"
         )
     texts = [
-        f"{name} {1e3 * before:.4g} -> {1e3 * found['result'][name]:.4g}" for name, before in found["start"].items()
+        f"{name} {1e3 * before:.4g} -> {1e3 * descent['result'][name]:.4g}" for name, before in descent["start"].items()
     ]
-    return f"{name}, step {found['best']} of {found['steps']}: KL divergence x 1000 on {', '.join(texts)}; {told}"
+    return f"{name}, step {descent['best']} of {descent['steps']}: KL divergence x 1000 on {', '.join(texts)}; {parts}"
 
 
 def _row(name: str, entry: Mapping[str, Any]) -> list[str]:

@@ -33,10 +33,10 @@ class Scaling(Protocol):
     def solve(self, problem: Problem, options: SolveOptions) -> Solution: ...
 
 
-def transform_names(asked: str) -> tuple[str, ...]:
+def transform_names(text: str) -> tuple[str, ...]:
     """The transforms of a list like ``smoothquant,rotate``, in its order. UsageError for unknown or repeated names."""
     chosen_names: list[str] = []
-    for part in asked.split(","):
+    for part in text.split(","):
         key = part.strip().lower().replace("-", "_")
         if key in ONLINE:
             raise UsageError(

@@ -56,7 +56,7 @@ class Reader:
         self, rows: torch.Tensor | slice, block: int, dtype: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and gradients of some tokens, dtype [n, t, block]."""
-        x, h = (of[rows].to(dtype).reshape(-1, len(self.turns), block) for of in (self.inputs, self.gradients))
+        x, h = (side[rows].to(dtype).reshape(-1, len(self.turns), block) for side in (self.inputs, self.gradients))
         return x.transpose(0, 1), h.transpose(0, 1)
 
     def factors(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,14 +152,14 @@ class _Descent:
     def step(self, slopes: torch.Tensor, rate: float) -> None:
         """Goes down the slopes of the matrices, float64 as they are."""
         self._steps += 1
-        turned = self.matrices.mT @ slopes
-        turned -= turned.mT.clone()
+        step = self.matrices.mT @ slopes
+        step -= step.mT.clone()
         (first, second) = _MEANS
-        self._mean.mul_(first).add_(turned, alpha=1 - first)
-        self._square.mul_(second).addcmul_(turned, turned, value=1 - second)
+        self._mean.mul_(first).add_(step, alpha=1 - first)
+        self._square.mul_(second).addcmul_(step, step, value=1 - second)
         spread = (self._square / (1 - second**self._steps)).sqrt_().add_(_TINY)
-        turned = self._mean / spread * (-rate / (1 - first**self._steps))
-        parts = zip(*(torch.split(each, _few(each.shape[-1])) for each in (self.matrices, turned)), strict=True)
+        step = self._mean / spread * (-rate / (1 - first**self._steps))
+        parts = zip(*(torch.split(each, _few(each.shape[-1])) for each in (self.matrices, step)), strict=True)
         self.matrices = torch.cat([matrices @ torch.linalg.matrix_exp(part) for matrices, part in parts])
 
 
@@ -201,8 +201,8 @@ def _slopes(x: torch.Tensor, h: torch.Tensor, rounding: Rounding) -> tuple[torch
     n, tokens, block = x.shape
     groups = tokens, -1, rounding.group or n * block  # a group may be of several blocks
     x, h, by_x, by_h = (each.transpose(0, 1).reshape(groups) for each in (x, h, by_x, by_h))
-    top, at = x.abs().max(-1, keepdim=True)
-    by_x.scatter_add_(-1, at, x.gather(-1, at) * (h.square().sum(-1, keepdim=True) * rounding.floor))
+    top, places = x.abs().max(-1, keepdim=True)
+    by_x.scatter_add_(-1, places, x.gather(-1, places) * (h.square().sum(-1, keepdim=True) * rounding.floor))
     by_h.addcmul_(h, top.square_(), value=rounding.floor)
     return by_x.reshape(tokens, n, block).transpose(0, 1), by_h.reshape(tokens, n, block).transpose(0, 1)
 
@@ -228,13 +228,13 @@ def _judge(
     rounding: Rounding,
 ) -> _Judgement:
     """By the last ``kept`` inputs of each reader."""
-    turned = matrices.float()
+    rotated = matrices.float()
 
     def of(reader: Reader, last: int) -> tuple[float, float]:
         with torch.no_grad():  # each thread has its own
             first, count = len(reader.inputs) - last, len(reader.inputs)
-            runs = [slice(at, min(at + BATCH, count)) for at in range(first, count, BATCH)]
-            errors, steps = torch.stack([_sums(reader, run, turned, rounding) for run in runs]).sum(0).tolist()
+            runs = [slice(start, min(start + BATCH, count)) for start in range(first, count, BATCH)]
+            errors, steps = torch.stack([_sums(reader, run, rotated, rounding) for run in runs]).sum(0).tolist()
             return errors / (2 * last), errors / max(steps, _TINY)
 
     losses = list(pool.map(of, readers, kept))
@@ -246,7 +246,7 @@ def _sums(reader: Reader, rows: slice, matrices: torch.Tensor, rounding: Roundin
     s."""
     block = matrices.shape[-1]
     turns, pairs = matrices[reader.turns], zip(reader.blocks(rows, block), reader.factors(block), strict=True)
-    x, h = ((of @ (turns * by)).transpose(0, 1).flatten(1) for of, by in pairs)
+    x, h = ((side @ (turns * factor)).transpose(0, 1).flatten(1) for side, factor in pairs)
     errors = (rounding.quantize(x) - x).mul_(h).square().sum()
     groups = x.square().reshape(len(x), -1, rounding.group or x.shape[1])
     steps = groups + rounding.floor * groups.amax(-1, keepdim=True)

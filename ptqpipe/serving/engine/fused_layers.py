@@ -46,7 +46,7 @@ class Listener(PagedAttention):
 
 
 @torch.inference_mode()
-def use_fused_layers(model: torch.nn.Module, attention: PagedAttention) -> list[Layer]:
+def use_fused_layers(model: Any, attention: PagedAttention) -> list[Layer]:
     """Gives a model's layers fused forwards, in place: returns those that are compiled for a CPU, in the model's order.
     The pages must be all zeros, and are so afterwards."""
     device, compiled = torch.device(attention.device), CompiledLayers()
@@ -67,7 +67,8 @@ def use_fused_layers(model: torch.nn.Module, attention: PagedAttention) -> list[
         table, count = _activation_table(layer, device, tables), len(compiled.layers)
         fused = fuse(layer, attention.pages[index], terms, table)
         actual = None if fused is None else _answer(_forward(own, fused, listener, ()), layer, listener, ends)
-        if actual is not None and all(alike(one, other) for one, other in zip(actual, expected, strict=True)):
+        same = actual is not None and all(alike(one, other) for one, other in zip(actual, expected, strict=True))
+        if fused is not None and same:
             layer.forward = _forward(own, fused, attention, hooks)
         else:
             del compiled.layers[count:]
@@ -301,7 +302,8 @@ class DeviceLayer:
         pages = attention.pages[attention.place(self.index)]
         cache, angles = (pages.keys, pages.values), (rotary[0].view(rows, dim), rotary[1].view(rows, dim))
         x, y = self.norms[0](x.view(rows, hidden))
-        query = triton_layer.rotate_and_store(*self.projections(y), angles, cache, where.slots, self.heads)
+        query, key, value = self.projections(y)
+        query = triton_layer.rotate_and_store(query, key, value, angles, cache, where.slots, self.heads)
         out = triton_attention.attention(query, *cache, where, scaling=self.terms.scaling, window=self.terms.window)
         if out is None:
             raise RuntimeError("no kernel of the device covers this attention")

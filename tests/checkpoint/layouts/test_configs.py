@@ -13,6 +13,7 @@ from compressed_tensors.utils.match import match_named_modules, match_targets
 from ptqpipe.checkpoint.layouts import ConfigRequest, Target, get_container
 from ptqpipe.checkpoint.layouts._config_groups import name_patterns
 from ptqpipe.errors import FormatError
+from ptqpipe.models.reader_facts import layout_warnings
 from ptqpipe.numerics.schemes import get_scheme
 
 LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -448,7 +449,7 @@ LLAMA = {"architectures": ["LlamaForCausalLM"]}
 def test_known_faults_of_readers_are_warned_of(
     container: str, names: list[str], scheme: str, config: dict[str, Any], says: str
 ) -> None:
-    warnings = get_container(container).warnings(targets(names, scheme), config)
+    warnings = layout_warnings(container, targets(names, scheme), config)
     assert any(says in line for line in warnings), warnings
     assert all("\n" not in line and ("; " in line) for line in warnings)
 
@@ -464,16 +465,16 @@ def test_what_sglang_reads_is_not_warned_of() -> None:
         ("modelopt", "fp8_static", LLAMA),
         ("compressed_tensors", "fp8_block", LLAMA),
     ):
-        assert not [x for x in get_container(container).warnings(targets(["a.b"], scheme), config) if "SGLang" in x]
+        assert not [x for x in layout_warnings(container, targets(["a.b"], scheme), config) if "SGLang" in x]
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_w4a4", "fp8_dynamic", "fp8_tensor", "fp8_block"])
 def test_dense_models_of_the_portable_schemes_need_no_warning(scheme: str) -> None:
     wanted = targets(modules(MLP, range(2)), scheme)
-    assert get_container("compressed_tensors").warnings(wanted, {"dtype": "bfloat16"}) == []
+    assert layout_warnings("compressed_tensors", wanted, {"dtype": "bfloat16"}) == []
     # Llama 4's experts become linear layers in transformers, so NVFP4 is right there.
     experts = targets(["model.layers.0.feed_forward.experts.0.up_proj"], "nvfp4")
-    assert get_container("compressed_tensors").warnings(experts, {"model_type": "llama4"}) == []
+    assert layout_warnings("compressed_tensors", experts, {"model_type": "llama4"}) == []
 
 
 @pytest.mark.parametrize(

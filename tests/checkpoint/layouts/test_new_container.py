@@ -1,4 +1,5 @@
-"""Claims about adding a container: one module is all. It is found, written, read, verified and laid out from there."""
+"""Claims about adding a container: one module is all. It is found, written, read, verified and laid out from there; its
+readers' issues are a row of the table of readers."""
 
 import json
 import sys
@@ -16,6 +17,7 @@ from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import layouts as containers
 from ptqpipe.conversion.relayout.command import relayout
 from ptqpipe.errors import FormatError, UsageError
+from ptqpipe.models.reader_facts import LAYOUT_ISSUES
 from ptqpipe.run.machine import Machine
 from tests import tiny
 
@@ -55,10 +57,6 @@ def configs(request):
     return {"config.json": {**without_quantization(request.base), "quantization_config": described}}
 
 
-def warnings(targets, config):
-    return ["nobody reads drawers"]
-
-
 def detect(config, names):
     return quantization_config(config).get("quant_method") == QUANT_METHOD
 
@@ -93,6 +91,7 @@ def drawer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     folder = tmp_path / "modules"
     folder.mkdir()
     (folder / "drawer.py").write_text(MODULE)
+    monkeypatch.setitem(LAYOUT_ISSUES, "drawer", ((lambda _: True, "nobody reads drawers"),))
     monkeypatch.setattr(containers, "__path__", [*containers.__path__, str(folder)])
     yield "drawer"
     sys.modules.pop("ptqpipe.checkpoint.layouts.drawer", None)

@@ -15,8 +15,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from ptqpipe.checkpoint.layouts import ConfigRequest, Target, decode, encode_part, get_container
-from ptqpipe.checkpoint.layouts._config import _NO_PER_EXPERT_NAMES, _ONLY_COMPRESSED_TENSORS
-from ptqpipe.models.reader_facts import READERS, evidence
+from ptqpipe.models.reader_facts import _LLAMA4, _NO_PER_EXPERT_NAMES, READERS, evidence, layout_warnings
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.runtime.hf import register, unregister
 from tests.checkpoint.layouts.builders import Checkpoint, absmax, quantize
@@ -233,8 +232,7 @@ def test_experts_are_exact_and_the_known_faults_are_still_there(
 ) -> None:
     """Experts are dequantized on loading. A fault that goes away fails here: then its warning goes, too."""
     checkpoint = converted(sources[model], container, experts_only(scheme))
-    layout = get_container(container)
-    warned = layout.warnings([Target(n, get_scheme(scheme)) for n in checkpoint.stored(container)], {})
+    warned = layout_warnings(container, [Target(n, get_scheme(scheme)) for n in checkpoint.stored(container)], {})
     if scheme in ("nvfp4", "fp8_block", "mxfp8") and container == "compressed_tensors":
         assert any("transformers" in line for line in warned)
     theirs = logits(load(checkpoint.save(tmp_path / "q")))
@@ -284,5 +282,5 @@ def test_warnings_of_expert_names_are_true_of_transformers() -> None:
         patterns = [pattern for entry in entries for pattern in entry.source_patterns]
         return any(re.search(r"experts\\?\.\*", pattern) for pattern in patterns)
 
-    assert not [kind for kind in _NO_PER_EXPERT_NAMES | _ONLY_COMPRESSED_TENSORS if merges(kind)]
+    assert not [kind for kind in _NO_PER_EXPERT_NAMES | _LLAMA4 if merges(kind)]
     assert all(merges(kind) for kind in ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "minimax_m2"))

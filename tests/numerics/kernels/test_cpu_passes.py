@@ -1,4 +1,4 @@
-"""Claims about the compiled passes over all columns: what the steps of ``columns.py`` give, one after the
+"""Claims about the compiled passes over all columns: what the steps of ``gptq_steps.py`` give, one after the
 other, with sums in the order of the columns."""
 
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ import torch
 from ptqpipe.numerics.formats import Format, get_format
 from ptqpipe.numerics.kernels import cpu, cpu_columns
 from ptqpipe.numerics.qtensor import code_values
-from ptqpipe.quantization import columns, gptq, refine as refinement
-from ptqpipe.quantization.columns import absmax_index, choose_block, descend, feed_forward, scale_ladder
+from ptqpipe.quantization import gptq, gptq_steps, refine as refinement
 from ptqpipe.quantization.gptq import codes_at, codes_at_entry
+from ptqpipe.quantization.gptq_steps import absmax_index, choose_block, descend, feed_forward, scale_ladder
 from ptqpipe.quantization.metric import Metric, descending, make_metric, output_error
 from ptqpipe.quantization.refine import block_metrics, refine
 from ptqpipe.quantization.unit import quantize_rows
@@ -156,7 +156,7 @@ def test_integers_are_rounded_as_torch_rounds_them(
         for at in (None, *isas):  # torch's own first
             with monkeypatch.context() as patched:
                 if at is None:
-                    patched.setattr(columns, "kernel_for", lambda *_: None)
+                    patched.setattr(gptq_steps, "kernel_for", lambda *_: None)
                 cpu.force_isa(at)
                 run = slice(0, 128)
                 fed = feed_forward(exact[run], exact[run].clone(), s[run], feedback=factor, element=element)

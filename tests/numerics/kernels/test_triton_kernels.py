@@ -63,7 +63,7 @@ from ptqpipe.numerics.kernels import triton_block, triton_rows
 def ptx(kernel, types, constants, capability):
     source = ASTSource(
         fn=kernel, signature=types | {name: "constexpr" for name in constants}, constexprs=constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind.startswith("*")},
+        attrs={(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind[0] == "*"},
     )
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options={"enable_fp_fusion": False}).asm["ptx"]
@@ -71,11 +71,7 @@ def ptx(kernel, types, constants, capability):
 capability = int(sys.argv[1])
 for name in sys.argv[2:]:
     plan = triton_block.plan_of(get_format(name))
-    element = dict(EMIN=plan.element.emin, MANT=plan.element.mant, MAX=plan.element.max)
-    search = element | dict(
-        BITS=plan.element.bits, B=plan.block, E8M0=plan.e8m0, SMIN=plan.smin, STOP=plan.stop, OCTAVE=plan.octave,
-        ABOVE=plan.above, BELOW=plan.below, ABSMAX=False, TOTALS=False, LANES=128,
-    )
+    search = dict(PLAN=plan, ABSMAX=False, TOTALS=False, LANES=128)
     types = {
         "w": "*bf16", "h": "*fp32", "g": "*fp32", "words": "*i32", "scales": "*u8", "totals": "*fp64",
         "damaged": "*i32", "blocks": "i32", "blocks_per_row": "i32",
@@ -84,17 +80,14 @@ for name in sys.argv[2:]:
                   dict(WEIGHTED=False, ABSMAX=True)):
         print(ptx(triton_block.block_quantize_kernel, types, search | extra, capability))
     rows = triton_rows.plan_of(get_format(name), global_divides=name == "nvfp4")
-    decode = element | dict(
-        BITS=rows.element.bits, KIND=rows.scale_kind, SMIN=rows.scale.emin, SMANT=rows.scale.mant,
-        SMAX=rows.scale.max, SBITS=rows.scale.bits, DIVIDES=rows.divides, LANES=1024,
-    )
-    shape = {"count": "i32", "columns": "i32", "block_rows": "i32", "block_columns": "i32", "grid_columns": "i32"}
+    decode = dict(PLAN=rows, LANES=1024)
+    shape = {"count": "i32", "geometry": triton_rows.Geometry("i32", "i32", "i32", "i32")}
     types = {"out": "*i16", "data": "*u8", "scales": "*u8", "g": "*fp32"} | shape
     print(ptx(triton_rows.dequantize_kernel, types, decode | dict(BFLOAT16=True), capability))
     types = {"sums": "*fp64", "w": "*bf16", "data": "*u8", "scales": "*u8", "g": "*fp32"} | shape
     print(ptx(triton_rows.decode_error_kernel, types, decode, capability))
 types = {"data": "*u8", "damaged": "*i32", "w": "*bf16", "scales": "*bf16"} | shape
-print(ptx(triton_rows.fp8_encode_kernel, types, element | dict(LANES=1024), capability))
+print(ptx(triton_rows.fp8_encode_kernel, types, dict(ELEMENT=rows.element, LANES=1024), capability))
 print(ptx(triton_rows.amax_kernel, {"highest": "*i32", "w": "*bf16", "count": "i32"}, dict(LANES=1024), capability))
 """
 

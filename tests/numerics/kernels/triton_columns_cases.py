@@ -13,8 +13,8 @@ import torch
 from ptqpipe.numerics.formats import FORMATS, Format, get_format
 from ptqpipe.numerics.kernels import triton as kernels, triton_columns
 from ptqpipe.numerics.qtensor import QTensor, code_values
-from ptqpipe.quantization import columns, gptq, refine as refinement
-from ptqpipe.quantization.columns import absmax_index, has_block_scales, scale_ladder
+from ptqpipe.quantization import gptq, gptq_steps, refine as refinement
+from ptqpipe.quantization.gptq_steps import absmax_index, has_block_scales, scale_ladder
 from ptqpipe.quantization.metric import Metric, descending, make_metric, output_error
 from ptqpipe.quantization.unit import quantize_rows
 from tests.numerics.kernels.cpu_cases import families, generator
@@ -28,7 +28,7 @@ ELEMENTS = ("mxfp4", "mxfp8", "int8_channel", "int4_g32", "int8_signed_channel",
 @pytest.fixture(autouse=True)
 def _by_torch() -> Iterator[None]:
     """What is expected runs without kernels."""
-    with mock.patch.object(columns, "kernel_for", return_value=None):
+    with mock.patch.object(gptq_steps, "kernel_for", return_value=None):
         yield
 
 
@@ -77,7 +77,7 @@ def test_feed_forward(name: str, width: int) -> None:
     target = exact + 0.1 * torch.randn(exact.shape, generator=generator(3)) * exact.abs()
     feedback = matrix(width, 4)
     done = kernels.feed_forward(*there(exact, target, s, feedback), element)
-    codes, error = columns.feed_forward(exact, target, s, feedback=feedback, element=element)
+    codes, error = gptq_steps.feed_forward(exact, target, s, feedback=feedback, element=element)
     assert same(done[0], codes)
     assert same(done[1], error)
 
@@ -98,7 +98,7 @@ def test_descend(name: str, width: int) -> None:
     slope[2:3] *= 2.0**-120
     given = there(exact, error, codes, slope, s, moment)
     assert kernels.descend(*given, element)
-    columns.descend(exact, error, codes, slope, s, moment=moment, element=element)
+    gptq_steps.descend(exact, error, codes, slope, s, moment=moment, element=element)
     assert same(given[2], codes)
     assert same(given[1], error)
     assert same(given[3], slope)
@@ -114,7 +114,7 @@ def test_choose_block(name: str, count: int) -> None:
     weight = torch.rand(width, generator=generator(7))
     first = absmax_index(target, ladder, fmt.element) - torch.randint(0, 9, (target.shape[1],), generator=generator(8))
     found = kernels.choose_block(*there(target, ladder, first), count, *there(feedback, weight), fmt.element)
-    wanted = columns.choose_block(
+    wanted = gptq_steps.choose_block(
         target, ladder, first, count=count, feedback=feedback, weight=weight, element=fmt.element
     )
     for one, other in zip(found, wanted, strict=True):
@@ -136,7 +136,7 @@ def test_blocks_are_entered_in_order(name: str) -> None:
         for j in range(run.start):
             target = target + metric.factor[j, run].unsqueeze(1) * error[j]
         first = (absmax_index(target, ladder, fmt.element) - gptq.BELOW).clamp(min=0)
-        codes[run], scales[block], _ = columns.choose_block(
+        codes[run], scales[block], _ = gptq_steps.choose_block(
             target, ladder, first, count=15, feedback=metric.factor[run, run], weight=metric.weight[run],
             element=fmt.element,
         )  # fmt: skip
@@ -186,7 +186,7 @@ def test_a_weight_loses_no_more_than_by_torch(name: str) -> None:
         return [output_error(rows - one.dequantize(), moved.moment) for one in (q, better)]
 
     by_torch = made(torch.device("cpu"))
-    of_triton = mock.patch.object(columns, "kernel_for", lambda device, name: getattr(kernels, name, None))
+    of_triton = mock.patch.object(gptq_steps, "kernel_for", lambda device, name: getattr(kernels, name, None))
     shorter = mock.patch.object(triton_columns, "RUN", 32 if INTERPRETED else triton_columns.RUN)
     with of_triton, shorter:
         found = made(DEVICE)

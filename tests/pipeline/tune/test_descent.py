@@ -12,8 +12,8 @@ from ptqpipe.calibration.runner import Runner
 from ptqpipe.errors import NumericsError
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline.tune.kl.choice import Choice, with_codes
-from ptqpipe.pipeline.tune.kl.descent import CALM, PATIENCE, Float, Found, Variables, descend
-from ptqpipe.pipeline.tune.kl.whole import Whole
+from ptqpipe.pipeline.tune.kl.descent import CALM, PATIENCE, DescentResult, Float, Variables, descend
+from ptqpipe.pipeline.tune.kl.model_divergence import ModelPair
 from ptqpipe.pipeline.tune.tune_options import Settings
 from ptqpipe.runtime.skeleton import Skeleton
 from tests.calibration.models import make_model, make_windows
@@ -52,7 +52,7 @@ class Linear:
     def save(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.saved.append({name: tensor.clone() for name, tensor in tensors.items()})
 
-    def descend(self, state: Mapping[str, torch.Tensor] | None = None, **changes: Any) -> Found:
+    def descend(self, state: Mapping[str, torch.Tensor] | None = None, **changes: Any) -> DescentResult:
         given: dict[str, Any] = {"judge": self.judge, "settings": SETTINGS} | changes
         return descend(
             Variables(given.pop("choices", {"w": self.choice}), self.floats),
@@ -202,9 +202,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_model(tmp_path_factory.mktemp("model") / "llama", "llama")
 
 
-def moved(whole: Whole, number: int, by: float) -> torch.Tensor:
+def moved(whole: ModelPair, number: int, by: float) -> torch.Tensor:
     """Makes the quantized layer ``number`` one that adds ``by`` to what the float one returns; what it adds."""
-    added = torch.full((whole.blocks[0].module.self_attn.q_proj.weight.shape[1],), by, requires_grad=True)
+    added = torch.full((whole.float_layers[0].module.self_attn.q_proj.weight.shape[1],), by, requires_grad=True)
     plain = whole.layers[number]
     layers = list(whole.layers)
     layers[number] = lambda x, batch: plain(x, batch) + added * torch.arange(len(added)).sub(8.0)
@@ -218,7 +218,7 @@ def test_the_gradient_of_the_whole_model_is_that_of_its_divergence(model: Any) -
     with (
         Source.open(model) as source,
         Runner.open(Skeleton.of(source, dtype=torch.float32), windows) as runner,
-        Whole.open(runner, InMemory(), lambda name: None) as whole,
+        ModelPair.open(runner, InMemory(), lambda name: None) as whole,
     ):
         assert float(whole.divergence([0]).mean()) == pytest.approx(0.0, abs=1e-7)
         plain = whole.layers
@@ -239,7 +239,7 @@ def test_gradients_that_are_not_finite_are_one_line(model: Any) -> None:
     with (
         Source.open(model) as source,
         Runner.open(Skeleton.of(source, dtype=torch.float32), make_windows(samples=2)) as runner,
-        Whole.open(runner, InMemory(), lambda name: None) as whole,
+        ModelPair.open(runner, InMemory(), lambda name: None) as whole,
     ):
         moved(whole, 0, float("inf"))
         with pytest.raises(NumericsError, match=r"not finite; check .* or use method=.gptq."):

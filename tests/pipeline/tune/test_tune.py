@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import ptqpipe
 from ptqpipe.api.matrices import load_tensors
-from ptqpipe.calibration import reverse, runner
+from ptqpipe.calibration import backward as reverse, runner
 from ptqpipe.calibration.activations import OnDisk
 from ptqpipe.calibration.command import calibrate
 from ptqpipe.calibration.data import Samples, load_samples
@@ -33,9 +33,9 @@ from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import backwards, command as tune, feedback, in_order
-from ptqpipe.pipeline.tune.block import BlockWork
 from ptqpipe.pipeline.tune.tune_options import TuneOptions
-from ptqpipe.quantization.learned_codes import Rounding
+from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
+from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import LARGE_MATRIX, Machine
 from ptqpipe.runtime import compiled, load_model
@@ -110,7 +110,7 @@ def test_the_codes_that_were_learned_are_the_codes_that_are_written(tuned: tuple
     assert done.exit_code == 0, done.output
     record = json.loads((out / "ptqpipe.json").read_text())
     tensors = load_tensors(out)
-    with Rounding.open(codes) as stored:
+    with LearnedCodes.open(codes) as stored:
         assert record["rounding"]["digest"] == stored.digest
         assert record["rounding"]["method"] == "gptq"
         assert record["rounding"]["data"] == stored.content["data"]
@@ -134,7 +134,7 @@ def test_codes_may_differ_from_weights_by_what_would_be_a_loss_of_the_nearest_on
     """Where a layer has no inputs, codes that the model's output chose may be anywhere."""
     codes, options = codes_of_run("nvfp4", "gptq"), RecipeOptions(format="nvfp4")
     monkeypatch.setattr(conversion, "LOST", 1e-3)
-    with prepare(DEMO, options=RecipeOptions(), out=tmp_path / "out", rounding=codes) as job:
+    with prepare(DEMO, options=RecipeOptions(), out=tmp_path / "out", codes=codes) as job:
         done = convert_stage.convert(job, machine=ONE)
     assert done is not None
     assert min(entry["relative_mse"] for entry in done.record["weights"].values()) > 1e-3
@@ -185,13 +185,13 @@ def test_codes_of_another_model_or_format_are_refused(tuned: tuple[str, Path], t
         (copy / file.name).write_bytes(file.read_bytes())
     (copy / "rounding.json").write_text(json.dumps(content))
     with pytest.raises(UsageError, match=r"learned codes in .*copy belong to the model demo_model .*tune this one"):
-        prepare(DEMO, options=RecipeOptions(format=scheme), out=tmp_path / "o", rounding=copy)
+        prepare(DEMO, options=RecipeOptions(format=scheme), out=tmp_path / "o", codes=copy)
 
 
 def test_codes_hold_for_every_copy_of_the_model(tuned: tuple[str, Path], tmp_path: Path) -> None:
     scheme, codes = tuned
     copy = shutil.copytree(DEMO, tmp_path / "second_download", copy_function=shutil.copyfile)
-    prepare(copy, options=RecipeOptions(format=scheme), out=tmp_path / "o", rounding=codes).close()
+    prepare(copy, options=RecipeOptions(format=scheme), out=tmp_path / "o", codes=codes).close()
 
 
 def test_a_flipped_bit_among_the_codes_is_an_error_not_another_model(tuned: tuple[str, Path], tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_reverse_pass_that_has_ended_runs_again_only_where_a_file_of_it_is_los
     assert whole.content["metric"] == "kl"
     names = {file.name for file in (tmp_path / "whole").iterdir()}
     assert names == {"rounding.json", *(f"{block}.safetensors" for block in whole.content["blocks"])}
-    real, follow = backwards.reverse_model, tune.follow
+    real, follow = backwards.run_model_backward, tune.follow
 
     def run(*args: Any, **kwargs: Any) -> Any:
         passes.append(1)
@@ -316,7 +316,7 @@ def test_a_reverse_pass_that_has_ended_runs_again_only_where_a_file_of_it_is_los
             raise KeyboardInterrupt
         return follow(*args, **kwargs)
 
-    monkeypatch.setattr(backwards, "reverse_model", run)
+    monkeypatch.setattr(backwards, "run_model_backward", run)
     monkeypatch.setattr(tune, "follow", stops)
     for runs in (1, 1):
         with pytest.raises(KeyboardInterrupt):
@@ -417,13 +417,13 @@ def test_gradients_are_those_of_samples_that_do_not_judge_and_of_no_more_than_ar
     """Of sixteen windows the last two judge; of the others all are run backwards, or five."""
     for module in (runner, tune):
         monkeypatch.setattr(module, "BATCH_TOKENS", 4 * 32)
-    ran, real = [], backwards.reverse_model
+    ran, real = [], backwards.run_model_backward
 
     def run(skeleton: Any, samples: Samples, **more: Any) -> Any:
         ran.append(samples)
         return real(skeleton, samples, **more)
 
-    monkeypatch.setattr(backwards, "reverse_model", run)
+    monkeypatch.setattr(backwards, "run_model_backward", run)
     windows = load_samples([str(rows)], DEMO, samples=16, seqlen=32).windows
     counted = []
     for number, tokens in enumerate((16_384, 5 * 32)):
@@ -505,8 +505,8 @@ def test_the_tuned_block_computes_what_the_converted_checkpoint_does(kind: str, 
             loaded(windows)
         wanted = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
         with Runner.open(Skeleton.of(source, dtype=torch.float32), windows) as runner:
-            block = next(runner.blocks())
-            work = BlockWork.of(block, prepared, runner)
+            block = next(runner.layers())
+            work = TunedLayer.of(block, prepared, runner)
             decoded = {key: q.dequantize() for key, q in work.start().items()}
             with torch.no_grad():
                 found = work.outputs(block.inputs(0), 0, work.parameters(decoded))
@@ -520,7 +520,7 @@ def test_a_recipe_tunes_and_converts(text: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("version: 1\nrules: [{match: '*', format: nvfp4}]\n")
     tune.tune(DEMO, [str(text)], tmp_path / "codes", recipe_path=recipe, options=OPTIONS, machine=ONE)
-    prepared = prepare(DEMO, recipe_path=recipe, out=tmp_path / "out", rounding=tmp_path / "codes")
+    prepared = prepare(DEMO, recipe_path=recipe, out=tmp_path / "out", codes=tmp_path / "codes")
     with prepared:
         done = convert_stage.convert(prepared)
     assert done is not None
@@ -535,7 +535,7 @@ def test_a_model_that_only_our_container_can_hold_is_tuned(tmp_path: Path) -> No
     words = ["--data", str(tokens), "--samples", "4", "--seqlen", str(windows.shape[1])]
     refused = CliRunner().invoke(main, ["tune", str(model), *words, "--method", "gptq", "-o", str(codes)])
     assert refused.exit_code != 0
-    assert "--container" in refused.output
+    assert "use container ptqpipe" in refused.output
     chosen = ["--container", "ptqpipe"]
     for command in (
         ["tune", str(model), *words, *chosen, "--method", "gptq", "-o", str(codes)],
@@ -558,7 +558,7 @@ def test_layers_by_themselves_get_the_codes_that_convert_writes_with_statistics(
     tune.tune(model, [str(tokens)], tmp_path / "codes", recipe=recipe, options=options, machine=ONE)
     made = ptqpipe.convert(model, out=tmp_path / "out", format="fp8", stats=tmp_path / "stats", workers=1)
     assert {rule["algorithm"] for rule in made.record["recipe"]["rules"]} == {"gptq"}
-    with Rounding.open(tmp_path / "codes") as stored, load_tensors(made.out) as written:
+    with LearnedCodes.open(tmp_path / "codes") as stored, load_tensors(made.out) as written:
         names = stored.content["weights"]
         assert len(names) > 20
         for name, entry in names.items():

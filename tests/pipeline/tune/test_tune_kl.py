@@ -22,10 +22,10 @@ from ptqpipe.numerics.formats import get_format
 from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import codes as codes_of, command as tune
 from ptqpipe.pipeline.tune.kl import end_to_end
-from ptqpipe.pipeline.tune.kl.descent import Found, Variables
+from ptqpipe.pipeline.tune.kl.descent import DescentResult, Variables
 from ptqpipe.pipeline.tune.tune_options import Settings, TuneOptions
 from ptqpipe.pipeline.tune.tune_summary import render
-from ptqpipe.quantization.learned_codes import Rounding
+from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine
 
@@ -131,7 +131,7 @@ def test_each_of_several_data_is_judged_by_itself(tmp_path: Path, monkeypatch: p
         file.write_text(part, encoding="utf-8")
     judged: list[dict[str, float]] = []
 
-    def descend(_variables: Variables, *, judge: Callable[[], dict[str, float]], **_: Any) -> Found:
+    def descend(_variables: Variables, *, judge: Callable[[], dict[str, float]], **_: Any) -> DescentResult:
         judged.append(judge())
         raise Stop
 
@@ -157,11 +157,11 @@ def test_the_codes_that_descent_ends_with_are_the_codes_that_are_written(
     """Of a descent that moves the codes whose weights are the nearest to half a step away."""
     wanted: dict[str, torch.Tensor] = {}
 
-    def descend(variables: Variables, **_: Any) -> Found:
+    def descend(variables: Variables, **_: Any) -> DescentResult:
         for key, choice in variables.choices.items():
             wanted[key] = choice.moved((choice.place > 0.45) & (choice.step != 0))
         texts = {"held-out samples": 2e-3, "sample text": 3e-3}
-        return Found(dict(wanted), {}, texts, {name: 0.5 * kl for name, kl in texts.items()}, 8, 7, 0.0123)
+        return DescentResult(dict(wanted), {}, texts, {name: 0.5 * kl for name, kl in texts.items()}, 8, 7, 0.0123)
 
     monkeypatch.setattr(end_to_end, "descend", descend)
     codes, out = copied(begun, tmp_path / "begun"), tmp_path / "out"
@@ -174,7 +174,7 @@ def test_the_codes_that_descent_ends_with_are_the_codes_that_are_written(
     assert done.exit_code == 0, done.output
     tensors = load_tensors(out)
     assert wanted.keys() == content["weights"].keys()
-    with Rounding.open(codes) as learned:
+    with LearnedCodes.open(codes) as learned:
         for name, entry in content["weights"].items():
             q = learned.of(name, get_format(entry["format"]), shape=tuple(entry["shape"]))
             assert torch.equal(q.codes, wanted[name])

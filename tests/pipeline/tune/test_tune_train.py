@@ -20,12 +20,12 @@ from ptqpipe.numerics.formats import get_format
 from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import command as tune
 from ptqpipe.pipeline.tune.kl import end_to_end
-from ptqpipe.pipeline.tune.kl.descent import Found, Variables
+from ptqpipe.pipeline.tune.kl.descent import DescentResult, Variables
 from ptqpipe.pipeline.tune.kl.floats import Trained, find_kept
-from ptqpipe.pipeline.tune.kl.whole import Whole
+from ptqpipe.pipeline.tune.kl.model_divergence import ModelPair
 from ptqpipe.pipeline.tune.tune_options import Settings, TuneOptions
 from ptqpipe.pipeline.tune.tune_summary import render
-from ptqpipe.quantization.learned_codes import TRAINED_FILE, Rounding
+from ptqpipe.quantization.learned_codes import TRAINED_FILE, LearnedCodes
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine
 from ptqpipe.runtime.skeleton import Skeleton
@@ -44,7 +44,7 @@ def invoke(*args: object) -> Any:
     return CliRunner().invoke(main, [str(arg) for arg in args])
 
 
-def made_up(variables: Variables, **_: Any) -> Found:
+def made_up(variables: Variables, **_: Any) -> DescentResult:
     """Stands for descent: norms and global scales are larger by a tenth, the embedding, which is the head, stays."""
     with torch.no_grad():
         for name, each in variables.floats.items():
@@ -53,9 +53,9 @@ def made_up(variables: Variables, **_: Any) -> Found:
             elif "embed" not in name:
                 each.variable.mul_(1.1)
     if variables.choices:
-        return Found({key: c.codes() for key, c in variables.choices.items()}, {}, TEXTS, TEXTS, 3, 0, 0.0)
+        return DescentResult({key: c.codes() for key, c in variables.choices.items()}, {}, TEXTS, TEXTS, 3, 0, 0.0)
     floats = {name: each.stored for name, each in variables.floats.items()}
-    return Found({}, floats, TEXTS, {name: 0.5 * kl for name, kl in TEXTS.items()}, 8, 7, 0.0)
+    return DescentResult({}, floats, TEXTS, {name: 0.5 * kl for name, kl in TEXTS.items()}, 8, 7, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_global_scales_are_larger_and_shared_as_before(
 ) -> None:
     home, content = trained
     run(text, tmp_path / "plain", options=TuneOptions(samples=40, seqlen=64, metric="output"))
-    with Rounding.open(home / "codes") as after, Rounding.open(tmp_path / "plain") as before:
+    with LearnedCodes.open(home / "codes") as after, LearnedCodes.open(tmp_path / "plain") as before:
         scales = {}
         for name, entry in content["weights"].items():
             fmt, shape = get_format(entry["format"]), tuple(entry["shape"])
@@ -227,7 +227,7 @@ def test_gradients_of_floats_are_those_of_the_divergence(tmp_path: Path) -> None
         kept = find_kept(plan, skeleton, ("head", "embeddings", "norms"))
         with (
             Runner.open(skeleton, make_windows(samples=3)) as runner,
-            Whole.open(runner, InMemory(), lambda name: None) as whole,
+            ModelPair.open(runner, InMemory(), lambda name: None) as whole,
             runner.embeddings(),
         ):
             whole.entering = runner.embedded
@@ -256,7 +256,7 @@ def test_gradients_of_floats_are_those_of_the_divergence(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "train", "message"),
     [
-        ({}, ("heads",), 'train="heads" is unknown; use head, embeddings, norms, biases, global'),
+        ({}, ("heads",), 'train="heads" is unknown; did you mean head? use head, embeddings, norms, biases, global'),
         ({"method": "gptq"}, ("head",), 'train belongs to method="kl"'),
         ({}, ("biases",), 'train="biases": the model has no such tensor; leave it out'),
         ({"scheme": "mxfp4a16"}, ("global",), "no weight has a global scale in this format; leave it out"),
@@ -281,7 +281,7 @@ def test_a_run_that_is_stopped_while_floats_are_trained_goes_on_to_the_same_valu
     saved: list[str] = []
     real, descend = end_to_end._save, end_to_end.descend
 
-    def of_floats(variables: Variables, **how: Any) -> Found:
+    def of_floats(variables: Variables, **how: Any) -> DescentResult:
         return made_up(variables) if variables.choices else descend(variables, **how)
 
     def copies(folder: Path, tensors: Any) -> None:
@@ -319,7 +319,7 @@ def test_a_head_that_is_the_embedding_is_trained_as_one(tmp_path: Path) -> None:
         assert [each.tensor for each in kept] == ["model.embed_tokens.weight"]
         with (
             Runner.open(skeleton, make_windows(samples=2)) as runner,
-            Whole.open(runner, InMemory(), lambda name: None) as whole,
+            ModelPair.open(runner, InMemory(), lambda name: None) as whole,
             runner.embeddings(),
         ):
             whole.entering = runner.embedded

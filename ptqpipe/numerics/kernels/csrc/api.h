@@ -95,7 +95,7 @@ struct ptq_long {
     uint16_t *scales;             // [rows/block_rows, cols/block_cols], rounded up
 };
 
-// A step of ptqpipe/quantization/columns.py over [columns, rows] matrices; what a kind does not need is null.
+// A step of ptqpipe/quantization/gptq_steps.py over [columns, rows] matrices; what a kind does not need is null.
 struct ptq_columns {
     int64_t columns, rows;
     int32_t kind, element;

@@ -4,7 +4,7 @@
 // 2 (e + 127) + (0 or 1), which puts them in order: that of code c in a block with the scale byte s is 2 s - 2 + c, but
 // 2 s - 2 for c = 1, which is 2^-1.
 //
-// The scales are those of the exact search: ptqpipe/quantization/carried.py says why the codes tell which these are.
+// The scales are those of the exact search: quantization/lossless_mxfp4.py says why the codes tell which these are.
 
 typedef int64_t v64 __attribute__((vector_size(4 * W)));
 typedef uint64_t vu64 __attribute__((vector_size(4 * W)));

@@ -1,4 +1,4 @@
-// Codes of a few columns for many rows: the torch references of ptqpipe/quantization/columns.py, operation by operation.
+// Codes of a few columns for many rows: the torch references of quantization/gptq_steps.py, operation by operation.
 //
 // Matrices lie as [columns, rows], so a lane is a row and no step crosses lanes.
 

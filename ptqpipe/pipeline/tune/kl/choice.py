@@ -26,7 +26,7 @@ class Choice:
         codec = q.fmt.element
         block = q.fmt.block_extent(q.shape)
         scale = q.block_scales().to(w.device).repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-        values, codes = (found.to(w.device) for found in _sorted_codes(codec))
+        values, codes = (tensor.to(w.device) for tensor in _sorted_codes(codec))
         y = torch.where(scale > 0, w.float() / scale, torch.zeros(()))
         chosen = q.codes.to(w.device)
         start = torch.searchsorted(values, code_values(chosen, codec))

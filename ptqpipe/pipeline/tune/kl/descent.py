@@ -54,8 +54,8 @@ class Float:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What descent gave.
+class DescentResult:
+    """The codes and floats of one descent.
 
     codes          key -> uint8 codes [N, K]; the start's where nothing was better
     floats         name -> value, as it will be stored
@@ -82,7 +82,7 @@ class _Progress:
     start: dict[str, float]
     result: dict[str, float]
     best: int = 0
-    since: int = 0  # judgements since then that count
+    since: int = 0  # evaluations without improvement (early stopping)
 
     def takes(self, judged: Mapping[str, float], *, counts: bool) -> bool:
         """Whether codes with these divergences are the best so far; notes them if so, and otherwise that there was a
@@ -95,9 +95,9 @@ class _Progress:
         return True
 
 
-def _mean(found: Mapping[str, float], start: Mapping[str, float]) -> float:
+def _mean(divergences: Mapping[str, float], start: Mapping[str, float]) -> float:
     """Of the ratios to the start."""
-    return sum(found[name] / before if before > 0 else 1.0 for name, before in start.items()) / len(start)
+    return sum(divergences[name] / before if before > 0 else 1.0 for name, before in start.items()) / len(start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def descend(
     state: Mapping[str, torch.Tensor] | None,
     save: Callable[[Mapping[str, torch.Tensor]], None],
     on_step: Callable[[int], None] = lambda step: None,
-) -> Found:
+) -> DescentResult:
     """Learns the codes of all weights at once, or floats. Afterwards the variables have the values that were found.
 
     variables  at the start's values
@@ -192,7 +192,7 @@ def descend(
     moved = sum(int(m.sum()) for m in moves.values()) / max(1, sum(m.numel() for m in moves.values()))
     variables.put(best)
     floats = {name: best[name].cpu() for name in variables.floats}
-    return Found(codes, floats, progress.start, progress.result, progress.step, progress.best, moved)
+    return DescentResult(codes, floats, progress.start, progress.result, progress.step, progress.best, moved)
 
 
 def _fraction(step: int, steps: int) -> float:
@@ -218,7 +218,7 @@ def _begin(
     state: Mapping[str, torch.Tensor] | None,
     judge: Callable[[], Mapping[str, float]],
 ) -> tuple[_Progress, dict[str, torch.Tensor]]:
-    """How far a stopped run was and the best that it had found, its variables restored; or a new run."""
+    """(progress, best values) of a stopped run, its variables restored, or of a new one."""
     if state is None:
         start = dict(judge())
         return _Progress(0, start, dict(start)), variables.taken()
@@ -230,7 +230,7 @@ def _begin(
             "exp_avg": state[f"{name}/mean"].to(variable.device, copy=True),
             "exp_avg_sq": state[f"{name}/square"].to(variable.device, copy=True),
         }
-    return progress, {name: state[f"{name}/best"].to(at.device) for name, at in variables.tensors.items()}
+    return progress, {name: state[f"{name}/best"].to(variable.device) for name, variable in variables.tensors.items()}
 
 
 def _state(
@@ -240,10 +240,10 @@ def _state(
     optimizer: torch.optim.Adam,
 ) -> dict[str, torch.Tensor]:
     """All that a stopped run needs to go on to the same result."""
-    told = json.dumps({name: getattr(progress, name) for name in _Progress.__slots__})
-    found = {_PROGRESS: torch.tensor(list(told.encode()), dtype=torch.uint8)}
+    fields = json.dumps({name: getattr(progress, name) for name in _Progress.__slots__})
+    state = {_PROGRESS: torch.tensor(list(fields.encode()), dtype=torch.uint8)}
     for name, variable in variables.tensors.items():
-        known, zero = optimizer.state[variable], torch.zeros_like(variable)  # of one that nothing depends on
-        found |= {f"{name}/variable": variable.detach(), f"{name}/best": best[name]}
-        found |= {f"{name}/mean": known.get("exp_avg", zero), f"{name}/square": known.get("exp_avg_sq", zero)}
-    return {name: tensor.cpu() for name, tensor in found.items()}
+        moments, zero = optimizer.state[variable], torch.zeros_like(variable)  # of one that nothing depends on
+        state |= {f"{name}/variable": variable.detach(), f"{name}/best": best[name]}
+        state |= {f"{name}/mean": moments.get("exp_avg", zero), f"{name}/square": moments.get("exp_avg_sq", zero)}
+    return {name: tensor.cpu() for name, tensor in state.items()}

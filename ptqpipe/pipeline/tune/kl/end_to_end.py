@@ -24,14 +24,14 @@ from ptqpipe.checkpoint import CheckpointReader, LayerFolder, is_sealed, output_
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.errors import UsageError, arg, argv
 from ptqpipe.pipeline.tune import codes as codes_of
-from ptqpipe.pipeline.tune.block import BlockWork
 from ptqpipe.pipeline.tune.in_order import divided
 from ptqpipe.pipeline.tune.kl.choice import Choice, with_codes
-from ptqpipe.pipeline.tune.kl.descent import Found, Variables, descend
+from ptqpipe.pipeline.tune.kl.descent import DescentResult, Variables, descend
 from ptqpipe.pipeline.tune.kl.floats import Trained, TrainedTensor, find_kept, unit_name, with_gain
-from ptqpipe.pipeline.tune.kl.whole import LayerForward, Whole
+from ptqpipe.pipeline.tune.kl.model_divergence import LayerForward, ModelPair
 from ptqpipe.pipeline.tune.tune_options import GLOBAL, TuneOptions
-from ptqpipe.quantization.learned_codes import Rounding, relative_change, sha256_of
+from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
+from ptqpipe.quantization.learned_codes import LearnedCodes, relative_change, sha256_of
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import BASE_BYTES, Machine, counting_bar
 from ptqpipe.run.quantities import option_size, option_size_above
@@ -89,13 +89,13 @@ def improve(
 ) -> None:
     """Learns codes from those that GPTQ has found, and commits every decoder layer with them."""
     partial, layers = folder.paths.partial, list(codes_of.layers_of(folder))
-    weights = {key: of for name in layers for key, of in folder.done[name]["weights"].items()}
-    with Rounding.of_files(folder.files, {"weights": weights}) as stored:
+    weights = {key: entry for name in layers for key, entry in folder.done[name]["weights"].items()}
+    with LearnedCodes.of_files(folder.files, {"weights": weights}) as stored:
         if codes_of.ENDED not in folder.done or not is_sealed(partial / _FOUND / _FILE):
             learned, floats, kept = _learn(prepared, samples, stored, partial, options, machine)
             _save(partial / _FOUND, {**learned.codes, **({} if floats is None else floats.floats)})
-            told = _told(learned) | {"moved": learned.moved}
-            folder.commit(codes_of.ENDED, told | _trained(prepared, floats, kept, options))
+            entry = _told(learned) | {"moved": learned.moved}
+            folder.commit(codes_of.ENDED, entry | _trained(prepared, floats, kept, options))
         units = {member.key: unit for unit in prepared.outputs.plan.units for member in unit.members}
         shapes = {member.key: member.shape for unit in prepared.outputs.plan.units for member in unit.members}
         with CheckpointReader.open(partial / _FOUND) as reader:
@@ -126,27 +126,27 @@ def _sources(samples: Samples, judged: Sequence[int], sizes: Sequence[int]) -> d
     return {f"{DATA} of {' '.join(argv(data=file + 1))}": (origin == file).nonzero().squeeze(1) for file in files}
 
 
-def _told(found: Found) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in ("start", "result", "steps", "best")}
+def _told(result: DescentResult) -> dict[str, Any]:
+    return {name: getattr(result, name) for name in ("start", "result", "steps", "best")}
 
 
 def _trained(
-    prepared: Conversion, found: Found | None, kept: Sequence[TrainedTensor], options: TuneOptions
+    prepared: Conversion, result: DescentResult | None, kept: Sequence[TrainedTensor], options: TuneOptions
 ) -> dict[str, Any]:
     """What rounding.json says of what was trained after the codes. "trained" has nothing where the start is kept."""
-    if found is None:
+    if result is None:
         return {}
     tensors = {}
-    for each in kept if found.best else ():
-        before, after = prepared.source.reader.read(each.tensor), found.floats[each.tensor]
+    for each in kept if result.best else ():
+        before, after = prepared.source.reader.read(each.tensor), result.floats[each.tensor]
         change = relative_change(before, after)
         tensors[each.tensor] = {"kind": each.kind, "sha256": sha256_of(after), "change": change}
-    return {"train": {"kinds": list(options.train), **_told(found)}, "trained": tensors}
+    return {"train": {"kinds": list(options.train), **_told(result)}, "trained": tensors}
 
 
 def _learn(
-    prepared: Conversion, samples: Samples, stored: Rounding, partial: Path, options: TuneOptions, machine: Machine
-) -> tuple[Found, Found | None, tuple[TrainedTensor, ...]]:
+    prepared: Conversion, samples: Samples, stored: LearnedCodes, partial: Path, options: TuneOptions, machine: Machine
+) -> tuple[DescentResult, DescentResult | None, tuple[TrainedTensor, ...]]:
     """Loads the model, all of it, and learns codes, and then what ``options.train`` names; what a stopped run has
     learned is in ``partial``. Gives what was found of both, and the tensors that were trained."""
     settings = options.settings
@@ -175,28 +175,28 @@ def _learn(
         opened.callback(entering.close)
         count = len(runner.names)
         with counting_bar(count, "layers", shown=machine.progress, title="float model") as advance:
-            whole = opened.enter_context(Whole.open(runner, entering, lambda name: advance(1, name)))
+            models = opened.enter_context(ModelPair.open(runner, entering, lambda name: advance(1, name)))
         if kept:
             opened.enter_context(runner.embeddings())
-            whole.entering = runner.embedded
+            models.entering = runner.embedded
         place = _place(machine.device, _need(prepared, options.train))
         trained = Trained(skeleton, kept, _global_scales(prepared, stored) if GLOBAL in options.train else [], place)
-        whole.float_head = trained.float_head
-        choices = _quantized(whole, prepared, runner, stored, trained, place)
+        models.float_head = trained.float_head
+        choices = _quantized(models, prepared, runner, stored, trained, place)
         others = list(range(runner.held_from, len(runner.batches)))
         names = _sources(samples, judged, [len(batch) for batch in runner.batches])
 
         def judge() -> dict[str, float]:
-            divergences, of_others = whole.divergence(judged), whole.divergence(others)
+            divergences, of_others = models.divergence(judged), models.divergence(others)
             of_data = {name: float(divergences[windows].mean()) for name, windows in names.items()}
             return {**of_data, OTHER: float(of_others.mean())}
 
-        def learn(variables: Variables, title: str) -> Found:
+        def learn(variables: Variables, title: str) -> DescentResult:
             state = partial / f"{_STATE} of {title}"
             with counting_bar(settings.steps, "steps", shown=machine.progress, title=title) as advance:
                 return descend(
                     variables,
-                    backward=whole.backward,
+                    backward=models.backward,
                     judge=judge,
                     batches=learned,
                     per_step=max(1, settings.windows // len(runner.batches[0])),
@@ -211,7 +211,7 @@ def _learn(
     return result, floats, kept
 
 
-def _global_scales(prepared: Conversion, stored: Rounding) -> list[tuple[Unit, torch.Tensor]]:
+def _global_scales(prepared: Conversion, stored: LearnedCodes) -> list[tuple[Unit, torch.Tensor]]:
     """Units whose weights share a global scale, with that scale."""
     scales = []
     for unit in prepared.outputs.plan.units:
@@ -228,28 +228,28 @@ def _place(device: torch.device, need: int) -> torch.device:
 
 
 def _quantized(
-    whole: Whole, prepared: Conversion, runner: Runner, stored: Rounding, trained: Trained, place: torch.device
+    models: ModelPair, prepared: Conversion, runner: Runner, stored: LearnedCodes, trained: Trained, place: torch.device
 ) -> dict[str, Choice]:
     """Puts the quantized layers in the place of the float ones; the choices, in memory of ``place``, that their weights
     come from, by key."""
     choices: dict[str, Choice] = {}
     layers = []
-    for block in whole.blocks:
-        work = BlockWork.of(block, prepared, runner)
+    for layer in models.float_layers:
+        work = TunedLayer.of(layer, prepared, runner)
         own = {}
         for unit in work.units:
             for m in unit.members:
                 if m.key in work.usable:
                     q = stored.of(m.key, unit.scheme.fmt, shape=m.shape)
                     own[m.key] = Choice(work.weights[m.key].to(place), q, trained.gains.get(m.key))
-        runner.skeleton.free([f"{block.name}.{a.parameter}" for a in work.assemblies])
+        runner.skeleton.free([f"{layer.name}.{a.parameter}" for a in work.assemblies])
         layers.append(_layer(replace(work, weights={}), own, runner.device))
         choices |= own
-    whole.layers = layers
+    models.layers = layers
     return choices
 
 
-def _layer(work: BlockWork, choices: Mapping[str, Choice], device: torch.device) -> LayerForward:
+def _layer(work: TunedLayer, choices: Mapping[str, Choice], device: torch.device) -> LayerForward:
     """A decoder layer whose weights are those that are chosen."""
 
     def run(x: torch.Tensor, batch: int) -> torch.Tensor:

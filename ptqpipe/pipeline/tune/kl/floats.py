@@ -123,13 +123,13 @@ class Trained:
         """``scales``: units whose global scale is trained, with what it starts from; the gains are on ``device``."""
         self.floats: dict[str, Float] = {}
         self.gains: dict[str, torch.Tensor] = {}
-        blocks = tuple(f"{name}." for name, _ in skeleton.blocks)
+        layers = tuple(f"{name}." for name, _ in skeleton.blocks)
         outside = []
         for each in kept:
             parameter = skeleton.model.get_parameter(each.parameter).requires_grad_(True)
             size = max(float(parameter.detach().square().mean().sqrt()), _LEAST)
             self.floats[each.tensor] = Float(parameter, KINDS[each.kind].rate * size, _to(each.dtype))
-            if not each.parameter.startswith(blocks):
+            if not each.parameter.startswith(layers):
                 outside.append(parameter)
         for unit, scale in scales:
             gain = torch.zeros((), device=device, requires_grad=True)

@@ -1,4 +1,4 @@
-"""What stacked experts are given in two runs of a block: in the float model, and in the one that is quantized so far.
+"""What stacked experts are given in two runs of a layer: in the float model, and in the one that is quantized so far.
 
 An expert's tokens are those that the quantized model sends to it. Each of them counts as much as the expert's output
 does in that of the layer. It must not know formats, files or what the inputs are for.
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.calibration.activations import Activations
+from ptqpipe.calibration.cross_moments import ActivationCache, CrossMoments, CrossSums, Quantizer, arguments
 from ptqpipe.calibration.experts import LEAST_TOKENS, routing
-from ptqpipe.calibration.paired import Known, Paired, PairedSums, Quantizer, arguments
-from ptqpipe.calibration.runner import BATCH_TOKENS, Block
+from ptqpipe.calibration.runner import BATCH_TOKENS, Layer
 
 STREAMS = 4  # sets of hidden states that there are at once, at most: what enters a stack in both runs, and experts
 
@@ -40,9 +40,9 @@ class ExpertInputs:
         """Some of the rows."""
         return ExpertInputs(self.exact[rows], self.seen[rows], self.weights[rows])
 
-    def moments(self, name: str) -> Paired:
+    def moments(self, name: str) -> CrossMoments:
         """Means over the weighted rows. NumericsError for inputs, those of ``name``, that are not finite."""
-        sums = PairedSums()
+        sums = CrossSums()
         for start in range(0, len(self.weights), BATCH_TOKENS):
             sums.add(*self.part(slice(start, start + BATCH_TOKENS)).weighted())
         return sums.mean(len(self.weights), name)
@@ -50,14 +50,14 @@ class ExpertInputs:
 
 @dataclass(frozen=True, slots=True)
 class StackInputs:
-    """What the module ``stack`` of a block is given, by batch.
+    """What the module ``stack`` of a layer is given, by batch.
 
     exact, seen  hidden states [n, K] of the float model and of the quantized one, before experts quantize them
     experts      int64 [n, k]: where the quantized model sends each token
     weights      [n, k]: what each of these experts counts for there
     """
 
-    block: Block
+    layer: Layer
     stack: str
     exact: Activations
     seen: Activations
@@ -67,43 +67,45 @@ class StackInputs:
     @classmethod
     def of(
         cls,
-        block: Block,
+        layer: Layer,
         stack: str,
         *,
         batches: Sequence[int],
-        given: Callable[[int], torch.Tensor],
+        entering: Callable[[int], torch.Tensor],
         parameters: Mapping[str, torch.Tensor],
         quantizers: Mapping[str, Quantizer],
-        known: Known,
+        cache: ActivationCache,
         store: Callable[[], Activations],
     ) -> "StackInputs":
-        """Runs both models up to the stack. The arguments are those of `paired_moments`; ``store`` opens a place for
-        hidden states of all batches, and `close` closes it."""
-        made = cls(block, stack, store(), store(), {}, {})
+        """Runs both models up to the stack; arguments as in `collect_cross_moments`.
+
+        store  opens a place for hidden states of all batches, which `close` closes
+        """
+        inputs = cls(layer, stack, store(), store(), {}, {})
         try:
             for batch in batches:
-                made._add(batch, given, parameters, quantizers, known)
+                inputs._add(batch, entering, parameters, quantizers, cache)
         except BaseException:
-            made.close()
+            inputs.close()
             raise
-        return made
+        return inputs
 
     def _add(
         self,
         batch: int,
-        given: Callable[[int], torch.Tensor],
+        entering: Callable[[int], torch.Tensor],
         parameters: Mapping[str, torch.Tensor],
         quantizers: Mapping[str, Quantizer],
-        known: Known,
+        cache: ActivationCache,
     ) -> None:
-        block, stack = self.block, self.stack
-        exact = known.inputs(batch, [stack]) or {
-            stack: arguments(block, [stack], {}, block.inputs(batch), batch, {})[stack][0]
+        layer, stack = self.layer, self.stack
+        exact = cache.inputs(batch, [stack]) or {
+            stack: arguments(layer, [stack], {}, layer.inputs(batch), batch, {})[stack][0]
         }
-        left = known.left(batch, quantizers)
-        with known.reusing(block, batch):
-            stack_arguments = arguments(block, [stack], left, given(batch), batch, parameters)[stack]
-        places, experts, weights = routing(block.module.get_submodule(stack), stack_arguments)
+        left = cache.left(batch, quantizers)
+        with cache.reusing(layer, batch):
+            stack_arguments = arguments(layer, [stack], left, entering(batch), batch, parameters)[stack]
+        places, experts, weights = routing(layer.module.get_submodule(stack), stack_arguments)
         x, seen = exact[stack][places], stack_arguments[0][places]
         # Where each expert has rows of its own, the float model may have sent a token to another one.
         both = x.any(dim=-1) if len(places) < len(stack_arguments[0]) else slice(None)
@@ -133,19 +135,19 @@ class StackInputs:
             for expert, rows_of_expert in parts.items():
                 token, place = torch.where(self.experts[batch] == expert)
                 rows_of_expert.append((exact[token], seen[token], self.weights[batch][token, place]))
-        made: dict[int, ExpertInputs] = {}
+        inputs: dict[int, ExpertInputs] = {}
         for expert in experts:
             exact, seen, weights = (torch.cat(part) for part in zip(*parts.pop(expert), strict=True))
             if len(weights) >= LEAST_TOKENS and bool(weights.any()):
-                made[expert] = self._moved(exact, seen, weights / weights.square().mean().sqrt())
-        if len(made) < len(experts):  # one set of tokens for all of the others
+                inputs[expert] = self._moved(exact, seen, weights / weights.square().mean().sqrt())
+        if len(inputs) < len(experts):  # one set of tokens for all of the others
             exact, seen = self.exact.get(batches[0]), self.seen.get(batches[0])
             of_others = self._moved(exact, seen, torch.ones(len(exact)))
-            made |= {expert: of_others for expert in experts if expert not in made}
-        return made
+            inputs |= {expert: of_others for expert in experts if expert not in inputs}
+        return inputs
 
     def _moved(self, exact: torch.Tensor, seen: torch.Tensor, weights: torch.Tensor) -> ExpertInputs:
-        device = self.block.device
+        device = self.layer.device
         return ExpertInputs(exact.float().to(device), seen.float().to(device), weights.to(device))
 
 

@@ -9,7 +9,7 @@ import torch
 from ptqpipe.calibration.inputs import OUT_ROWS, Moments
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.quantization import LoadedWeight, Task, gptq, joined, two_sided
+from ptqpipe.quantization import LoadedWeight, Task, gptq, joined, kronecker
 from ptqpipe.quantization.metric import expected_error, output_error
 from ptqpipe.quantization.unit import quantize_rows
 from ptqpipe.recipe.options import CodeOptions
@@ -76,9 +76,9 @@ def test_runs_of_rows_that_go_side_by_side_get_the_codes_of_each_by_itself() -> 
         handed.append(len(rows))
         return quantize_rows(rows, get_format("mxfp4"), search="absmax")
 
-    together = two_sided.codes(torch.cat(parts), outputs, quantize)
-    assert len(handed) == 96 // two_sided.GROUP
-    apart = [two_sided.codes(w, [g], quantize) for w, g in zip(parts, outputs, strict=True)]
+    together = kronecker.codes(torch.cat(parts), outputs, quantize)
+    assert len(handed) == 96 // kronecker.GROUP
+    apart = [kronecker.codes(w, [g], quantize) for w, g in zip(parts, outputs, strict=True)]
     assert together.data.equal(torch.cat([q.data for q in apart]))
     assert together.scales.equal(torch.cat([q.scales for q in apart]))
     assert apart[3].data.equal(quantize(parts[3]).data)

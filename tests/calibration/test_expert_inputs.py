@@ -1,4 +1,4 @@
-"""Claims about what stacked experts are given in two runs of a block: the rows that two whole models give them."""
+"""Claims about what stacked experts are given in two runs of a layer: the rows that two whole models give them."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ptqpipe.calibration.activations import InMemory
+from ptqpipe.calibration.cross_moments import ActivationCache, cached_streams
+from ptqpipe.calibration.expert_inputs import StackInputs
 from ptqpipe.calibration.experts import LEAST_TOKENS, is_stacked, rows_of_token, second_input
-from ptqpipe.calibration.paired import Known, kept_streams
-from ptqpipe.calibration.paired_experts import StackInputs
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.models.source import Source
 from ptqpipe.runtime.skeleton import Skeleton
@@ -18,7 +18,7 @@ from ptqpipe.runtime.stacked_experts import first_stack
 from tests.calibration.models import LAYERS, make_model, make_windows, whole_model_inputs
 
 EXPERTS = 4
-ROUNDING = 2.0**-16  # float32 runs of a block against float64 runs of the model
+ROUNDING = 2.0**-16  # float32 runs of a layer against float64 runs of the model
 
 
 def same_rows(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -39,25 +39,25 @@ def test_rows_of_experts_are_those_of_the_whole_model(kind: str, kept: bool, tmp
         Source.open(folder) as source,
         Runner.open(Skeleton.of(source, dtype=torch.float32), windows[:7], held_out=windows[7:]) as runner,
     ):
-        for block in runner.blocks():
-            if block.name != name:
+        for layer in runner.layers():
+            if layer.name != name:
                 continue
-            stack = next(path for path, module in block.module.named_modules() if is_stacked(module))
-            module = block.module.get_submodule(stack)
-            every = range(block.batches)
-            known = Known([stack], every if kept else ())
+            stack = next(path for path, module in layer.module.named_modules() if is_stacked(module))
+            module = layer.module.get_submodule(stack)
+            every = range(layer.batches)
+            cache = ActivationCache([stack], every if kept else ())
             with torch.no_grad():
                 for batch in every:
-                    with known.watching(block, batch):
-                        block.forward(block.inputs(batch), batch)
+                    with cache.watching(layer, batch):
+                        layer.forward(layer.inputs(batch), batch)
                 found = StackInputs.of(
-                    block,
+                    layer,
                     stack,
                     batches=every,
-                    given=block.inputs,
+                    entering=layer.inputs,
                     parameters={},
                     quantizers={},
-                    known=known,
+                    cache=cache,
                     store=InMemory,
                 )
                 groups = list(found.groups(every, EXPERTS))
@@ -76,8 +76,8 @@ def test_rows_of_experts_are_those_of_the_whole_model(kind: str, kept: bool, tmp
 def test_experts_with_few_tokens_share_those_of_others() -> None:
     """However many they are: inputs take no more memory than what enters the stack, and a batch."""
     experts, tokens, columns = 64, 512, 32
-    block: Any = SimpleNamespace(device=torch.device("cpu"))
-    stack = StackInputs(block, "experts", InMemory(), InMemory(), {}, {})
+    layer: Any = SimpleNamespace(device=torch.device("cpu"))
+    stack = StackInputs(layer, "experts", InMemory(), InMemory(), {}, {})
     generator = torch.Generator().manual_seed(0)
     batches = range(4)
     for batch in batches:
@@ -102,7 +102,7 @@ def test_what_is_kept_of_stacks_counts_a_run_of_rows_for_every_expert(tmp_path: 
     for kind in ("mixtral", "llama4"):
         with Source.open(make_model(tmp_path / kind, kind)) as source:
             skeleton = Skeleton.of(source, dtype=torch.float32)
-            streams[kind] = kept_streams(skeleton)
-            stacks = [m for _, block in skeleton.blocks for m in block.modules() if is_stacked(m)]
+            streams[kind] = cached_streams(skeleton)
+            stacks = [m for _, layer in skeleton.blocks for m in layer.modules() if is_stacked(m)]
             assert {rows_of_token(module) for module in stacks} == {EXPERTS if kind == "llama4" else 1}
     assert streams["llama4"] > streams["mixtral"]

@@ -11,12 +11,12 @@ import torch
 
 from ptqpipe.calibration.assembly import Assembly, assemble
 from ptqpipe.calibration.collect import Collector
+from ptqpipe.calibration.cross_moments import ActivationCache, quantized_inputs
 from ptqpipe.calibration.experts import is_product, product_name, stack_of
 from ptqpipe.calibration.gradients import Gradients, by_checkpoint
-from ptqpipe.calibration.paired import Known, quantized_inputs
-from ptqpipe.calibration.runner import Block, Runner
-from ptqpipe.calibration.statistics import KnownInputs
-from ptqpipe.calibration.store import BlockInputs
+from ptqpipe.calibration.runner import Layer, Runner
+from ptqpipe.calibration.statistics import MomentSource
+from ptqpipe.calibration.store import LayerStatistics
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.input_moments import module_of
 from ptqpipe.conversion.units import check_kept_alive, quantize_unit
@@ -32,18 +32,18 @@ from ptqpipe.runtime.input_quantizers import InputQuantizer
 
 
 @dataclass(frozen=True, slots=True)
-class BlockWork:
+class TunedLayer:
     """A decoder layer before its codes are chosen.
 
-    units       of the plan whose weights are the block's
+    units       of the plan whose weights are the layer's
     weights     key -> the matrix [N, K] whose codes are chosen: the source's, rotated where its inputs are; on the
-                block's device, where its codes are, too
+                layer's device, where its codes are, too
     assemblies  of those parameters that are made of nothing but quantized matrices
-    quantizers  module of the block (expert of a stack) -> what happens to its input, at the static scale that convert
+    quantizers  module of the layer (expert of a stack) -> what happens to its input, at the static scale that convert
                 writes
     """
 
-    block: Block
+    layer: Layer
     prepared: Conversion
     units: tuple[Unit, ...]
     weights: Mapping[str, torch.Tensor]
@@ -51,23 +51,23 @@ class BlockWork:
     quantizers: Mapping[str, InputQuantizer]
 
     @classmethod
-    def of(cls, block: Block, prepared: Conversion, runner: Runner) -> "BlockWork":
-        """Reads the weights of the block's units."""
-        tensors = {tensor for tensors_there in block.origins.values() for tensor in tensors_there}
+    def of(cls, layer: Layer, prepared: Conversion, runner: Runner) -> "TunedLayer":
+        """Reads the weights of the layer's units."""
+        tensors = {tensor for tensors_there in layer.origins.values() for tensor in tensors_there}
         units = tuple(u for u in prepared.outputs.plan.units if all(m.source.tensor in tensors for m in u.members))
         members = {m.key: m for unit in units for m in unit.members}
-        weights = {key: _read(prepared, m, m.source, block.device) for key, m in members.items()}
+        weights = {key: _read(prepared, m, m.source, layer.device) for key, m in members.items()}
         # The parameters of the float model are not rotated.
-        turned = {key: replace(m.source, rotation=0) for key, m in members.items() if m.source.rotation}
-        plain = weights | {key: _read(prepared, members[key], where, block.device) for key, where in turned.items()}
-        parameters = {name.removeprefix(f"{block.name}."): t for name, t in _parameters(block, runner).items()}
-        origins = {name.removeprefix(f"{block.name}."): tensors_there for name, tensors_there in block.origins.items()}
+        rotated = {key: replace(m.source, rotation=0) for key, m in members.items() if m.source.rotation}
+        plain = weights | {key: _read(prepared, members[key], where, layer.device) for key, where in rotated.items()}
+        parameters = {name.removeprefix(f"{layer.name}."): t for name, t in _parameters(layer, runner).items()}
+        origins = {name.removeprefix(f"{layer.name}."): tensors_there for name, tensors_there in layer.origins.items()}
         assemblies = tuple(assemble(parameters, origins, members, plain))
-        return cls(block, prepared, units, weights, assemblies, _quantizers(assemblies, units, prepared))
+        return cls(layer, prepared, units, weights, assemblies, _quantizers(assemblies, units, prepared))
 
     @property
     def places(self) -> dict[str, str]:
-        """Key -> the module of the block whose whole parameter it is (or is part of), or the product of
+        """Key -> the module of the layer whose whole parameter it is (or is part of), or the product of
         a stacked expert."""
         return _places(self.assemblies)
 
@@ -92,21 +92,21 @@ class BlockWork:
         return frozenset(key for a in self.assemblies for key in a.keys)
 
     def parameters(self, decoded: Mapping[str, torch.Tensor], without: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        """The block's quantized parameters, made of the decoded matrices; but for those of modules ``without``."""
+        """The layer's quantized parameters, made of the decoded matrices; but for those of modules ``without``."""
         return {a.parameter: a.build(decoded) for a in self.assemblies if a.module not in without}
 
     def outputs(
-        self, x: torch.Tensor, batch: int, parameters: Mapping[str, torch.Tensor], known: Known | None = None
+        self, x: torch.Tensor, batch: int, parameters: Mapping[str, torch.Tensor], cache: ActivationCache | None = None
     ) -> torch.Tensor:
-        """What the block makes of hidden states ``x`` with quantized ``parameters``, by what is ``known`` of earlier
-        runs with these. Records gradients unless under ``torch.no_grad``."""
-        left = self.quantizers if known is None else known.left(batch, self.quantizers)
-        reusing = contextlib.nullcontext() if known is None else known.reusing(self.block, batch)
-        with reusing, quantized_inputs(self.block.module, left):
-            return self.block.forward(x, batch, parameters=parameters)
+        """The layer's output for hidden states ``x`` with quantized ``parameters``, by the ``cache`` of earlier
+        passes with these. Records gradients unless under ``torch.no_grad``."""
+        left = self.quantizers if cache is None else cache.left(batch, self.quantizers)
+        reusing = contextlib.nullcontext() if cache is None else cache.reusing(self.layer, batch)
+        with reusing, quantized_inputs(self.layer.module, left):
+            return self.layer.forward(x, batch, parameters=parameters)
 
-    def start(self, inputs: KnownInputs | None = None, *, followed: bool = False) -> dict[str, QTensor]:
-        """Key -> the weight as convert would write it: with ``inputs``, the statistics of the block, as convert --stats
+    def start(self, inputs: MomentSource | None = None, *, followed: bool = False) -> dict[str, QTensor]:
+        """Key -> the weight as convert would write it: with ``inputs``, the statistics of the layer, as convert --stats
         would by the full moments. A weight that no sample reached has its nearest codes.
 
         followed  whether GPTQ in order comes next: then what it finds codes of has its nearest ones, which cost little
@@ -114,9 +114,9 @@ class BlockWork:
         later = self.followed if followed else ()
         return {key: q for unit in self.units for key, q in self._start(unit, inputs, plain=unit in later).items()}
 
-    def _start(self, unit: Unit, inputs: KnownInputs | None, *, plain: bool) -> dict[str, QTensor]:
+    def _start(self, unit: Unit, inputs: MomentSource | None, *, plain: bool) -> dict[str, QTensor]:
         runs: dict[tuple[int, int], QTensor] = {}
-        statistics: KnownInputs | None = self.prepared.statistics
+        statistics: MomentSource | None = self.prepared.statistics
         if plain:
             unit = replace(unit, rule=nearest(unit))
         elif inputs is not None:
@@ -128,7 +128,7 @@ class BlockWork:
             [LoadedWeight(self.weights[m.key]) for m in unit.members],
             lambda member, row, q: runs.__setitem__((member, row), q),
             statistics=statistics,
-            device=self.block.device,
+            device=self.layer.device,
         )
         check_kept_alive(unit, done.errors)  # convert takes the codes as they come
         return {m.key: joined(runs, i) for i, m in enumerate(unit.members)}
@@ -150,23 +150,23 @@ def nearest(unit: Unit) -> Rule:
 
 
 def observe(
-    block: Block,
+    layer: Layer,
     runner: Runner,
     run: Callable[[Callable[[int], None]], None],
     *,
     units: Iterable[Unit],
     gradients: Gradients | None = None,
-) -> BlockInputs:
-    """Statistics of the inputs of some of the block's weights, full moments and those of held-out windows apart, as
+) -> LayerStatistics:
+    """Statistics of the inputs of some of the layer's weights, full moments and those of held-out windows apart, as
     `calibrate` has them, but for quantiles; with ``gradients`` what these say of outputs.
 
-    run    runs the float block over all batches, and calls what it is given with the number of each before it runs
+    run    runs the float layer over all batches, and calls what it is given with the number of each before it runs
     units  that have the weights
     """
     collector = Collector(
-        block.name,
-        block.module,
-        block.origins,
+        layer.name,
+        layer.module,
+        layer.origins,
         block=False,
         full=True,
         device=runner.device,
@@ -179,11 +179,11 @@ def observe(
 
     with collector:
         run(before)
-    return BlockInputs(block.name, collector, by_checkpoint(block, gradients.outputs) if gradients else None)
+    return LayerStatistics(layer.name, collector, by_checkpoint(layer, gradients.outputs) if gradients else None)
 
 
-def _parameters(block: Block, runner: Runner) -> dict[str, torch.Tensor]:
-    return {name: runner.skeleton.model.get_parameter(name) for name in block.origins if _is_parameter(runner, name)}
+def _parameters(layer: Layer, runner: Runner) -> dict[str, torch.Tensor]:
+    return {name: runner.skeleton.model.get_parameter(name) for name in layer.origins if _is_parameter(runner, name)}
 
 
 def _is_parameter(runner: Runner, name: str) -> bool:
@@ -192,7 +192,7 @@ def _is_parameter(runner: Runner, name: str) -> bool:
 
 
 def _places(assemblies: Sequence[Assembly]) -> dict[str, str]:
-    """As `BlockWork` has them."""
+    """As `TunedLayer` has them."""
     places = {key: a.module for a in assemblies if not a.stacked for key in a.keys}
     for a in assemblies:
         side = "down" if a.parameter.endswith(".down_proj") else "up"

@@ -43,14 +43,14 @@ def _isa(request: pytest.FixtureRequest) -> Iterator[None]:
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each unit that was quantized from now on: whether its codes were carried."""
     found: list[bool] = []
-    carry = rtn.carry
+    transcode = rtn.transcode
 
     def watched(task: Task) -> UnitResult | None:
-        result = carry(task)
+        result = transcode(task)
         found.append(result is not None)
         return result
 
-    monkeypatch.setattr(rtn, "carry", watched)
+    monkeypatch.setattr(rtn, "transcode", watched)
     return found
 
 
@@ -289,7 +289,7 @@ def test_every_layout_becomes_the_checkpoint_that_the_search_makes_of_it(
     container = "ptqpipe" if layout == "gpt-oss" else None
     found = ptqpipe.convert(source, format=fmt, container=container, out=tmp_path / "a", workers=1).out
     assert any(tried)
-    monkeypatch.setattr(rtn, "carry", lambda task: None)
+    monkeypatch.setattr(rtn, "transcode", lambda task: None)
     expected = ptqpipe.convert(source, format=fmt, container=container, out=tmp_path / "b", workers=1).out
     assert found is not None
     assert expected is not None

@@ -42,16 +42,16 @@ from ptqpipe.quantization.unit import (
 _TOP_E4M3 = 8  # exponent of 256 and 384
 _SCALES = {"e8m0": (-127, 127), "bf16": (-126, 100)}  # exponents; beyond 2^100 inverses of scales become subnormal
 
-Carry = Callable[[QTensor, int, int], QTensor | None]
+Transcoder = Callable[[QTensor, int, int], QTensor | None]
 """(rows in MXFP4, number of the weight, first row) -> the same numbers in the unit's format, None where one is lost."""
 
 
-def carry(task: Task) -> UnitResult | None:
+def transcode(task: Task) -> UnitResult | None:
     """What round to nearest with the exact search gives for a unit in MXFP4, to the byte; None where not every number
     keeps its value, or the unit is another. Rows may have been sent by then: they are sent again."""
-    known = task.search == "exact" and task.inputs is None and kernel_for(task.device, "fp4_places") is not None
+    possible = task.search == "exact" and task.inputs is None and kernel_for(task.device, "fp4_places") is not None
     wanted = _is_nvfp4(task.fmt) or _is_fp8(task.fmt)
-    if not (known and wanted and all(task.fmt.fits(weight.shape) for weight in task.weights)):
+    if not (possible and wanted and all(task.fmt.fits(weight.shape) for weight in task.weights)):
         return None
     places = _places_of(task.weights)
     if places is None:
@@ -62,14 +62,14 @@ def carry(task: Task) -> UnitResult | None:
         return None
     if _is_nvfp4(task.fmt):
         g = exact_global(amax, task.fmt, ()) if task.search_global else None
-        way = None if g is None or not _loses_at_plain(task, amax) else _to_nvfp4(g)
+        transcoder = None if g is None or not _loses_at_plain(task, amax) else _to_nvfp4(g)
     else:
-        g, way = None, _to_fp8(task, places)
-    if way is None:
+        g, transcoder = None, _to_fp8(task, places)
+    if transcoder is None:
         return None
     errors: list[WeightError] = []
     for member in range(len(task.weights)):
-        error = _written(task, member, way, amax)
+        error = _written(task, member, transcoder, amax)
         if error is None:
             return None
         errors.append(error)
@@ -122,17 +122,17 @@ def _sampled(weight: Weight, fmt: Format) -> Iterator[torch.Tensor]:
         yield decoded(q)
 
 
-def _to_nvfp4(g: torch.Tensor) -> Carry:
+def _to_nvfp4(g: torch.Tensor) -> Transcoder:
     exponent = math.frexp(float(g))[1] - 1
 
-    def way(q: QTensor, member: int, row: int) -> QTensor | None:
+    def transcoder(q: QTensor, member: int, row: int) -> QTensor | None:
         done = cpu.fp4_to_nvfp4(q, exponent)
         return None if done is None else QTensor(FORMATS["nvfp4"], q.shape, *done, g)
 
-    return way
+    return transcoder
 
 
-def _to_fp8(task: Task, places: Sequence[torch.Tensor]) -> Carry | None:
+def _to_fp8(task: Task, places: Sequence[torch.Tensor]) -> Transcoder | None:
     """None where a scale is out of the range of its codec."""
     fmt = task.fmt
     least, most = _SCALES[fmt.scale.name]
@@ -144,14 +144,14 @@ def _to_fp8(task: Task, places: Sequence[torch.Tensor]) -> Carry | None:
             return None
         exponents.append(wanted.to(torch.int16))
 
-    def way(q: QTensor, member: int, row: int) -> QTensor | None:
+    def transcoder(q: QTensor, member: int, row: int) -> QTensor | None:
         first, last = fmt.scale_run(0, row, row + q.shape[0])
         own = exponents[member][first:last]
         data = cpu.fp4_to_e4m3(q, own, fmt)
         scales = (own + 127).to(torch.uint8) if fmt.scale.enumerable else ((own + 127) << 7).view(torch.bfloat16)
         return None if data is None else QTensor(fmt, q.shape, data, scales)
 
-    return way
+    return transcoder
 
 
 def _of_blocks(places: torch.Tensor, fmt: Format, shape: tuple[int, int]) -> torch.Tensor:
@@ -163,13 +163,13 @@ def _of_blocks(places: torch.Tensor, fmt: Format, shape: tuple[int, int]) -> tor
     return full.reshape(grid[0], height, grid[1], wide).amax(dim=(1, 3))
 
 
-def _written(task: Task, member: int, way: Carry, amax: float) -> WeightError | None:
+def _written(task: Task, member: int, transcoder: Transcoder, amax: float) -> WeightError | None:
     """Sends every row of one weight; None where a number is lost."""
     weight, fmt = task.weights[member], task.fmt
     energy = 0.0
     for start, stop in row_chunks(weight.shape, block_rows=fmt.block_extent(weight.shape)[0]):
         source = weight.quantized(start, stop)
-        q = None if source is None else way(source, member, start)
+        q = None if source is None else transcoder(source, member, start)
         measured = None if q is None or source is None else cpu.code_difference(q, source)
         if q is None or measured is None or measured[0] != 0:
             return None

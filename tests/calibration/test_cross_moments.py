@@ -1,4 +1,4 @@
-"""Claims about moments of two runs of a block: those of two whole models, of which one has other weights."""
+"""Claims about moments of two runs of a layer: those of two whole models, of which one has other weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ptqpipe.calibration.paired import Known, kept_batches, kept_streams, paired_moments, quantized_inputs
+from ptqpipe.calibration.cross_moments import (
+    ActivationCache,
+    cached_batches,
+    cached_streams,
+    collect_cross_moments,
+    quantized_inputs,
+)
 from ptqpipe.calibration.runner import BATCH_TOKENS, Runner
 from ptqpipe.models.source import Source
 from ptqpipe.runtime.skeleton import Skeleton
@@ -16,7 +22,7 @@ from tests.calibration.models import make_model, make_windows, whole_model_input
 
 QKV = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
 CALLS = [*QKV, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-ROUNDING = 2.0**-18  # float32 runs of a block against float64 runs of the model
+ROUNDING = 2.0**-18  # float32 runs of a layer against float64 runs of the model
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Quantizer:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model, and the same with other matrices in its first block."""
+    """A model, and the same with other matrices in its first layer."""
     plain, other = (tmp_path_factory.mktemp("models") / name for name in ("plain", "other"))
     make_model(plain, "llama")
     make_model(other, "llama")
@@ -51,23 +57,23 @@ def test_moments_are_those_of_two_whole_models(folders: tuple[Path, Path], modul
     with Source.open(folders[0]) as source:
         runner = Runner.open(Skeleton.of(source, dtype=torch.float32), windows)
         with runner:
-            block = next(runner.blocks())
-            known = Known(reversed(CALLS), ())
-            with known.watching(block, 0):
-                block.forward(block.inputs(0), 0)
-            assert known.order == CALLS
-            found = paired_moments(
-                block,
+            layer = next(runner.layers())
+            cache = ActivationCache(reversed(CALLS), ())
+            with cache.watching(layer, 0):
+                layer.forward(layer.inputs(0), 0)
+            assert cache.order == CALLS
+            found = collect_cross_moments(
+                layer,
                 modules,
-                batches=range(block.batches),
-                given=block.inputs,
+                batches=range(layer.batches),
+                entering=layer.inputs,
                 parameters={
                     name.removeprefix(prefix): stored[name]
                     for name in stored
                     if name.startswith(prefix) and "proj" in name
                 },
                 quantizers={modules[0]: Quantizer(torch.neg)} if len(modules) == 1 else {},
-                known=known,
+                cache=cache,
             )
     sign = -1.0 if len(modules) == 1 else 1.0  # of what the quantizer makes of x'
     for module in modules:
@@ -94,24 +100,24 @@ def test_a_layer_that_has_run_runs_no_more_and_every_bit_stays(
             Source.open(folders[0]) as source,
             Runner.open(Skeleton.of(source, dtype=torch.float32), make_windows(2 * (BATCH_TOKENS // 24) + 1)) as runner,
         ):
-            block = next(runner.blocks())
-            assert block.batches == 3
-            known = Known(CALLS, kept)
-            for batch in range(block.batches):
-                with torch.no_grad(), known.watching(block, batch):
-                    block.forward(block.inputs(batch), batch)
+            layer = next(runner.layers())
+            assert layer.batches == 3
+            cache = ActivationCache(CALLS, kept)
+            for batch in range(layer.batches):
+                with torch.no_grad(), cache.watching(layer, batch):
+                    layer.forward(layer.inputs(batch), batch)
             calls.clear()
             done: list[str] = []
             for unit in (QKV, ["self_attn.o_proj"], ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]):
-                known.settle(done)
-                moments = paired_moments(
-                    block,
+                cache.settle(done)
+                moments = collect_cross_moments(
+                    layer,
                     unit,
-                    batches=range(block.batches),
-                    given=lambda batch, block=block: block.inputs(batch) * 1.01,
+                    batches=range(layer.batches),
+                    entering=lambda batch, layer=layer: layer.inputs(batch) * 1.01,
                     parameters=changed,
                     quantizers=dict.fromkeys(CALLS, Quantizer(torch.round)),
-                    known=known,
+                    cache=cache,
                 )
                 found += [tensor for name in unit for tensor in (moments[name].moment, moments[name].cross)]
                 done += unit
@@ -131,13 +137,13 @@ def test_tensors_are_kept_of_as_many_batches_as_memory_has_room_for(folders: tup
             token = 4 * skeleton.model.config.hidden_size
             weights = max(4 * sum(p.numel() for p in module.parameters()) for _, module in skeleton.blocks)
             beside = weights + 2 * runner.tokens * token
-            each = kept_streams(skeleton) * (BATCH_TOKENS // 24) * 24
+            each = cached_streams(skeleton) * (BATCH_TOKENS // 24) * 24
             for batches in range(3):
                 more = -(-batches * each * 4 // 3) * token  # a quarter is not for them
-                assert kept_batches(runner, [1, 0], beside + more, streams=2) == [1, 0][:batches]
-                assert kept_batches(runner, [1, 0], beside + more - 1, streams=2) == [1, 0][: max(0, batches - 1)]
-            more = -(-(each + kept_streams(skeleton) * 24) * 4 // 3) * token
-            assert kept_batches(runner, range(3), beside + more, streams=2) == [0, 2]  # the last has one window
+                assert cached_batches(runner, [1, 0], beside + more, streams=2) == [1, 0][:batches]
+                assert cached_batches(runner, [1, 0], beside + more - 1, streams=2) == [1, 0][: max(0, batches - 1)]
+            more = -(-(each + cached_streams(skeleton) * 24) * 4 // 3) * token
+            assert cached_batches(runner, range(3), beside + more, streams=2) == [0, 2]  # the last has one window
 
 
 def test_a_tensor_that_the_model_overwrites_is_not_kept_for_the_next_run(folders: tuple[Path, Path]) -> None:
@@ -145,19 +151,19 @@ def test_a_tensor_that_the_model_overwrites_is_not_kept_for_the_next_run(folders
         Source.open(folders[0]) as source,
         Runner.open(Skeleton.of(source, dtype=torch.float32), make_windows()) as runner,
     ):
-        block = next(runner.blocks())
-        known = Known(CALLS, [0])
-        with torch.no_grad(), known.watching(block, 0):
-            block.forward(block.inputs(0), 0)
-        x = known.inputs(0, QKV)
+        layer = next(runner.layers())
+        cache = ActivationCache(CALLS, [0])
+        with torch.no_grad(), cache.watching(layer, 0):
+            layer.forward(layer.inputs(0), 0)
+        x = cache.inputs(0, QKV)
         assert x is not None
         x[QKV[0]].add_(1)
-        assert known.inputs(0, QKV) is None
-        assert known.inputs(0, ["mlp.down_proj"]) is not None
-        assert known.inputs(0, ["mlp.down_proj"]) is None  # was given, so it is not kept any more
+        assert cache.inputs(0, QKV) is None
+        assert cache.inputs(0, ["mlp.down_proj"]) is not None
+        assert cache.inputs(0, ["mlp.down_proj"]) is None  # was given, so it is not kept any more
         # of every matrix its input or its output
-        assert kept_streams(runner.skeleton) * x[QKV[0]].shape[-1] >= sum(
-            max(block.module.get_submodule(name).weight.shape) for name in CALLS
+        assert cached_streams(runner.skeleton) * x[QKV[0]].shape[-1] >= sum(
+            max(layer.module.get_submodule(name).weight.shape) for name in CALLS
         )
 
 
@@ -172,12 +178,12 @@ def test_an_input_that_modules_share_is_quantized_once(folders: tuple[Path, Path
         Source.open(folders[0]) as source,
         Runner.open(Skeleton.of(source, dtype=torch.float32), make_windows()) as runner,
     ):
-        block = next(runner.blocks())
-        with torch.no_grad(), quantized_inputs(block.module, dict.fromkeys(CALLS, Quantizer(quantizer))):
-            out = block.forward(block.inputs(0), 0)
+        layer = next(runner.layers())
+        with torch.no_grad(), quantized_inputs(layer.module, dict.fromkeys(CALLS, Quantizer(quantizer))):
+            out = layer.forward(layer.inputs(0), 0)
         assert len(calls) == 4
-        with torch.no_grad(), quantized_inputs(block.module, {name: Quantizer(lambda x: x.round()) for name in CALLS}):
-            assert torch.equal(block.forward(block.inputs(0), 0), out)
+        with torch.no_grad(), quantized_inputs(layer.module, {name: Quantizer(lambda x: x.round()) for name in CALLS}):
+            assert torch.equal(layer.forward(layer.inputs(0), 0), out)
 
 
 def test_moments_of_rotated_inputs_are_rotated_on_both_sides(folders: tuple[Path, Path]) -> None:
@@ -191,15 +197,15 @@ def test_moments_of_rotated_inputs_are_rotated_on_both_sides(folders: tuple[Path
         Source.open(folders[0]) as source,
         Runner.open(Skeleton.of(source, dtype=torch.float32), make_windows()) as runner,
     ):
-        block = next(runner.blocks())
-        found = paired_moments(
-            block,
+        layer = next(runner.layers())
+        found = collect_cross_moments(
+            layer,
             [name],
-            batches=range(block.batches),
-            given=block.inputs,
+            batches=range(layer.batches),
+            entering=layer.inputs,
             parameters={},
             quantizers={name: Quantizer(lambda x: x, rotation=16)},
-            known=Known([name], ()),
+            cache=ActivationCache([name], ()),
         )[name]
     for got in (found.moment, found.cross):
         assert float((got - expected).abs().max()) < ROUNDING * float(expected.abs().max())

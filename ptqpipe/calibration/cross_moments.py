@@ -15,7 +15,7 @@ import torch
 
 from ptqpipe.calibration.experts import Observer, is_stacked, observe, rows_of_token, stack_of
 from ptqpipe.calibration.moments import symmetric
-from ptqpipe.calibration.runner import Block, Runner
+from ptqpipe.calibration.runner import Layer, Runner
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.runtime.capture import StopForward
@@ -23,7 +23,7 @@ from ptqpipe.runtime.skeleton import Skeleton
 
 
 class Quantizer(Protocol):
-    """What happens to a layer's input: it is rotated by blocks of ``rotation`` columns (0: not), then quantized."""
+    """What happens to a layer's input: it is rotated by layers of ``rotation`` columns (0: not), then quantized."""
 
     @property
     def rotation(self) -> int: ...
@@ -36,7 +36,7 @@ _EXPERT = re.compile(r"(.*)\[(\d+)\]\.(up|down)")
 
 
 @dataclass(frozen=True, slots=True)
-class Paired:
+class CrossMoments:
     """Second moments of the input of a module, x in the float model and x' in the quantized one. float32 [K, K].
 
     moment  E[x' x'^T]
@@ -49,8 +49,8 @@ class Paired:
     cross: torch.Tensor
 
 
-class PairedSums:
-    """Of what `Paired` is the mean of, over batches: float64."""
+class CrossSums:
+    """Running float64 sums behind `CrossMoments`."""
 
     def __init__(self) -> None:
         self._sums: list[torch.Tensor] = []
@@ -58,23 +58,23 @@ class PairedSums:
     def add(self, x: torch.Tensor, seen: torch.Tensor) -> None:
         """Adds inputs [tokens, K] in the float model and in the quantized one, float32."""
         products = (symmetric(seen, seen), x.t() @ seen)
-        known = zip(self._sums, products, strict=True) if self._sums else ()
-        self._sums = [total.add_(product) for total, product in known] or [p.double() for p in products]
+        pairs = zip(self._sums, products, strict=True) if self._sums else ()
+        self._sums = [total.add_(product) for total, product in pairs] or [p.double() for p in products]
 
-    def mean(self, tokens: int, name: str) -> Paired:
+    def mean(self, tokens: int, name: str) -> CrossMoments:
         """Over so many. NumericsError for inputs, those of ``name``, that are not finite."""
-        means = Paired(*((each / tokens).float() for each in self._sums))
+        means = CrossMoments(*((each / tokens).float() for each in self._sums))
         if not bool(torch.isfinite(means.moment).all()) or not bool(torch.isfinite(means.cross).all()):
             raise NumericsError(f"the input of '{name}' is not finite; check the model's weights")
         return means
 
 
-class Known:
-    """What runs of a block leave for later ones, so that these need not compute it again.
+class ActivationCache:
+    """Caches a layer's inputs and outputs between passes.
 
-    modules  those that are watched, names in the block
+    modules  those that are watched, names in the layer
     batches  whose tensors are kept: as many as memory has room for
-    order    the watched modules that the block calls, by their first call
+    order    the watched modules that the layer calls, by their first call
     settled  those whose weight and input in the quantized model will not change any more: outputs of no others are kept
     """
 
@@ -87,8 +87,8 @@ class Known:
         self._outputs: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
 
     @contextlib.contextmanager
-    def watching(self, block: Block, batch: int) -> Iterator[None]:
-        """While it is open, the float block runs over a batch."""
+    def watching(self, layer: Layer, batch: int) -> Iterator[None]:
+        """While it is open, the float layer runs over a batch."""
 
         def hook_of(name: str) -> Any:
             def hook(_module: torch.nn.Module, args: tuple[Any, ...]) -> None:
@@ -100,7 +100,7 @@ class Known:
             return hook
 
         hooks = {name: hook_of(name) for name in self.modules if batch in self.batches or not batch}
-        handles = [block.module.get_submodule(name).register_forward_pre_hook(hook) for name, hook in hooks.items()]
+        handles = [layer.module.get_submodule(name).register_forward_pre_hook(hook) for name, hook in hooks.items()]
         try:
             yield
         finally:
@@ -109,9 +109,9 @@ class Known:
 
     def inputs(self, batch: int, modules: Sequence[str]) -> dict[str, torch.Tensor] | None:
         """Module -> its input in the float model; None unless all of them are known. They are forgotten then."""
-        cached = {name: _unchanged(self._inputs.pop((batch, name), None)) for name in modules}
-        known = {name: x for name, x in cached.items() if x is not None}
-        return known if len(known) == len(cached) else None
+        inputs = {name: _unchanged(self._inputs.pop((batch, name), None)) for name in modules}
+        valid = {name: x for name, x in inputs.items() if x is not None}
+        return valid if len(valid) == len(inputs) else None
 
     def settle(self, chosen: Collection[str]) -> None:
         """``chosen`` are the modules whose weights are: settled are those before the first of the others."""
@@ -123,13 +123,13 @@ class Known:
         return {name: x for name, x in cached.items() if x is not None}
 
     def left(self, batch: int, quantizers: Mapping[str, _Q]) -> dict[str, _Q]:
-        """Those of ``quantizers``, by place in the block, whose module runs again: its output is not known."""
+        """Those of ``quantizers``, by place in the layer, whose module runs again: its output is not known."""
         ready = self.outputs(batch)
         return {place: q for place, q in quantizers.items() if stack_of(place) not in ready}
 
     @contextlib.contextmanager
-    def reusing(self, block: Block, batch: int) -> Iterator[None]:
-        """While it is open, the quantized block runs over a batch: modules with a known output compute nothing, and
+    def reusing(self, layer: Layer, batch: int) -> Iterator[None]:
+        """While it is open, the quantized layer runs over a batch: modules with a cached output compute nothing, and
         outputs of other settled ones are kept."""
 
         def hook_of(name: str) -> Any:
@@ -138,13 +138,13 @@ class Known:
 
             return hook
 
-        known = self.outputs(batch)
-        new = [name for name in self.settled if name not in known and batch in self.batches]
-        handles = [block.module.get_submodule(name).register_forward_hook(hook_of(name)) for name in new]
-        modules = {name: block.module.get_submodule(name) for name in known}
+        ready = self.outputs(batch)
+        new = [name for name in self.settled if name not in ready and batch in self.batches]
+        handles = [layer.module.get_submodule(name).register_forward_hook(hook_of(name)) for name in new]
+        modules = {name: layer.module.get_submodule(name) for name in ready}
         own = {name: vars(module).get("forward") for name, module in modules.items()}  # of stacked experts, observed
         for name, module in modules.items():
-            vars(module)["forward"] = lambda *_args, out=known[name], **_kwargs: out
+            vars(module)["forward"] = lambda *_args, out=ready[name], **_kwargs: out
         try:
             yield
         finally:
@@ -161,8 +161,8 @@ def _unchanged(kept: tuple[torch.Tensor, int] | None) -> torch.Tensor | None:
     return None if kept is None or kept[0]._version != kept[1] else kept[0]
 
 
-def kept_streams(skeleton: Skeleton) -> int:
-    """How many sets of hidden states what `Known` keeps is at most: of each module its input, then its output."""
+def cached_streams(skeleton: Skeleton) -> int:
+    """Sets of hidden states that `ActivationCache` keeps at most: of each module its input, then its output."""
     hidden: int = skeleton.model.config.get_text_config().hidden_size
     widths = (
         sum(max(p.shape) for p in module.parameters() if p.dim() == 2)
@@ -172,12 +172,12 @@ def kept_streams(skeleton: Skeleton) -> int:
     return -(-max(widths) // hidden)
 
 
-def kept_batches(runner: Runner, batches: Iterable[int], memory_bytes: int, *, streams: int) -> list[int]:
-    """Those of ``batches``, taken in turn, of which `Known` may keep tensors in so much memory, beside the weights of a
-    layer and ``streams`` sets of hidden states of all batches. What is freed in between is not all used again:
-    measured, a quarter more."""
+def cached_batches(runner: Runner, batches: Iterable[int], memory_bytes: int, *, streams: int) -> list[int]:
+    """The first of ``batches`` whose tensors `ActivationCache` may keep in ``memory_bytes``, beside the weights of a
+    layer and ``streams`` sets of hidden states of all batches. Not all freed memory is used again: measured, a quarter
+    more."""
     left = runner.skeleton.room(memory_bytes) - streams * runner.tokens
-    left = max(0, left) * 3 // 4 // kept_streams(runner.skeleton)  # tokens
+    left = max(0, left) * 3 // 4 // cached_streams(runner.skeleton)  # tokens
     fitting = []
     for batch in batches:
         if runner.batches[batch].numel() <= left:
@@ -186,61 +186,61 @@ def kept_batches(runner: Runner, batches: Iterable[int], memory_bytes: int, *, s
     return fitting
 
 
-def paired_moments(
-    block: Block,
+def collect_cross_moments(
+    layer: Layer,
     modules: Sequence[str],
     *,
     batches: Sequence[int],
-    given: Callable[[int], torch.Tensor],
+    entering: Callable[[int], torch.Tensor],
     parameters: Mapping[str, torch.Tensor],
     quantizers: Mapping[str, Quantizer],
-    known: Known,
-) -> dict[str, Paired]:
-    """The moments of the inputs of ``modules`` (names in the block, each called once a run); those that are given one
+    cache: ActivationCache,
+) -> dict[str, CrossMoments]:
+    """The moments of the inputs of ``modules`` (names in the layer, each called once a run); those that are given one
     input share the object.
 
-    given       hidden states of a batch as the quantized blocks before this one return them
-    parameters  the block's quantized parameters so far, by their names in the block
+    entering    hidden states of a batch as the quantized layers before this one return them
+    parameters  the layer's quantized parameters so far, by their names in the layer
     quantizers  what happens to a module's input in the quantized model, by module; nothing where there is none
-    known       of earlier runs; more is, afterwards
+    cache       of earlier runs; more is, afterwards
 
     NumericsError for inputs that are not finite.
     """
-    sums: dict[str, PairedSums] = {}
+    sums: dict[str, CrossSums] = {}
     leaders: dict[str, str] = {}
     tokens = 0
     for batch in batches:
-        rows = paired_inputs(block, modules, leaders, batch, given, parameters, quantizers, known)
+        rows = paired_inputs(layer, modules, leaders, batch, entering, parameters, quantizers, cache)
         for name, (x, seen) in rows.items():
-            sums.setdefault(name, PairedSums()).add(x, seen)
+            sums.setdefault(name, CrossSums()).add(x, seen)
         tokens += len(rows[modules[0]][0])
-    means = {name: of.mean(tokens, f"{block.name}.{name}") for name, of in sums.items()}
+    means = {name: total.mean(tokens, f"{layer.name}.{name}") for name, total in sums.items()}
     return {name: means[leaders[name]] for name in modules}
 
 
 def paired_inputs(
-    block: Block,
+    layer: Layer,
     modules: Sequence[str],
     leaders: dict[str, str],
     batch: int,
-    given: Callable[[int], torch.Tensor],
+    entering: Callable[[int], torch.Tensor],
     parameters: Mapping[str, torch.Tensor],
     quantizers: Mapping[str, Quantizer],
-    known: Known,
+    cache: ActivationCache,
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The inputs of ``modules`` in one batch, in the float model and in the quantized one, float32 [tokens, K] each and
     rotated where the layer rotates its input; by the first of the modules that are given it. The other arguments are
-    those of `paired_moments`.
+    those of `collect_cross_moments`.
 
     leaders  module -> that first one; found out and noted here where it is empty
     """
     names = list(dict.fromkeys(leaders.values())) or modules
-    exact = known.inputs(batch, modules) or _inputs(block, names, {}, block.inputs(batch), batch, {})
+    exact = cache.inputs(batch, modules) or _inputs(layer, names, {}, layer.inputs(batch), batch, {})
     if not leaders:
         leaders |= _leaders(modules, exact, quantizers)
         names = list(dict.fromkeys(leaders.values()))
-    with known.reusing(block, batch):
-        in_quantized = _inputs(block, names, known.left(batch, quantizers), given(batch), batch, parameters)
+    with cache.reusing(layer, batch):
+        in_quantized = _inputs(layer, names, cache.left(batch, quantizers), entering(batch), batch, parameters)
     both = {}
     for name in names:
         x, seen = (rows[name].reshape(-1, rows[name].shape[-1]).float() for rows in (exact, in_quantized))
@@ -249,7 +249,7 @@ def paired_inputs(
 
 
 def _inputs(
-    block: Block,
+    layer: Layer,
     modules: Sequence[str],
     quantizers: Mapping[str, Quantizer],
     hidden: torch.Tensor,
@@ -257,11 +257,11 @@ def _inputs(
     parameters: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """Module -> its (quantized) input in one run, which ends when all are seen."""
-    return {name: args[0] for name, args in arguments(block, modules, quantizers, hidden, batch, parameters).items()}
+    return {name: args[0] for name, args in arguments(layer, modules, quantizers, hidden, batch, parameters).items()}
 
 
 def arguments(
-    block: Block,
+    layer: Layer,
     modules: Sequence[str],
     quantizers: Mapping[str, Quantizer],
     hidden: torch.Tensor,
@@ -279,14 +279,14 @@ def arguments(
 
         return hook
 
-    with torch.no_grad(), quantized_inputs(block.module, quantizers):
+    with torch.no_grad(), quantized_inputs(layer.module, quantizers):
         handles = [
-            block.module.get_submodule(name).register_forward_pre_hook(hook_of(name), with_kwargs=True)
+            layer.module.get_submodule(name).register_forward_pre_hook(hook_of(name), with_kwargs=True)
             for name in modules
         ]
         try:
             with contextlib.suppress(StopForward):
-                block.forward(hidden, batch, parameters=parameters)
+                layer.forward(hidden, batch, parameters=parameters)
         finally:
             for handle in handles:
                 handle.remove()

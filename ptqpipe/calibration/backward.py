@@ -1,4 +1,4 @@
-"""How much the model's output distribution minds an error at each linear layer: gradients, from the head backwards.
+"""Gradients of the model's output distribution at each linear layer, from the head backwards: the Fisher information.
 
 To second order, the KL divergence of a slightly changed model to the model itself is half of the Fisher information of
 the change. For one linear layer y = W x with an error E in its weight, with one label a token that follows from the
@@ -10,8 +10,8 @@ tokens taken as independent,
 An error of a weight is one error at all tokens, and what it does at one adds up with what it does at the next: keys and
 values are where tokens meet. Squares of the weight's whole gradient over a window, `WeightGradients`, know this.
 
-No label of the data is needed. Blocks are run backwards one after the other with the weights of one in memory. What
-enters every ``step``-th block was stored on the way forward; what enters those between two of them is computed again
+No label of the data is needed. Layers are run backwards one after the other with the weights of one in memory. What
+enters every ``step``-th layer was stored on the way forward; what enters those between two of them is computed again
 from the nearest one before when it is needed.
 
 Source: the idea, and the product form with weights in both factors, YAQA (Tseng et al. 2025, arXiv 2505.22988). Weights
@@ -29,32 +29,32 @@ import torch
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.experts import SIDES, is_stacked, product_name
-from ptqpipe.calibration.gradients import BlockSums, Gradients, nbytes, watched
+from ptqpipe.calibration.gradients import Gradients, LayerSums, nbytes, watched
 from ptqpipe.calibration.pairs import PAIRS, PairCollector, most_tokens, nbytes as pair_bytes
-from ptqpipe.calibration.runner import Block, Runner
+from ptqpipe.calibration.runner import Layer, Runner
 from ptqpipe.errors import NumericsError
 from ptqpipe.runtime.skeleton import Skeleton
 from ptqpipe.runtime.stacked_experts import first_stack
 
 HEAD_TOKENS = 256  # whose logits are in memory at once
 TOKENS = 16_384  # of samples, all of which are run backwards
-SHARE = 8  # of more samples at least one of so many
+SHARE = 8  # run at least one window in 8 backwards
 _TINY = 1e-30
 
 Slopes = Callable[[int], torch.Tensor]
-"""Number of a batch -> dLoss/dx [samples, tokens, hidden] of its hidden states between two blocks."""
+"""Number of a batch -> dLoss/dx [samples, tokens, hidden] of its hidden states between two layers."""
 
 
-def least_step(blocks: int) -> int:
-    """The ``step`` that stores about the fewest hidden states of a model of so many blocks: the root of their number,
+def least_step(layers: int) -> int:
+    """The ``step`` that stores about the fewest hidden states of a model of so many layers: the root of their number,
     rounded up."""
-    return math.isqrt(blocks - 1) + 1
+    return math.isqrt(layers - 1) + 1
 
 
-def streams(blocks: int, step: int) -> int:
-    """How many sets of hidden states there are at once, at most: what enters every ``step``-th block and those between
+def streams(layers: int, step: int) -> int:
+    """How many sets of hidden states there are at once, at most: what enters every ``step``-th layer and those between
     two of them, and the gradients."""
-    return -(-blocks // step) + min(step, blocks)
+    return -(-layers // step) + min(step, layers)
 
 
 def enough(windows: int, seqlen: int, *, pairs: bool = False) -> int:
@@ -72,12 +72,12 @@ def thinned(samples: Samples, world: int = 1, *, pairs: bool = False) -> Samples
     return samples.spread(most) if count > most else samples
 
 
-def reverse(
+def run_backward(
     runner: Runner,
     *,
     seed: int,
     store: Callable[[], Activations],
-    modules: Callable[[Block], Sequence[str]],
+    modules: Callable[[Layer], Sequence[str]],
     step: int = 1,
     of_ranks: tuple[int, int] = (0, 1),
     weights: bool = False,
@@ -85,25 +85,25 @@ def reverse(
     former: tuple[int, Slopes] | None = None,
     save: Callable[[str, Slopes], None] = lambda name, slopes: None,
 ) -> Iterator[tuple[str, Gradients]]:
-    """(name of a block, its gradients), the last block first. Uses the runner up.
+    """(name of a layer, its gradients), the last layer first. Uses the runner up.
 
     seed     of the labels, which depend on a window's number and not on what runs beside it
-    store    opens a place for the hidden states that enter a block; the caller closes those that are left at the end
-    modules  linear layers of a block (names in the block), and `expert_products`, that are wanted
-    step     1: every block runs forward once. More: hidden states of every ``step``-th block are stored, and most
-             blocks run forward twice; the result is the same
+    store    opens a place for the hidden states that enter a layer; the caller closes those that are left at the end
+    modules  linear layers of a layer (names in the layer), and `expert_products`, that are wanted
+    step     1: every layer runs forward once. More: hidden states of every ``step``-th layer are stored, and most
+             layers run forward twice; the result is the same
     of_ranks  (rank, world) of this process among those that share the windows: window i of the runner is number
               rank + i * world of all; every process gets the gradients of all windows
     weights  whether to square the gradients of weights and at outputs of stacked experts, too: as much work again as a
-             block takes forward
+             layer takes forward
     pairs    of how many tokens to keep pairs, too; of this process's windows alone
-    former   where a stopped pass goes on: how many of the last blocks are behind it, and what it has saved
-    save     called with the name of a block, when the caller has its gradients and others are before it, and with what
-             the pass goes on from: of each batch dLoss/dx at the block's input
+    former   where a stopped pass goes on: how many of the last layers are behind it, and what it has saved
+    save     called with the name of a layer, when the caller has its gradients and others are before it, and with what
+             the pass goes on from: of each batch dLoss/dx at the layer's input
 
     NumericsError for hidden states or gradients that are not finite.
     """
-    runner.skeleton.require_head()  # before the blocks run
+    runner.skeleton.require_head()  # before the layers run
     entering: dict[int, Activations] = {}
     batches = range(len(runner.batches))
 
@@ -114,11 +114,11 @@ def reverse(
 
     count = len(runner.names) - (0 if former is None else former[0])
     for index in range(count):
-        with runner.loaded(index) as block:
+        with runner.loaded(index) as layer:
             if index % step == 0 or index >= (count - 1) // step * step:
-                keep(index, block.inputs)
+                keep(index, layer.inputs)
             if former is None or index + 1 < count:
-                block.advance()
+                layer.advance()
     gradients = runner.activations  # of each batch, in the place of its hidden states
     if former is not None:
         for batch in batches:
@@ -128,20 +128,20 @@ def reverse(
     world = of_ranks[1]
     for index in reversed(range(count)):
         for before in range(index // step * step, index) if index not in entering else ():
-            with runner.loaded(before) as block, torch.no_grad():
-                keep(before + 1, _after(block, entering[before]))
-        with runner.loaded(index) as block:
-            known = (block.name, block.module, block.origins)
-            collector = PairCollector(*known, tokens=runner.tokens, most=pairs) if pairs else None
-            sums = BlockSums.of(block, modules(block), weights=weights)
-            _through(block, sums, entering[index], gradients, collector)
-            yield block.name, sums.merged(block, world, {} if collector is None else collector.pairs())
+            with runner.loaded(before) as layer, torch.no_grad():
+                keep(before + 1, _after(layer, entering[before]))
+        with runner.loaded(index) as layer:
+            named = (layer.name, layer.module, layer.origins)
+            collector = PairCollector(*named, tokens=runner.tokens, most=pairs) if pairs else None
+            sums = LayerSums.of(layer, modules(layer), weights=weights)
+            _through(layer, sums, entering[index], gradients, collector)
+            yield layer.name, sums.merged(layer, world, {} if collector is None else collector.pairs())
         entering.pop(index).close()
         if index:
             save(runner.names[index], gradients.get)
 
 
-def reverse_model(
+def run_model_backward(
     skeleton: Skeleton,
     samples: Samples,
     *,
@@ -149,20 +149,20 @@ def reverse_model(
     device: torch.device,
     memory_bytes: int,
     spill: Path,
-    modules: Callable[[Block], Sequence[str]],
+    modules: Callable[[Layer], Sequence[str]],
     of_ranks: tuple[int, int] = (0, 1),
     weights: bool = False,
     pairs: bool = False,
     former: tuple[int, Slopes] | None = None,
     save: Callable[[str, Slopes], None] = lambda name, slopes: None,
 ) -> Iterator[tuple[str, Gradients]]:
-    """`reverse` of a whole model, with the hidden states in memory or, where they do not fit, in ``spill``, a folder
-    that exists. Each process takes its share of the samples, of which `thinned` says how many are enough.
+    """`run_backward` of a whole model, with the hidden states in memory or, where they do not fit, in the existing
+    folder ``spill``. Each process takes its share of the samples, of which `thinned` says how many are enough.
 
-    memory_bytes  what weights of a block, hidden states and sums may take together
+    memory_bytes  what weights of a layer, hidden states and sums may take together
     weights       whether to square the gradients of weights and at outputs of stacked experts
     pairs         whether to keep them, of `most_tokens`
-    former, save  as `reverse` has them
+    former, save  as `run_backward` has them
     """
     share = slice(of_ranks[0], None, of_ranks[1])
     windows, held_out = samples.windows[share], samples.held_out[share]
@@ -185,11 +185,11 @@ def reverse_model(
         disk = isinstance(runner.activations, OnDisk)
 
         def store() -> Activations:
-            made: Activations = OnDisk(spill) if disk else InMemory()
-            opened.callback(made.close)
-            return made
+            states: Activations = OnDisk(spill) if disk else InMemory()
+            opened.callback(states.close)
+            return states
 
-        yield from reverse(
+        yield from run_backward(
             runner,
             seed=seed,
             store=store,
@@ -203,40 +203,40 @@ def reverse_model(
         )
 
 
-def linear_modules(block: Block, wanted: set[str] | None = None) -> list[str]:
-    """Names in the block of the modules whose weight is a matrix that is made of checkpoint tensors, all of them
+def linear_modules(layer: Layer, wanted: set[str] | None = None) -> list[str]:
+    """Names in the layer of the modules whose weight is a matrix that is made of checkpoint tensors, all of them
     ``wanted`` ones."""
     names = []
-    for name, module in block.module.named_modules():
+    for name, module in layer.module.named_modules():
         weight = module._parameters.get("weight")
-        origins = block.origins.get(f"{block.name}.{name}.weight", ())
+        origins = layer.origins.get(f"{layer.name}.{name}.weight", ())
         if weight is not None and weight.dim() == 2 and origins and (wanted is None or wanted.issuperset(origins)):
             names.append(name)
     return names
 
 
-def expert_products(block: Block, wanted: set[str] | None = None) -> list[str]:
-    """The product of each of the block's stacked experts whose stack is made of checkpoint tensors, all of them
+def expert_products(layer: Layer, wanted: set[str] | None = None) -> list[str]:
+    """The product of each of the layer's stacked experts whose stack is made of checkpoint tensors, all of them
     ``wanted`` ones."""
     products = []
-    for name, module in block.module.named_modules():
+    for name, module in layer.module.named_modules():
         for leaf, side in zip((first_stack(module), "down_proj"), SIDES, strict=True) if is_stacked(module) else ():
-            origins = block.origins.get(f"{block.name}.{name}.{leaf}", ())
+            origins = layer.origins.get(f"{layer.name}.{name}.{leaf}", ())
             if origins and (wanted is None or wanted.issuperset(origins)):
                 products += [product_name(name, expert, side) for expert in range(len(module.get_parameter(leaf)))]
     return products
 
 
 def _widths(module: torch.nn.Module) -> tuple[list[int], list[int]]:
-    """At most how many outputs each linear layer of a block has, and each product of a stacked expert."""
+    """At most how many outputs each linear layer of a layer has, and each product of a stacked expert."""
     parameters = list(module.named_parameters())
     linear = [max(p.shape) for name, p in parameters if name.endswith(".weight") and p.dim() == 2]
     return linear, [max(p.shape[1:]) for _, p in parameters if p.dim() == 3 for _ in range(len(p))]
 
 
-def _after(block: Block, entering: Activations) -> Callable[[int], torch.Tensor]:
-    """What makes the hidden states of a batch that leave the block."""
-    return lambda batch: block.forward(entering.get(batch).to(block.device), batch)
+def _after(layer: Layer, entering: Activations) -> Callable[[int], torch.Tensor]:
+    """What makes the hidden states of a batch that leave the layer."""
+    return lambda batch: layer.forward(entering.get(batch).to(layer.device), batch)
 
 
 def pieces(x: torch.Tensor) -> Iterator[tuple[slice, slice]]:
@@ -267,7 +267,7 @@ def draw_labels(chances: torch.Tensor, generator: torch.Generator) -> tuple[torc
 
 
 def _through_head(runner: Runner, gradients: Activations, seed: int, of_ranks: tuple[int, int]) -> None:
-    """Puts dLoss/dx of what the last block returns in each batch into ``gradients``."""
+    """Puts dLoss/dx of what the last layer returns in each batch into ``gradients``."""
     begun, (rank, world) = 0, of_ranks
     with runner.head():
         for batch, ids in enumerate(runner.batches):
@@ -277,7 +277,7 @@ def _through_head(runner: Runner, gradients: Activations, seed: int, of_ranks: t
 
 
 def _from_head(runner: Runner, batch: int, seeds: Sequence[int]) -> torch.Tensor:
-    """dLoss/dx of what the last block returns in a batch, at one label a token. NumericsError where the model's
+    """dLoss/dx of what the last layer returns in a batch, at one label a token. NumericsError where the model's
     distribution is not finite.
 
     seeds  of the labels, one for each window of the batch
@@ -302,19 +302,19 @@ def _from_head(runner: Runner, batch: int, seeds: Sequence[int]) -> torch.Tensor
 
 
 def _through(
-    block: Block, sums: BlockSums, entering: Activations, leaving: Activations, pairs: PairCollector | None
+    layer: Layer, sums: LayerSums, entering: Activations, leaving: Activations, pairs: PairCollector | None
 ) -> None:
-    """Runs a block forward and backward, batch by batch, for its sums and ``pairs``; ``leaving`` has the gradients at
+    """Runs a layer forward and backward, batch by batch, for its sums and ``pairs``; ``leaving`` has the gradients at
     its output, and then those at its input."""
-    for batch in range(block.batches):
-        x = entering.get(batch).to(block.device).requires_grad_(True)
-        gradient = leaving.get(batch).to(block.device)
+    for batch in range(layer.batches):
+        x = entering.get(batch).to(layer.device).requires_grad_(True)
+        gradient = leaving.get(batch).to(layer.device)
         rows = gradient.flatten(0, -2).float()
-        sums.outputs[""].add(rows, torch.ones(len(rows), device=block.device))
+        sums.outputs[""].add(rows, torch.ones(len(rows), device=layer.device))
         kept = contextlib.nullcontext() if pairs is None else pairs.batch(len(rows))
-        with torch.enable_grad(), watched(block, x.shape[:-1], sums), kept:
-            out = block.forward(x, batch)
+        with torch.enable_grad(), watched(layer, x.shape[:-1], sums), kept:
+            out = layer.forward(x, batch)
             (slope,) = torch.autograd.grad(out, x, gradient)
         if not bool(torch.isfinite(slope).all()):
-            raise NumericsError(f"the gradients in '{block.name}' are not finite; check the model's weights")
+            raise NumericsError(f"the gradients in '{layer.name}' are not finite; check the model's weights")
         leaving.put(batch, slope)

@@ -15,50 +15,50 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ptqpipe.calibration.activations import Activations
-from ptqpipe.calibration.reverse import pieces
-from ptqpipe.calibration.runner import Block, Runner
+from ptqpipe.calibration.backward import pieces
+from ptqpipe.calibration.runner import Layer, Runner
 from ptqpipe.errors import NumericsError, arg
 
 LayerForward = Callable[[torch.Tensor, int], torch.Tensor]
 """(hidden states that enter a quantized layer, number of the batch) -> those that leave it."""
 
 
-class Whole:
+class ModelPair:
     """Both models on the batches of a runner, all layers in memory. Made by `open`."""
 
-    def __init__(self, runner: Runner, blocks: Sequence[Block], entering: Activations) -> None:
+    def __init__(self, runner: Runner, float_layers: Sequence[Layer], entering: Activations) -> None:
         """Use `open`."""
-        self.blocks = blocks
+        self.float_layers = float_layers
         # The caller puts the quantized layers here, what enters the first of them, and what gives the head of the float
         # model while it is open, where they are not the float model's.
-        self.layers: Sequence[LayerForward] = [block.forward for block in blocks]
+        self.layers: Sequence[LayerForward] = [layer.forward for layer in float_layers]
         self.entering: Callable[[int], torch.Tensor] = entering.get
         self.float_head: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._runner = runner
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, runner: Runner, entering: Activations, on_block: Callable[[str], None]) -> Iterator["Whole"]:
+    def open(cls, runner: Runner, entering: Activations, on_layer: Callable[[str], None]) -> Iterator["ModelPair"]:
         """Runs the float model over every batch, then loads all layers and the head; uses the runner up.
 
         entering  an empty place for what enters the first layer; the caller closes it
         on_block  called with the name of each layer that the float model has run
         """
-        for block in runner.blocks():
-            if block.index == 0:
-                for batch in range(block.batches):
-                    entering.put(batch, block.inputs(batch))
-            block.advance()
-            on_block(block.name)
-        with runner.whole() as blocks:
-            yield cls(runner, blocks, entering)
+        for layer in runner.layers():
+            if layer.index == 0:
+                for batch in range(layer.batches):
+                    entering.put(batch, layer.inputs(batch))
+            layer.advance()
+            on_layer(layer.name)
+        with runner.all_layers() as float_layers:
+            yield cls(runner, float_layers, entering)
 
     def divergence(self, batches: Sequence[int]) -> torch.Tensor:
         """Mean KL(float || quantized) of the next-token probabilities over the tokens of each window of some batches,
         float64 [windows], in nats."""
         with torch.no_grad():
-            found = [self._of(batch, self._last(batch), share=None)[0] for batch in batches]
-        return torch.cat(found) / self._runner.batches[batches[0]].shape[1]
+            divergences = [self._of(batch, self._last(batch), share=None)[0] for batch in batches]
+        return torch.cat(divergences) / self._runner.batches[batches[0]].shape[1]
 
     def backward(self, batch: int, share: float) -> float:
         """Adds the gradient of ``share`` times the mean divergence of a batch to whatever the layers depend on, and
@@ -66,8 +66,8 @@ class Whole:
         tokens = self._runner.batches[batch].numel()
         with torch.enable_grad():
             x = self._last(batch)
-        found, gradient = self._of(batch, x.detach(), share=share / tokens)
-        total = float(found.sum())
+        sums, gradient = self._of(batch, x.detach(), share=share / tokens)
+        total = float(sums.sum())
         if not (total < float("inf") and bool(torch.isfinite(gradient).all())):
             raise NumericsError(
                 "the gradients of the KL divergence are not finite; check the model's weights and the data, or use "
@@ -92,18 +92,18 @@ class Whole:
         and the gradient there of ``share`` times the sum of all). What the head depends on gets its gradient, too;
         nothing does where ``share`` is None."""
         runner, sums = self._runner, torch.zeros(len(x), dtype=torch.float64)
-        want, ids = runner.activations.get(batch), runner.batches[batch]
-        found = torch.zeros_like(x)
+        hidden, ids = runner.activations.get(batch), runner.batches[batch]
+        gradient = torch.zeros_like(x)
         for piece in pieces(x):
             with torch.no_grad(), self.float_head():
-                wanted = runner.logits(ids[piece], want[piece].to(x.device)).float().log_softmax(-1)
+                target = runner.logits(ids[piece], hidden[piece].to(x.device)).float().log_softmax(-1)
             with torch.set_grad_enabled(share is not None):
                 rows = x[piece].detach().requires_grad_(share is not None)
-                given = runner.logits(ids[piece], rows).float().log_softmax(-1)
-                losses = (wanted.exp() * (wanted - given)).sum((1, 2))
+                quantized = runner.logits(ids[piece], rows).float().log_softmax(-1)
+                losses = (target.exp() * (target - quantized)).sum((1, 2))
             if share is not None:
                 (losses.sum() * share).backward()
                 assert rows.grad is not None
-                found[piece] = rows.grad
+                gradient[piece] = rows.grad
             sums[piece[0]] += losses.detach().double().cpu()
-        return sums, found
+        return sums, gradient

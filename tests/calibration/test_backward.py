@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ptqpipe.calibration import reverse as reverse_pass
+from ptqpipe.calibration import backward as reverse_pass
 from ptqpipe.calibration.activations import InMemory
+from ptqpipe.calibration.backward import draw_labels, enough, least_step, run_backward, streams, thinned
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.gradients import Gradients, rows_of
 from ptqpipe.calibration.inputs import OUT_ROWS
-from ptqpipe.calibration.reverse import draw_labels, enough, least_step, reverse, streams, thinned
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.errors import NumericsError
 from ptqpipe.models.source import Source
@@ -32,7 +32,7 @@ def opened(model: Path, windows: torch.Tensor) -> Iterator[Runner]:
 
 
 def gradients_of(runner: Runner, modules: list[str], seed: int = 0) -> dict[str, Gradients]:
-    return dict(reverse(runner, seed=seed, store=InMemory, modules=lambda _block: modules))
+    return dict(run_backward(runner, seed=seed, store=InMemory, modules=lambda _block: modules))
 
 
 @pytest.mark.parametrize("kind", ["llama_tied", "gemma2", "gpt2", "gpt_oss"])
@@ -42,7 +42,7 @@ def test_logits_behind_the_last_block_are_the_models_own(kind: str, tmp_path: Pa
 
     path, windows = make_model(tmp_path / kind, kind), make_windows(samples=2)
     with opened(path, windows) as runner:
-        for _ in runner.blocks():
+        for _ in runner.layers():
             pass
         with runner.head(), torch.no_grad():
             found = runner.logits(runner.batches[0], runner.activations.get(0))
@@ -121,7 +121,7 @@ def test_squares_of_the_gradients_of_a_weight_are_those_of_autograd(kind: str, m
     path, windows = make_model(tmp_path / kind, kind), make_windows(samples=3)
     has = lambda block: [module] if module in dict(block.module.named_modules()) else []  # noqa: E731
     with opened(path, windows) as runner:
-        found = dict(reverse(runner, seed=7, store=InMemory, modules=has, weights=True))
+        found = dict(run_backward(runner, seed=7, store=InMemory, modules=has, weights=True))
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     block = next(name for name in found if found[name].weights)
     weight = model.get_submodule(f"{block}.{module}").weight
@@ -153,7 +153,7 @@ def test_a_module_that_is_not_given_every_token_at_once_has_no_squares(
     monkeypatch.setattr(LlamaMLP, "forward", in_halves)
     names = ["mlp.up_proj", "mlp.down_proj"]
     with opened(make_model(tmp_path / "llama", "llama"), make_windows(samples=3)) as runner:
-        found = dict(reverse(runner, seed=0, store=InMemory, modules=lambda _: names, weights=True))
+        found = dict(run_backward(runner, seed=0, store=InMemory, modules=lambda _: names, weights=True))
     for gradients in found.values():
         assert set(gradients.outputs) == {"mlp.up_proj", "mlp.down_proj"}
         assert set(gradients.weights) == {"mlp.up_proj"}
@@ -173,14 +173,14 @@ def test_inputs_that_a_layer_changes_after_their_use_give_no_squares(
     monkeypatch.setattr(LlamaMLP, "forward", changing)
     with opened(make_model(tmp_path / "llama", "llama"), make_windows(samples=3)) as runner:
         names = ["mlp.up_proj", "mlp.down_proj"]
-        found = dict(reverse(runner, seed=0, store=InMemory, modules=lambda _: names, weights=True))
+        found = dict(run_backward(runner, seed=0, store=InMemory, modules=lambda _: names, weights=True))
     assert all(set(gradients.weights) == {"mlp.up_proj"} for gradients in found.values())
 
 
 def of_experts(path: Path, windows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Of the last decoder layer."""
     with opened(path, windows) as runner:
-        return dict(next(reverse(runner, seed=0, store=InMemory, modules=lambda _: [], weights=True))[1].experts)
+        return dict(next(run_backward(runner, seed=0, store=InMemory, modules=lambda _: [], weights=True))[1].experts)
 
 
 def test_one_expert_that_is_given_every_token_has_the_gradients_of_a_dense_layer(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_blocks_that_run_again_give_the_same_gradients(step: int, tmp_path: Path
     with opened(path, windows) as runner:
         assert len(runner.batches) == 2
         modules = lambda _block: ["self_attn.q_proj"]  # noqa: E731
-        found = dict(reverse(runner, seed=0, store=store, modules=modules, step=step))
+        found = dict(run_backward(runner, seed=0, store=store, modules=modules, step=step))
     assert list(found) == list(whole) == [f"model.layers.{i}" for i in reversed(range(7))]
     for name in whole:
         pairs = zip(found[name].outputs["self_attn.q_proj"], whole[name].outputs["self_attn.q_proj"], strict=True)
