@@ -53,7 +53,6 @@ class MeanErrors:
         self._shifts = [torch.zeros(weight.shape[0], dtype=torch.float64) for weight in weights]
 
     def write_rows(self, member: int, row: int, q: QTensor) -> None:
-        """As `RowWriter`."""
         self._sink(member, row, q)
         mean = self._means[member]
         if mean is not None:

@@ -170,7 +170,6 @@ def _kind(record: Mapping[str, Any], formats: Mapping[str, int]) -> str:
 def _facts(
     source: Source, record: Mapping[str, Any], nbytes: int, formats: Mapping[str, int], *, plain: bool
 ) -> list[str]:
-    """What was done, as a table."""
     before = source.reader.nbytes
     base = hub_name(source.reader.path)
     made_from = f"[{base}](https://huggingface.co/{base})" if base else code(name_of(source.reader.path))
@@ -199,7 +198,6 @@ def _elements(entry: Mapping[str, Any]) -> int:
 
 
 def _data(record: Mapping[str, Any]) -> str:
-    """The text that statistics or learned codes are of."""
     for key in ("statistics", "rounding"):
         if (data := text_data(record, key)) is not None:
             files = [file for file in _list(data.get("files")) if isinstance(file, Mapping)]
@@ -214,7 +212,6 @@ def _list(value: Any) -> list[Any]:
 
 
 def _command_lines(record: Mapping[str, Any]) -> list[str]:
-    """The command that made it, and the rules of its recipe."""
     former = record.get("converted_as")
     recipe = record.get("recipe") or (former.get("recipe") if isinstance(former, Mapping) else None)
     if not isinstance(recipe, Mapping):
@@ -249,7 +246,6 @@ _BY_TUNE = ("algorithm", "weighting", "damping", "order", "scales", "refine")  #
 
 
 def _text_options(record: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, object]:
-    """The options of a run of several stages that name its text."""
     data = next((text_entry for key in _FOLDERS if (text_entry := text_data(record, key))), None)
     if data is None:
         return {}
@@ -270,7 +266,6 @@ def _words(text: str) -> str:
 
 
 def _use(record: Mapping[str, Any], warnings: Sequence[str], *, plain: bool) -> list[str]:
-    """How to run it."""
     container = str(record.get("container"))
     readers = _PLAIN_READERS if plain else _READERS.get(container, ())
     needs = not plain and container in ("modelopt", "ptqpipe")

@@ -18,7 +18,6 @@ from ptqpipe.recipe.recipe import Recipe
 
 
 def _again() -> str:
-    """The remedy for codes of another recipe."""
     same = f"{arg('format')}, {arg('recipe')}, {arg('container')} and {arg('ignore')}"
     return f"leave out what differs, or tune again with the same {same}"
 

@@ -1,7 +1,6 @@
 """Learned codes that are needed once: each file of them goes when all of its codes are durably in the output.
 
-The last file stays until whoever made the folder removes it, so that a resumed run finds codes to open. Knows a folder
-of codes and the journal of the output; must not know what codes mean.
+The last file stays until whoever made the folder removes it, so that a resumed run finds codes to open.
 """
 
 import os

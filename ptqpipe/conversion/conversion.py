@@ -87,7 +87,6 @@ class Conversion(CheckpointJob[OutputJob]):
         return entry | ({"not_finite": bad.text} if bad.count else {})
 
     def after_commit(self, job: OutputJob, writer: CheckpointWriter) -> None:
-        """As `CheckpointJob`."""
         if self.consumed is not None:
             self.consumed.after_commit(job, writer)
 
@@ -105,7 +104,6 @@ class Conversion(CheckpointJob[OutputJob]):
         return replace(self, consumed=consumed, more=more)
 
     def configs(self) -> dict[str, dict[str, Any]]:
-        """As `CheckpointJob`."""
         return self.outputs.configs(self.source, version=__version__)
 
     def record(self, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -178,7 +178,6 @@ def plan_text(work: Conversion, machine: Machine) -> str:
 
 
 def plan_json(work: Conversion, machine: Machine) -> dict[str, Any]:
-    """The dry run as data: every tensor's fate."""
     return {
         "source": str(work.source.reader.path),
         "out": str(work.out),
@@ -314,7 +313,6 @@ def kept_not_finite(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _rechecked(weights: Mapping[str, Mapping[str, Any]]) -> int:
-    """How many blocks were re-checked by brute force."""
     return sum(entry["rechecked"] for entry in weights.values())
 
 

@@ -65,8 +65,6 @@ class WriteFloats(WriteJob):
 
 @dataclass(frozen=True)
 class FloatCheckpoint(CheckpointJob[WriteFloats | CopyTensor]):
-    """A source as a plain checkpoint of floats."""
-
     @property
     def view(self) -> FoldedTensors:
         """The tensors that are not decoded, before they are rounded."""
@@ -130,15 +128,12 @@ class Dequantization(FloatCheckpoint):
 
     @property
     def run_parts(self) -> Mapping[str, str]:
-        """As `CheckpointJob`."""
         return parts_of_stage("dequantize", self.head, layout=self.layout.digest)
 
     def configs(self) -> dict[str, dict[str, Any]]:
-        """As `CheckpointJob`."""
         return {"config.json": with_dtype(without_quantization(self.source.reader.config), self.dtype)}
 
     def record(self, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """As `CheckpointJob`."""
         return {
             **self.head,
             "run_id": self.run_id,
@@ -195,7 +190,6 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def render(done: WriteResult) -> str:
-    """What was done, for a terminal."""
     dropped = done.record["dropped"]
     lines = [
         f"Done: {done.out}: {len(done.record['weights'])} weights decoded, {len(done.record['kept'])} tensors kept; "
@@ -207,6 +201,5 @@ def render(done: WriteResult) -> str:
 
 
 def to_json(done: WriteResult) -> dict[str, Any]:
-    """The outcome as data."""
     record = done.record
     return done.to_json(weights=len(record["weights"]), kept=len(record["kept"]), dropped=record["dropped"])

@@ -3,7 +3,7 @@
 Statistics and learned codes are checked against the model and the plan beforehand (`check_model`, `open_statistics`).
 Moments are read when a unit is quantized and gone when it is done. A static scale is a constant or follows from the
 statistics, one for all layers that quantize one input together: readers fuse the gate and up projections of all experts
-of a layer, so these have one scale, which is found once. Must not know how moments are used or where scales are stored.
+of a layer, so these have one scale, which is found once.
 """
 
 from collections.abc import Mapping

@@ -60,7 +60,6 @@ class InputScales:
         return next((group for group in self._recipe.fuse if leaf in group), (leaf,))
 
     def _of_experts(self, statistics: Statistics, experts: str, leaves: tuple[str, ...], largest: float) -> float:
-        """The largest activation of these projections of all experts of a layer."""
         key = (largest, experts, leaves)
         with self._lock:
             if key not in self._shared:

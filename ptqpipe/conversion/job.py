@@ -2,7 +2,6 @@
 
 convert, relayout, dequantize and transform decide every byte's place from headers, and are then the same: workers do
 the jobs that are not in the journal yet, rank 0 writes the config files and the record, and the folder gets its name.
-Must not know what a job computes.
 """
 
 import hashlib
@@ -80,7 +79,6 @@ class CopyTensor(WriteJob):
     reason: str = ""
 
     def run(self, work: "CheckpointJob[Any]", writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
-        """As `CheckpointJob.copy`."""
         return {"kept": {self.spec.name: work.copy(self, writer)}}
 
 
@@ -132,15 +130,12 @@ class CheckpointJob(ABC, Generic[J]):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What readers of the output get wrong."""
         return ()
 
     def cache_bytes(self, job: J) -> int:
-        """As `WriteJob`."""
         return job.cache_bytes(self)
 
     def extra_bytes(self, job: J) -> int:
-        """As `WriteJob`."""
         return job.extra_bytes(self)
 
     def least_memory(self) -> tuple[int, J | None]:
@@ -399,7 +394,6 @@ def run_parts_of(record: Mapping[str, Any], *, layout: str) -> dict[str, str] | 
 
 
 def named_source(source: Source) -> dict[str, str]:
-    """How a record names the source of its checkpoint."""
     return {"name": name_of(source.reader.path), "fingerprint": source.reader.fingerprint()}
 
 

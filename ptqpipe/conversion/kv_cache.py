@@ -1,7 +1,7 @@
 """The scales of an FP8 KV cache: one for each layer's keys and one for its values, or one for each head.
 
 Which attention modules there are follows from the source's names, the number of heads from its config, the numbers from
-statistics. Must not know how statistics were made.
+statistics.
 """
 
 from collections.abc import Collection, Mapping

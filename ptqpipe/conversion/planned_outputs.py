@@ -5,8 +5,6 @@ tensors whose numbers come from statistics:
 
     bias correction    ``bias_correction.py``
     FP8 KV cache       scales of keys and values (``kv_cache.py``)
-
-Must not know how statistics were made, nor how a unit is quantized.
 """
 
 import math
@@ -73,7 +71,6 @@ class Outputs:
         return [*issues, *([(UNLIKE_EXPERTS, unlike)] if unlike else [])]
 
     def _unlike_experts(self) -> list[str]:
-        """Patterns of the experts of layers that are not all stored in one format."""
         schemes: dict[str, set[str]] = {}
         for target in self.targets:
             layer = experts_of(target.module)

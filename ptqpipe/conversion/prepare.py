@@ -2,7 +2,7 @@
 
 Learned codes are good for one plan: the same weights in the same formats and fused groups, and inputs quantized at the
 same static scales. rounding.json holds the recipe that says all of it; whoever gives codes alone gets that recipe.
-Reads no weight and writes nothing. Must not know how units are quantized.
+Reads no weight and writes nothing.
 """
 
 from contextlib import ExitStack

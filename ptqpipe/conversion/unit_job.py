@@ -117,7 +117,6 @@ def _weights(unit: Unit, source: Source, nbytes: int | None) -> list[SourceRows]
 
 
 def _facts(unit: Unit, member: Member, result: UnitResult, error: WeightError) -> dict[str, Any]:
-    """The fields of the record for any quantized weight: its rule, and its errors."""
     return {
         "shape": list(member.shape),
         "format": unit.scheme.fmt.name,

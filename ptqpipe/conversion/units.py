@@ -1,7 +1,4 @@
-"""A unit quantized by its rule: convert writes it, tune starts from it, verify repeats it.
-
-Knows rules, schemes and moments of inputs; must not know where weights come from or rows go.
-"""
+"""A unit quantized by its rule: convert writes it, tune starts from it, verify repeats it."""
 
 from collections.abc import Sequence
 from dataclasses import replace

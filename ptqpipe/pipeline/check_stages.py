@@ -24,7 +24,6 @@ def verify_stage(run: Pipeline) -> None:
 
 
 def eval_stage(run: Pipeline) -> None:
-    """Compares the output with the model."""
     options = EvalOptions(
         data=tuple(run.work.eval),
         text_field=run.work.text_field,
@@ -40,7 +39,6 @@ def eval_stage(run: Pipeline) -> None:
 
 
 def report_stage(run: Pipeline) -> None:
-    """Writes the report beside the output."""
     measured = run.beside("eval.json") if run.work.eval else None
     run.report, _ = make_report(
         run.out,

@@ -106,7 +106,6 @@ def pipeline(
 
 
 def run(run: Pipeline, *, say: Say = lambda line: None) -> PipelineResult:
-    """Runs what is decided, as `pipeline` does."""
     begun, paths = time.monotonic(), Paths.of(run.out)
     check_place(run.out)
     with ExitStack() as stack:

@@ -161,7 +161,6 @@ def header_text(tokens: int) -> str:
 
 
 def row_text(row: DemoRow, first: DemoRow) -> str:
-    """One row of the table. ``first``: the float model's."""
     return _line(
         [
             row.name,

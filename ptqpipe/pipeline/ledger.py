@@ -60,7 +60,6 @@ class Ledger:
             yield file
 
     def close(self) -> None:
-        """Closes the journal."""
         self._journal.close()
 
 

@@ -41,7 +41,6 @@ def render(result: "PipelineResult") -> str:
 
 
 def to_json(result: "PipelineResult") -> dict[str, Any]:
-    """The outcome as data."""
     return {
         "out": str(result.out),
         "pipeline": result.record.get("pipeline"),

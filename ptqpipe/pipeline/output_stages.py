@@ -24,7 +24,6 @@ from ptqpipe.recipe.options import RecipeOptions
 
 
 def plan_stage(run: Pipeline) -> None:
-    """Chooses a format for every layer."""
     target = run.folder / "recipe.yaml"
     if not target.exists():
         _write_plan(run, target)
@@ -52,7 +51,6 @@ def _write_plan(run: Pipeline, target: Path) -> None:
 
 
 def tune_stage(run: Pipeline) -> None:
-    """Chooses the codes."""
     assert run.preset is not None
     target = run.folder / "codes"
     with suppress(AlreadyComplete):
@@ -72,7 +70,6 @@ def tune_stage(run: Pipeline) -> None:
 
 
 def convert_stage(run: Pipeline) -> None:
-    """Writes the output."""
     codes = run.folder / "codes" if run.preset is not None and run.preset.method else None
     stats = run.stats if codes is None or run.static else None
     path = run.recipe_file if codes is None else None

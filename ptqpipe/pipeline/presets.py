@@ -66,14 +66,12 @@ def kind_of(schemes: Sequence[Scheme]) -> str:
 
 
 def describe(preset: QualityPreset) -> str:
-    """What a preset does, in words."""
     before = [*(["learned rotations"] if preset.rotations else []), *([preset.transform] if preset.transform else [])]
     text = ", on the data and on text that the model generates" if preset.own_text else ""
     return (f"{', '.join(before)}, then " if before else "") + _WORDS[preset.method] + text
 
 
 def markdown() -> str:
-    """The table for the docs."""
     qualities = list(TABLE[WEIGHTS])
     lines = [f"| format | {' | '.join(qualities)} |", "|---" * (len(qualities) + 1) + "|"]
     lines += [f"| {kind} | {' | '.join(describe(row[q]) for q in qualities)} |" for kind, row in TABLE.items()]

@@ -84,7 +84,6 @@ class Pipeline:
 
     @property
     def folder(self) -> Path:
-        """Where the stages' outputs lie."""
         return self.begun if self.work.work_dir is None else Path(self.work.work_dir).expanduser()
 
     @property
@@ -113,7 +112,6 @@ class Pipeline:
         return named | {_key(*_TOGETHER.get(name, (name,))): json.dumps(value) for name, value in values.items()}
 
     def beside(self, ending: str) -> Path:
-        """A file next to the output."""
         return self.out.parent / f"{self.out.name}.{ending}"
 
     def windows(self) -> dict[str, Any]:

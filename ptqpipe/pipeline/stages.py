@@ -21,7 +21,6 @@ class Step:
 
 
 def steps_of(run: Pipeline) -> list[Step]:
-    """The stages in their order."""
     preset, work = run.preset, run.work
     steps: list[Step] = []
 

@@ -1,7 +1,4 @@
-"""Checks a call of the pipeline before any work: options that contradict each other, files that are not there.
-
-Knows options and names of files; must not know what stages do.
-"""
+"""Checks a call of the pipeline before any work: options that contradict each other, files that are not there."""
 
 from collections.abc import Sequence
 from math import ceil

@@ -102,7 +102,6 @@ def _key(name: str) -> str:
 
 
 def _near(name: str) -> str:
-    """The remedy for a name that no recipe has."""
     near = get_close_matches(_key(Path(name).stem if name.endswith(".yaml") else name), named_recipes())
     if not near:
         return "name a YAML file, or a recipe that `ptqpipe recipes` lists"
@@ -205,7 +204,6 @@ def _rule(item: Any, index: int) -> Rule:
 
 
 def _value(raw: Any, where: str, kind: Any) -> Any:
-    """The value of a field of type ``kind``."""
     return _READERS[kind](raw, where)
 
 
@@ -305,7 +303,6 @@ def _with_options(rule: Rule, options: RecipeOptions) -> Rule:
 
 
 def _overrides(options: RecipeOptions, kind: type[Rule] | type[Recipe]) -> dict[str, Any]:
-    """The options that were given, of those that name a field of ``kind``."""
     names = {field.name for field in fields(kind)}
     return {name: value for name, value in options.overrides.items() if name in names}
 

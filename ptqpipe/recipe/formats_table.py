@@ -86,7 +86,6 @@ def named(kind: str) -> list[dict[str, str]]:
 
 
 def _folders(package: str) -> list[str]:
-    """The folders of a package."""
     loaded = sys.modules.get(f"ptqpipe.{package}")  # has what was added to it
     if loaded is not None:
         return list(loaded.__path__)
@@ -94,13 +93,11 @@ def _folders(package: str) -> list[str]:
 
 
 def _purpose(file: Path) -> str:
-    """The first line of a module's docstring."""
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return text.partition("\n")[0].replace("``", "")
 
 
 def render() -> str:
-    """Tables for a terminal of 80 columns."""
     content = to_json()
     head = ["format", "bits", "activations", "multiplies on", *_COLUMNS.values()]
     rows = [

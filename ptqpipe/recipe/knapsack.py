@@ -2,7 +2,7 @@
 
     minimize   sum cost[g][o] x[g][o]     subject to   sum_o x[g][o] = 1,   sum size[g][o] x[g][o] <= budget
 
-Solved by HiGHS through scipy.optimize.milp. Must not know weights or formats.
+Solved by HiGHS through scipy.optimize.milp.
 """
 
 import ctypes

@@ -8,7 +8,6 @@ from ptqpipe.recipe.file import GROUPS, load_recipe, named_recipe, named_recipes
 
 
 def names() -> list[str]:
-    """The names, group by group."""
     return list(named_recipes())
 
 

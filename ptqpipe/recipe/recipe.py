@@ -54,7 +54,6 @@ class Rule(CodeOptions):
 
     @property
     def calibrated(self) -> bool:
-        """Whether quantizing needs statistics of the inputs."""
         return self.scheme is not None and bool(self.moments)
 
     def to_json(self) -> dict[str, Any]:
@@ -320,10 +319,8 @@ def _shown(text: str) -> str:
 
 
 def _values(options: Any, kind: type[CodeOptions] | type[CheckpointOptions]) -> dict[str, Any]:
-    """The values of the options of ``kind``, by name."""
     return {_IN_JSON.get(field.name, field.name): getattr(options, field.name) for field in fields(kind)}
 
 
 def _by_field(described: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON with the names of fields."""
     return {FORMER_NAMES.get(key, key): value for key, value in described.items() if key not in _IN_JSON}

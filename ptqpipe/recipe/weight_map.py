@@ -54,7 +54,6 @@ class WeightMap:
         return tuple(replace(part, rotation=stored.scheme.rotation) for part, _ in slices)
 
     def rows(self, part: Slice, shape: tuple[int, int], *, cache: bool = False) -> SourceRows:
-        """The rows of one origin."""
         return SourceRows(self.source, part, shape=shape, cache=cache)
 
     def _origins(self, stored: StoredWeight) -> list[tuple[Slice, tuple[int, int]]]:

@@ -4,9 +4,7 @@ Codes and block scales keep their bytes; what changes is names, shapes of the sa
 (only where no number changes), and the convention of global scales: a container that divides stores the reciprocal.
 1/(1/x) is not always x, and code * (v/x) may differ from code * (v*(1/x)) by its roundings, at most 5 x 2^-24 of the
 number; both are looked for in every scale that is inverted, and recorded. Shards keep their borders (the parts of one
-weight are brought together), so there and back again gives the same files, the record aside.
-
-Knows containers and files; must not know how scales were chosen. Bytes move in ``jobs.py``.
+weight are brought together), so there and back again gives the same files, the record aside. Bytes move in ``jobs.py``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,12 +81,10 @@ class Relayout(CheckpointJob[MoveWeight | CopyTensor]):
 
     @property
     def run_parts(self) -> Mapping[str, str]:
-        """As `CheckpointJob`."""
         return parts_of_stage("relayout", self.head, layout=self.layout.digest)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """As `CheckpointJob`."""
         return tuple(warnings_of(self.source, self.container, self.container_name, self.jobs))
 
     def copy(self, job: CopyTensor, writer: CheckpointWriter) -> dict[str, Any]:
@@ -224,7 +220,6 @@ def _old_record(source: Source) -> Mapping[str, Any]:
 
 
 def render(done: WriteResult) -> str:
-    """What was done, for a terminal."""
     record = done.record
     changed, irreversible = record["decode_rounds_differently"], record["reciprocal_is_not_exact"]
     lines = [
@@ -250,7 +245,6 @@ def render(done: WriteResult) -> str:
 
 
 def to_json(done: WriteResult) -> dict[str, Any]:
-    """The outcome as data."""
     record = done.record
     return done.to_json(
         source_container=done.source_container,

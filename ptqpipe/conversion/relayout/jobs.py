@@ -3,7 +3,7 @@
 A job moves one stored weight (one expert of a stack) or copies a kept tensor under its new name. Float scales are read
 beforehand where their width must be chosen. Codes and scales are row major in every layout, so a run of rows is a run
 of bytes and nothing is decoded. Numbers that a layout stores alone (global scales, input scales) are inverted where the
-other side divides; what that costs is looked for and recorded. Must not know configs or records.
+other side divides; what that costs is looked for and recorded.
 """
 
 import math
@@ -58,7 +58,6 @@ class WeightPiece:
 
     @property
     def whole(self) -> bool:
-        """Whether it is all rows of its source."""
         return self.shape == self.source.shape
 
     def origin(self, part: Part) -> Part:
@@ -158,7 +157,6 @@ def rows_of(piece: WeightPiece, part: Part) -> tuple[int, int, int, int]:
 
 
 def _move_rows(piece: WeightPiece, part: Part, origin: Part, reader: CheckpointReader, writer: CheckpointWriter) -> str:
-    """Writes a DATA or SCALES part; its sha256."""
     fmt = piece.scheme.fmt
     as_numbers = part.role is PartKind.SCALES and fmt.scale.enumerable and "F32" in (origin.dtype, part.dtype)
     same = origin.dtype == part.dtype or origin.dtype not in FLOAT_DTYPES
@@ -325,7 +323,6 @@ def dropped_parts(source: Source, jobs: Iterable[MoveWeight | CopyTensor]) -> It
 
 
 def warnings_of(source: Source, target: Container, name: str, jobs: Sequence[MoveWeight | CopyTensor]) -> Iterator[str]:
-    """What readers of the output get wrong."""
     yield from layout_warnings(name, targets_of(jobs), source.reader.config)
     names = [job.spec.name for job in jobs if isinstance(job, CopyTensor)]
     scales = [n for n in names if kv_scale(n, "F32", (1,), container=target) is not None]

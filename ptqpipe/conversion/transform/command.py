@@ -105,7 +105,6 @@ def _open_statistics(
 
 
 def render(done: WriteResult) -> str:
-    """What was done, for a terminal."""
     record = done.record
     rounding = "exact: every factor is a power of two" if record["exact"] else f"rounded once to {record['dtype']}"
     if not record["exact"] and record["rounding"] > FLOAT32_ROUNDING:
@@ -117,7 +116,6 @@ def render(done: WriteResult) -> str:
 
 
 def to_json(done: WriteResult) -> dict[str, Any]:
-    """The outcome as data."""
     record = done.record
     return done.to_json(
         changed=len(record["weights"]),

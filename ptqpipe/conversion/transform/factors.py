@@ -3,7 +3,7 @@ the model.
 
 `Source.open` takes the folder for the model with them folded in, computed as it is read. One component after another is
 in the journal, so a run that was interrupted goes on behind the last. A folder that is made of another one holds what
-that one holds, too. Must not know what is made of it.
+that one holds, too.
 """
 
 import time

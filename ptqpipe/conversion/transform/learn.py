@@ -2,7 +2,7 @@
 
 A unit is learned from pairs of inputs and gradients that statistics hold, those of all its layers in memory at once,
 and is kept in the journal as it is found: a run that is continued learns the others. Which units there are, and what
-they take, is decided from headers. Must not know how matrices are found.
+they take, is decided from headers.
 """
 
 import hashlib
@@ -62,12 +62,10 @@ class LearningUnit:
 
     @property
     def id(self) -> str:
-        """Its name in the journal."""
         return f"learn:{self.transform}:{self.key}"
 
     @property
     def title(self) -> str:
-        """What a person reads."""
         return "residual stream" if self.key == STREAM else self.key
 
     @property

@@ -129,7 +129,6 @@ def is_exact(names: Sequence[str], options: TransformOptions, structure: Structu
 
 
 def _used(structure: Structure, names: Sequence[str], options: TransformOptions) -> list[Edge]:
-    """The edges on which something will be folded."""
     kinds: set[str] = set()
     for name in names:
         if name in SCALINGS:

@@ -87,12 +87,10 @@ class Transformation(FloatCheckpoint):
 
     @property
     def run_parts(self) -> Mapping[str, str]:
-        """As `CheckpointJob`."""
         return parts_of_stage("transform", self.head, layout=self.layout.digest)
 
     @property
     def view(self) -> FoldedTensors:
-        """As `FloatCheckpoint`."""
         return self.transformed[0].view or super().view
 
     def least_memory(self) -> tuple[int, WriteFloats | CopyTensor | None]:
@@ -134,7 +132,6 @@ class Transformation(FloatCheckpoint):
             run_jobs(missing, do, threads=machine.workers)
 
     def learn(self, commit: Commit, machine: Machine) -> None:
-        """Learns the rotations that have no entry yet."""
         missing = [unit for unit in self.units if unit.id not in self.entries]
         if self.statistics is None or not missing:
             return
@@ -186,7 +183,6 @@ class Transformation(FloatCheckpoint):
         return [solve_edge(name, edge, weights, self.statistics, self.options) for edge in edges]
 
     def configs(self) -> dict[str, dict[str, Any]]:
-        """As `CheckpointJob`."""
         config = dict(self.source.reader.config)
         if self.dtype is not None:
             config = with_dtype(config, self.dtype)

@@ -185,7 +185,6 @@ def solve_edge(
 
 
 def _entry(name: str, edge: Edge, solution: Solution) -> dict[str, Any]:
-    """The entry of the factors on one edge in the record."""
     factors = solution.factors
     entry: dict[str, Any] = {
         "transform": name,

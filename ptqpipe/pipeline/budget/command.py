@@ -94,7 +94,6 @@ class MixedPlan:
 
     @property
     def elements(self) -> int:
-        """How many numbers could be quantized."""
         return sum(group.elements for group in self.groups)
 
     def bits(self, solution: Allocation) -> float:

@@ -59,8 +59,6 @@ MOMENTS = ("full_moment", "block_moment", "second_moment")
 
 @dataclass(frozen=True, slots=True)
 class _Error:
-    """One weight at one scheme."""
-
     group: str
     scheme: str
     role: str

@@ -49,7 +49,6 @@ class Total:
         return self.cost + float((self.follows.double() * others.double()).mean())
 
     def is_finite(self) -> bool:
-        """Whether all of it is."""
         return math.isfinite(self.cost) and (self.follows is None or bool(self.follows.isfinite().all()))
 
 

@@ -2,7 +2,7 @@
 disk, from headers alone.
 
 A group is a fused unit (q, k and v; gate and up; a single weight), or all experts of one MLP, whose kernels take one
-scheme. Must not know errors or solvers.
+scheme.
 """
 
 import json
@@ -41,7 +41,6 @@ class SchemeOption:
 
     @property
     def name(self) -> str:
-        """As recipes name it."""
         return KEEP if self.scheme is None else self.scheme.name
 
 
@@ -55,16 +54,13 @@ class Group:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """All weights."""
         return tuple(member for unit in self.units for member in unit.members)
 
     @property
     def elements(self) -> int:
-        """How many numbers."""
         return sum(unit.elements for unit in self.units)
 
     def option(self, name: str) -> SchemeOption | None:
-        """The option of this name, if it fits."""
         return next((option for option in self.options if option.name == name), None)
 
 

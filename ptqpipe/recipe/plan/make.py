@@ -224,7 +224,6 @@ def _rule_or_reason(member: Member, rule: Rule | None, reason: str, *, even_bloc
 
 
 def _check_rotation(member: Member, scheme: Scheme) -> None:
-    """RecipeError where a layer's inputs cannot be rotated as the recipe says."""
     if scheme.rotation and member.shape[1] % scheme.rotation:
         raise RecipeError(
             f"rotate: {member.module} has {member.shape[1]} columns, which blocks of {scheme.rotation} do not divide; "

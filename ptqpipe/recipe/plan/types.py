@@ -17,7 +17,6 @@ class Unit:
 
     @property
     def scheme(self) -> Scheme:
-        """The scheme of every member."""
         scheme = self.rule.scheme
         if scheme is None:  # units are built from quantizing rules only
             raise AssertionError(self.id)
@@ -25,12 +24,10 @@ class Unit:
 
     @property
     def search(self) -> str:
-        """The search of its block scales."""
         return self.rule.search_for(self.scheme.fmt.name)
 
     @property
     def elements(self) -> int:
-        """Number of weights of the unit."""
         return sum(member.elements for member in self.members)
 
 
