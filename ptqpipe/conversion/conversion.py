@@ -15,8 +15,8 @@ import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.calibration.statistics import Statistics
-from ptqpipe.checkpoint import CheckpointWriter, NotFinite, TensorWriter, margin
-from ptqpipe.checkpoint.dtypes import DTYPES
+from ptqpipe.checkpoint import CheckpointWriter, TensorWriter, margin
+from ptqpipe.checkpoint.dtypes import DTYPES, NotFinite
 from ptqpipe.checkpoint.layouts import WHOLE_ROLES, Part, PartKind, encode_part, part_offset
 from ptqpipe.conversion.consume import Consumed
 from ptqpipe.conversion.input_moments import InputScales, describe_statistics, means_of, unit_extra_bytes

@@ -18,7 +18,8 @@ import torch
 
 from ptqpipe.calibration.inputs import OUT_ROWS, Moments
 from ptqpipe.calibration.statistics import KnownInputs, Statistics
-from ptqpipe.checkpoint import OF_WEIGHTS, name_of
+from ptqpipe.checkpoint import name_of
+from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
 from ptqpipe.conversion.planned_outputs import corrected_biases
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.models.slices import Member

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 
-from ptqpipe.calibration.rows import check_once
 from ptqpipe.check.evaluate.cache import DEFAULT_LIMIT, open_cache, store_bytes
 from ptqpipe.check.evaluate.eval_file import kl_row, perplexity_row, result_json, task_row
 from ptqpipe.check.evaluate.harness import TaskMetric, TaskRequest, check_tasks, run_tasks
@@ -27,7 +26,7 @@ from ptqpipe.check.evaluate.token_divergence import (
     kl_histogram,
     worst_tokens,
 )
-from ptqpipe.check.evaluate.tokenized_text import SAMPLE, SAMPLE_NAME, Text, read_text
+from ptqpipe.check.evaluate.tokenized_text import SAMPLE, SAMPLE_NAME, Text, read_texts
 from ptqpipe.check.report.provenance import run_facts
 from ptqpipe.checkpoint import CheckpointReader, completed_run, name_of, resolve_source
 from ptqpipe.errors import CheckpointError, UsageError, arg, one_line
@@ -248,8 +247,7 @@ def _prepare(ckpt: str, source: str | None, options: Options, progress: bool, lo
     words = path if other is None or (path / "tokenizer_config.json").exists() else other
     tokenizer = cache(lambda: load_tokenizer(words))  # files of tokens need none
     data = options.data if options.data or options.tasks else (str(SAMPLE),)
-    check_once(data, arg("data"))
-    texts = tuple(read_text(name, tokenizer, field=options.field, max_tokens=options.max_tokens) for name in data)
+    texts = read_texts(data, tokenizer, field=options.field, max_tokens=options.max_tokens)
     for text in texts:
         _check_tokens(text, int(config.get_text_config().vocab_size))
     return _Job(options, path, other, texts, window, stride, tokenizer, progress, log)

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.check.report import Report, render_comparison
-from ptqpipe.check.report.command import gather, target_of
+from ptqpipe.check.report.command import target_of
 from ptqpipe.check.report.find import find_evaluation, read_source
+from ptqpipe.check.report.gather import gather
 from ptqpipe.checkpoint import name_of, write_file
 from ptqpipe.errors import UsageError, argv
 from ptqpipe.run.machine import Machine

@@ -4,6 +4,7 @@ What one weight says is ``scan.py``; this file runs it over a checkpoint and joi
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -11,12 +12,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from ptqpipe.check.report import Codes, Histogram, Proof, ReportedWeight, ScaleChoice, WorstBlock
+from ptqpipe.check.report import Codes, Histogram, KeptTensor, Proof, ReportedWeight, ScaleChoice, WorstBlock
 from ptqpipe.check.report.scale_choices import STORED, compare_choices
 from ptqpipe.check.scan import FLOAT_BINS, WeightFacts
 from ptqpipe.check.verify.block_proofs import prove_weight
 from ptqpipe.check.verify.shared_scales import fused_groups
-from ptqpipe.checkpoint.layouts import StoredWeight
+from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
 from ptqpipe.checkpoint.tensor_names import expert_of, layer_of, role_of
 from ptqpipe.conversion.record import Record
 from ptqpipe.errors import UsageError
@@ -265,3 +266,26 @@ def _scale_axis(codec: Codec) -> tuple[float, ...]:
     if codec.enumerable:
         return tuple(scale_values(torch.arange(len(codec.magnitudes), dtype=torch.uint8), codec).tolist())
     return tuple(math.ldexp(1.0 + (code & 3) / 4, max(code >> 2, 1) - 127) for code in range(FLOAT_BINS))
+
+
+def kept_tensors(opened: Source, record: Record | None) -> tuple[KeptTensor, ...]:
+    """Every tensor that is not quantized, with the reason where the record has one."""
+    raw = record.raw.get("kept") if record is not None else None
+    tensors = []
+    for name in opened.plain:
+        entry = opened.reader.entries[name]
+        claim = raw.get(name) if isinstance(raw, Mapping) else None
+        reason = str(claim.get("reason", "")) if isinstance(claim, Mapping) else ""
+        reason = "scale of the kv cache" if not reason and is_kv_scale(name) else reason
+        tensors.append(KeptTensor(name, role_of(name), layer_of(name), entry.dtype, entry.shape, entry.nbytes, reason))
+    return tuple(tensors)
+
+
+def headline(opened: Source) -> tuple[str, ...]:
+    """Descriptions of the schemes, the one with most weights first."""
+    counts: dict[str, int] = defaultdict(int)
+    words: dict[str, str] = {}
+    for stored in opened.stored.values():
+        counts[stored.scheme.label] += math.prod(stored.shape) * (stored.experts or 1)
+        words[stored.scheme.label] = stored.scheme.describe()
+    return tuple(words[name] for name in sorted(counts, key=lambda name: (-counts[name], name)))

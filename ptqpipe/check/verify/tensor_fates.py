@@ -13,7 +13,7 @@ import torch
 
 from ptqpipe.check.verify.findings import Findings
 from ptqpipe.check.verify.side_files import changed
-from ptqpipe.checkpoint import NotFinite
+from ptqpipe.checkpoint.dtypes import NotFinite
 from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
 from ptqpipe.models.source import Source
 from ptqpipe.recipe.weight_map import WeightMap
