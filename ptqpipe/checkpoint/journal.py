@@ -66,7 +66,6 @@ def run_id_of(parts: Mapping[str, str]) -> str:
 
 
 def journal_name(rank: int) -> str:
-    """The file name of a rank's journal."""
     return f"journal-{rank}.jsonl"
 
 
@@ -174,7 +173,6 @@ class Journal:
         fdatasync(self._fd)
 
     def close(self) -> None:
-        """Closes the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -152,7 +152,6 @@ class CheckpointWriter:
         return writer
 
     def _open_pieces(self) -> dict[tuple[str, int], TensorWriter]:
-        """This thread's uncommitted pieces."""
         pieces: dict[tuple[str, int], TensorWriter] | None = getattr(self._of_thread, "pieces", None)
         if pieces is None:
             pieces = self._of_thread.pieces = {}

@@ -65,7 +65,6 @@ def named_model_of(config: Any, path: Path) -> tuple[Any, Any]:
 
 
 def _named(config: Any) -> str:
-    """The class that a config names; "" where it names none."""
     named = getattr(config, "architectures", None)
     return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
 
@@ -103,14 +102,12 @@ def without_head(path: Path, model: Any) -> CheckpointError:
 
 
 def _with_images(config: Any) -> Any:
-    """transformers' class for images and text of a config, None where it has none."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
 
 
 def _takes_text_alone(model_class: Any, config: Any) -> bool:
-    """Whether it continues text that comes without an image."""
     parameters = signature(model_class.forward).parameters
     image = parameters.get("pixel_values")
     optional = image is None or image.default is not Parameter.empty
@@ -163,7 +160,6 @@ def image_parts(model: Any) -> tuple[str, ...]:
 
 
 def left_out_of(model: Any) -> tuple[str, ...]:
-    """The names of the modules that `keep_language_model` took out."""
     return tuple(getattr(model, _LEFT_OUT, ()))
 
 

@@ -196,12 +196,10 @@ class Source:
         self.close()
 
     def close(self) -> None:
-        """Closes the files."""
         self.reader.close()
 
 
 def _refused(source: Source, unread: Sequence[Dangling]) -> str:
-    """Why a checkpoint with dangling tensors is not read, in one line."""
     first = unread[0]
     entry = source.reader.entries[first.name]
     more = f" ({len(unread)} such tensors)" if len(unread) > 1 else ""
@@ -334,7 +332,6 @@ class SourceRows:
         return rotated_weight(self._plain(start, stop), self._where.rotation)
 
     def _plain(self, start: int, stop: int) -> torch.Tensor:
-        """Rows as the source has them."""
         where = self._where
         if where.tensor in self._source.stored:
             return self._decode(start, stop)

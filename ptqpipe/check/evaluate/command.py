@@ -82,14 +82,11 @@ class Options:
 
     @property
     def request(self) -> TaskRequest:
-        """The tasks."""
         return TaskRequest(self.tasks, self.task_data, self.include_path, self.limit, self.batch_size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Everything decided and read but the weights."""
-
     options: Options
     path: Path
     baseline: Path | None
@@ -151,7 +148,6 @@ def evaluate(
 
 
 def _kl_row(job: _Job, text: Text, scores: Scores) -> dict[str, Any]:
-    """The divergence of a text, and where in the text it lies."""
     return kl_row(
         text,
         divergence(scores),
@@ -171,12 +167,10 @@ def _decode(job: _Job) -> Decode:
 
 
 def _begun(job: _Job) -> torch.Tensor:
-    """The tokens that both models continue."""
     return beginnings(job.texts[0].tokens, job.options.samples if job.baseline is not None else 0)
 
 
 def _written(job: _Job, model: Callable[[], Any]) -> list[str]:
-    """What a model continues them with."""
     if not job.texts or not len(begun := _begun(job)):
         return []
     decode = _decode(job)
@@ -194,7 +188,6 @@ def _sample_rows(job: _Job, written: Sequence[Sequence[str]]) -> list[dict[str, 
 
 
 def _loader(path: Path, options: Options) -> Any:
-    """Gives the model of a checkpoint, which is loaded when it is first asked for, until its ``cache_clear``."""
     return cache(
         lambda: load(path, packed=False, dtype=options.dtype, activations=options.activations, device=options.device)
     )

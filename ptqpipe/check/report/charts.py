@@ -196,7 +196,6 @@ def _rows(
 
 
 def _levels(axis: Axis, left: float, right: float) -> list[Markup]:
-    """The grid of an upright axis, with its numbers."""
     parts = []
     for tick in axis.ticks:
         y = axis.at(tick)
@@ -244,7 +243,6 @@ def _code_range(h: Histogram) -> tuple[int, int]:
 
 
 def _zones(h: Histogram, first: int, last: int, left: float, pitch: float, top: float, bottom: float) -> list[Markup]:
-    """The subnormal codes and the largest one."""
     if h.codec in ("e8m0", "float"):
         return []
     even = next((c for c, v in enumerate(h.values) if v != c * h.values[1]), len(h.values))
@@ -263,7 +261,6 @@ def _zones(h: Histogram, first: int, last: int, left: float, pitch: float, top: 
 def _code_ticks(
     h: Histogram, first: int, last: int, left: float, pitch: float, height: float, *, wide: bool
 ) -> list[Markup]:
-    """The numbers that codes stand for, at powers of two."""
     places = [code for code in range(first, last + 1) if h.values[code] > 0 and math.frexp(h.values[code])[0] == 0.5]
     apart, drawn = 34 if wide else 40, math.inf
     parts = []

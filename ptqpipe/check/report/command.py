@@ -72,7 +72,6 @@ def target_of(ckpt: Path, *, out: Path | None, kind: str | None) -> tuple[Path, 
 
 
 def _told(target: Path, report: Report, source: Path | None, evaluation: Path | None) -> list[str]:
-    """Lines for the terminal: a report's inputs, verdict, notes and path."""
     lines = [_summary(report)]
     if report.verdict is not None:
         lines.append(f"{report.verdict[1]}: {report.verdict[0]}")
@@ -84,7 +83,6 @@ def _told(target: Path, report: Report, source: Path | None, evaluation: Path | 
 
 
 def _summary(report: Report) -> str:
-    """Sizes and errors in one line."""
     error = decibels(pooled_mse(report.weights))
     parts = [f"{len(report.weights)} weights at {report.bits_per_weight:.3f} bits", f"{len(report.kept)} tensors kept"]
     if report.versus_rtn is not None:

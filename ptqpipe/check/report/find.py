@@ -15,7 +15,6 @@ from ptqpipe.errors import PtqError
 
 
 def claims_own(ckpt: Path) -> bool:
-    """Whether a checkpoint has a record of ptqpipe."""
     return (ckpt / RECORD_FILE).is_file()
 
 

@@ -141,7 +141,6 @@ def _gather(
 
 
 def _illegal(items: Sequence[Item], scans: Sequence[WeightFacts]) -> list[str]:
-    """A note on weights that no reader decodes, if there are any."""
     names = [item.name for item, scan in zip(items, scans, strict=True) if not scan.decodes]
     count = f"{len(names)} weights have numbers that no quantizer may write, the first {names[0]}" if names else ""
     return [f"{count}; ptqpipe verify lists them"] if names else []

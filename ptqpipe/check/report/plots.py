@@ -22,7 +22,6 @@ _BOLD = 7.0  # and of one beside a level
 
 
 def _size(wide: bool) -> tuple[float, float]:
-    """Width and height of plots that stand in pairs on a wide page."""
     return (WIDE / 2 + 30, 270) if wide else (NARROW, 230)
 
 
@@ -31,7 +30,6 @@ def _kind(wide: bool) -> str:
 
 
 def _upright(axis: Axis, width: float) -> list[Markup]:
-    """The grid of an upright axis of divergences, with its numbers."""
     parts = []
     for tick in axis.ticks:
         label = numbers.sci(tick) if tick else "0"
@@ -86,7 +84,6 @@ def _span(low: float, high: float, place: int, count: int) -> str:
 
 
 def _decades(low: float, high: float, at: Any, base: float, *, every: int) -> list[Markup]:
-    """Ticks at powers of ten."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     return [
         part

@@ -118,7 +118,6 @@ def describe_weight(opened: Source, item: Item, scan: WeightFacts, record: Recor
 
 
 def _calibration(record: Record | None, name: str) -> dict[str, Any]:
-    """The calibration of a weight, from the record, by the fields of `ReportedWeight`."""
     weights = record.raw.get("weights") if record is not None else None
     entry = weights.get(name) if isinstance(weights, Mapping) else None
     raw: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
@@ -171,7 +170,6 @@ def with_choices(
 
 
 def histograms(items: Iterable[Item], scans: Iterable[WeightFacts]) -> tuple[Histogram, ...]:
-    """Scale codes by format and role."""
     sums: dict[tuple[str, str], torch.Tensor] = {}
     formats = {}
     for item, scan in zip(items, scans, strict=True):
@@ -230,7 +228,6 @@ def prove_sample(
 
 
 def _codes_of(facts: WeightFacts, element: Codec, scale: Codec) -> Codes:
-    """The counts as the report shows them."""
     size = torch.tensor(element.values).abs()
     elements = int(facts.code_counts.sum())
     largest, zero = (int(facts.code_counts[mask].sum()) for mask in (size >= element.max, size == 0))

@@ -49,7 +49,6 @@ def prove_joint(ckpt: Source, members: Sequence[tuple[str, SourceRows]]) -> Opti
 
 
 def _sampled_lines(grid: tuple[int, int], cost: int, sample_blocks: int | None) -> list[int]:
-    """Rows of the scale grid to check, spread evenly."""
     if sample_blocks is None:
         return list(range(grid[0]))
     blocks = min(sample_blocks, max(1, SCORE_BUDGET // cost))

@@ -90,7 +90,6 @@ def verify(
 
 
 def _is_foreign(run: Verification) -> bool:
-    """Whether the record names another model than the source as the one that the checkpoint was made from."""
     made_from = None if run.record is None else run.record.raw.get("source")
     if run.source is None or not isinstance(made_from, Mapping):
         return False

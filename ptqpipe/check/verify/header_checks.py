@@ -53,7 +53,6 @@ def check_headers(run: Verification) -> None:
 
 
 def _check_names(ckpt: Source, findings: Findings) -> None:
-    """The tensors are those of the model that config.json names."""
     for line in unlike_model(ckpt):
         findings.fault("config", "config.json", line)
 
@@ -61,7 +60,6 @@ def _check_names(ckpt: Source, findings: Findings) -> None:
 def _source_checks(
     run: Verification, source: Source, record: Record | None
 ) -> list[tuple[str, str, Callable[[], None]]]:
-    """(check, where, action) of what needs the headers and files of the source."""
     ckpt, findings, origins = run.ckpt, run.findings, run.origins
     checks: list[tuple[str, str, Callable[[], None]]] = []
     rewritten: frozenset[str] = frozenset()

@@ -123,7 +123,6 @@ def _unit_job(run: Verification, planned: Outputs, unit: Unit) -> tuple[Findings
 
 
 def note_savings(reports: list[WeightReport], findings: Findings) -> None:
-    """One note for what the exact search would save."""
     proofs = sum((report.optimality for report in reports if report.optimality is not None), Optimality(0, 0))
     if proofs.worse and proofs.saved > _SAVING_NOTE:
         saved = f"the exact search would save {proofs.saved:.1%} of their squared error"

@@ -82,7 +82,6 @@ def repeat_unit(
 def _check_outcomes(
     unit: Unit, outcomes: Sequence[Mapping[str, Any]], claims: Mapping[str, Claim], findings: Findings
 ) -> None:
-    """Checks the record's fields about quantizing with statistics, weight by weight."""
     for member, outcome in zip(unit.members, outcomes, strict=True):
         entry = claims[member.key].entry
         for key, wanted in outcome.items():
@@ -105,7 +104,6 @@ def _learned(unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> boo
 
 
 def _unlike(ckpt: Source, member: Member, row: int, q: QTensor) -> str:
-    """The difference between stored rows and requantized ones, as text; empty where they are equal."""
     expert = member.source.expert if member.stack is not None else None
     stored = ckpt.quantized(member.weight, expert=expert, rows=(row, row + q.shape[0]))
     if stored.data.shape != q.data.shape or stored.scales.shape != q.scales.shape:

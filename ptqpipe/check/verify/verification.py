@@ -13,8 +13,6 @@ from ptqpipe.recipe.weight_map import WeightMap
 
 @dataclass(slots=True)
 class Verification:
-    """One verification while it runs."""
-
     ckpt: Source
     source: Source | None
     findings: Findings

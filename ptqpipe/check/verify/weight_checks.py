@@ -161,7 +161,6 @@ def _check_scalars(
 
 
 def _check_legal(facts: WeightFacts, findings: Findings) -> None:
-    """Faults of codes and scales that no quantizer may write."""
     counts, name = facts.illegal, facts.name
     if counts.bad_scales:
         findings.fault(

@@ -113,7 +113,6 @@ class _Finder:
 
     @property
     def head(self) -> str:
-        """The name of the head's weight."""
         return next((name for name in self.language if name.endswith(f".{_HEAD}")), _HEAD)
 
     def number(self, key: str) -> int:
@@ -343,7 +342,6 @@ class _Finder:
                 )
 
     def ends(self) -> None:
-        """Embeddings, the last norm, the head."""
         self.embeddings += [name for name in self.language if _EMBEDDINGS.fullmatch(name)]
         self.seen.update(self.embeddings)
         outside = (n for n in self.language if not _LAYER.fullmatch(n))
@@ -368,7 +366,6 @@ class _Finder:
         self.edges.append(edge)
 
     def result(self) -> Structure:
-        """The structure of the model."""
         others = tuple(name for name in self.tensors if name not in self.seen)
         return Structure(
             self.norms,
