@@ -290,19 +290,19 @@ def _unused(opened: Source) -> list[str]:
 
 def _suspicious(rows: Iterable[RoleSummary]) -> Iterable[str]:
     for row in rows:
-        counts, of = row.scales, f"of {row.scales.blocks} block scales of {row.role} ({row.format})"
+        counts, which = row.scales, f"of {row.scales.blocks} block scales of {row.role} ({row.format})"
         if counts.bad:
-            yield f"{counts.bad} {of} are NaN, infinite or negative"
+            yield f"{counts.bad} {which} are NaN, infinite or negative"
         if counts.zero:
-            yield f"{counts.zero} {of} are zero"
+            yield f"{counts.zero} {which} are zero"
         if counts.largest > LEAST_SHARE * counts.blocks:
-            yield f"{counts.largest / counts.blocks:.1%} {of} are the largest code; the global scale is too small"
+            yield f"{counts.largest / counts.blocks:.1%} {which} are the largest code; the global scale is too small"
         if counts.least - counts.empty > LEAST_SHARE * counts.blocks:
             share = (counts.least - counts.empty) / counts.blocks
             under = f"underflow to the smallest code although their blocks are not zero; the global scale of {row.role}"
-            yield f"{share:.1%} {of} {under} is too large"
+            yield f"{share:.1%} {which} {under} is too large"
         if counts.empty > LEAST_SHARE * counts.blocks:
-            yield f"{counts.empty / counts.blocks:.1%} {of} belong to blocks of zeros"
+            yield f"{counts.empty / counts.blocks:.1%} {which} belong to blocks of zeros"
         low, high = row.global_least, row.global_largest
         if low is not None and high is not None:
             if not (math.isfinite(high) and low > 0):

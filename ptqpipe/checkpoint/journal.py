@@ -217,5 +217,5 @@ def _apply(path: Path, content: JournalContent, payload: dict[str, Any], *, numb
             else:
                 content.units[unit] = record
                 content.withdrawn.discard(unit)
-        content.pieces.update({unit: [tuple(piece) for piece in of] for unit, of in payload["pieces"].items()})
+        content.pieces.update({unit: [tuple(one) for one in pieces] for unit, pieces in payload["pieces"].items()})
         content.tensors.update(payload["tensors"])

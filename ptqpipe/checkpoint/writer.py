@@ -293,7 +293,8 @@ class CheckpointWriter:
                 with output_errors(path), self._files.use(path) as file:
                     fdatasync(file.fd)
             if units or tensors:
-                records, pieces = [(unit, record) for unit, record, _ in units], {unit: of for unit, _, of in units}
+                records = [(unit, record) for unit, record, _ in units]
+                pieces = {unit: parts for unit, _, parts in units}
                 with output_errors(self.paths.partial / journal_name(self.rank)):
                     self._journal.append(records, tensors, pieces)
         except OutputError as error:

@@ -82,12 +82,12 @@ def with_cache(module: Any, cache: Any) -> dict[str, Any]:
     return {"use_cache": False} if cache is None or name is None else {name: cache, "use_cache": True}
 
 
-def lacks_head(model: Any, known: Container[str]) -> bool:
-    """Whether a causal model has a head of its own and ``known``, its parameters that a checkpoint fills, no weights of
+def lacks_head(model: Any, filled: Container[str]) -> bool:
+    """Whether a causal model has a head of its own and ``filled``, its parameters that a checkpoint has, no weights of
     it: those of an embedding model or a classifier."""
     head = model.get_output_embeddings()
     name = next((f"{name}.weight" for name, module in model.named_modules() if module is head), None)
-    return not (name is None or name in known or name in (getattr(model, "all_tied_weights_keys", None) or {}))
+    return not (name is None or name in filled or name in (getattr(model, "all_tied_weights_keys", None) or {}))
 
 
 def without_head(path: Path, model: Any) -> CheckpointError:

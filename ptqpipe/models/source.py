@@ -369,8 +369,8 @@ class SourceRows:
         first = where.start + start * where.step - begin
         if self._codes is None:
             return self._quantized((begin, end)), first
-        at, q = self._codes
-        return (q if (begin, end) == (at, at + q.shape[0]) else q.narrow(0, begin - at, end - begin)), first
+        row, q = self._codes
+        return (q if (begin, end) == (row, row + q.shape[0]) else q.narrow(0, begin - row, end - begin)), first
 
     def _span(self, start: int, stop: int) -> tuple[int, int]:
         """Rows [begin, end) of the source's matrix: whole blocks, with these rows in them."""

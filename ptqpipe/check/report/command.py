@@ -54,7 +54,7 @@ def make_report(
     run_rows = tuple((f"this report: {what}", value) for what, value in run_facts(command).items() if value)
     report = replace(report, faults=faults, provenance=(*report.provenance, *run_rows))
     write_file(target, render(report, kind=kind))
-    return target, "\n".join(_told(target, report, original, measured))
+    return target, "\n".join(_terminal_lines(target, report, original, measured))
 
 
 def target_of(ckpt: Path, *, out: Path | None, kind: str | None) -> tuple[Path, str]:
@@ -71,7 +71,7 @@ def target_of(ckpt: Path, *, out: Path | None, kind: str | None) -> tuple[Path, 
     return target, kind
 
 
-def _told(target: Path, report: Report, source: Path | None, evaluation: Path | None) -> list[str]:
+def _terminal_lines(target: Path, report: Report, source: Path | None, evaluation: Path | None) -> list[str]:
     lines = [_summary(report)]
     if report.verdict is not None:
         lines.append(f"{report.verdict[1]}: {report.verdict[0]}")

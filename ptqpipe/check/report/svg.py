@@ -89,7 +89,7 @@ class Axis:
         ticks = tuple(low + i * step for i in range(round((high - low) / step) + 1))
         return cls(low, high, start, stop, ticks, step)
 
-    def at(self, value: float) -> float:
+    def pixel(self, value: float) -> float:
         return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
 
     def label(self, value: float) -> str:

@@ -31,8 +31,8 @@ def prove_weight(
     lines = _sampled_lines(grid, cost(fmt, height * width), sample_blocks)
     total = grid[0] * grid[1]
     proofs = (
-        prove(q.multiplying(), enlarge(w, factor), at, total=total)
-        for at, q, w in _lines(ckpt, weight, expert, lines, rows)
+        prove(q.multiplying(), enlarge(w, factor), blocks, total=total)
+        for blocks, q, w in _lines(ckpt, weight, expert, lines, rows)
     )
     return sum(proofs, Optimality(0, total))
 
