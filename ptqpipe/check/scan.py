@@ -116,7 +116,6 @@ class WeightFacts:
     def _rank(
         self, q: QTensor, w: torch.Tensor, start: int, *, values: torch.Tensor, error: torch.Tensor, power: torch.Tensor
     ) -> None:
-        """Keeps the blocks with the largest errors."""
         if self.fmt.one_scale:
             (height, width), by_block = (1, q.shape[1]), (error, power)
         else:
