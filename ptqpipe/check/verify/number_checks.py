@@ -14,7 +14,8 @@ from ptqpipe.check.verify.verification import Verification
 from ptqpipe.check.verify.weight_checks import WeightReport, check_weight
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
-from ptqpipe.conversion.bias_correction import BIAS_REASON as CORRECTED, Outputs
+from ptqpipe.conversion.bias_correction import BIAS_REASON as CORRECTED
+from ptqpipe.conversion.planned_outputs import Outputs
 from ptqpipe.models.source import SourceRows
 from ptqpipe.numerics.search.proof import Optimality
 from ptqpipe.quantization.learned_codes import TRAINED_REASON
