@@ -224,7 +224,7 @@ def test_a_model_with_an_mtp_layer_is_calibrated_and_converted_with_its_statisti
     assert report.ok, [fault.message for fault in report.faults]
     # The copy of the head in it never runs: a rule that names it all the same hears why there are no statistics.
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"version: 1\nrules:\n- {{match: {MTP}shared_head.head, format: nvfp4, weighting: diagonal}}\n")
+    recipe.write_text(f"version: 1\nrules:\n- {{match: {MTP}shared_head.head, format: nvfp4, objective: diagonal}}\n")
     with pytest.raises(UsageError, match=r"has no place for it.*ignore=.*, or give it a rule with algorithm rtn"):
         prepare(model, recipe_path=recipe, stats=stats, out=tmp_path / "other")
 
