@@ -324,13 +324,7 @@ def _absmax_scales(w: torch.Tensor, fmt: Format, plain: torch.Tensor | None, ama
 
 
 def _worst_row(
-    rows: SourceRows,
-    error: torch.Tensor,
-    energy: torch.Tensor,
-    *,
-    fmt: Format,
-    amax: float,
-    typical: float,
+    rows: SourceRows, error: torch.Tensor, energy: torch.Tensor, *, fmt: Format, amax: float, typical: float
 ) -> tuple[int, float]:
     """(row, ratio): the largest error of a row divided by the larger of that of abs-max scales there and in general.
 

@@ -283,13 +283,7 @@ class SourceRows:
     """
 
     def __init__(
-        self,
-        source: Source,
-        where: Slice,
-        *,
-        shape: tuple[int, int],
-        cache: bool = False,
-        memory: Memory | None = None,
+        self, source: Source, where: Slice, *, shape: tuple[int, int], cache: bool = False, memory: Memory | None = None
     ) -> None:
         self.shape = shape
         self._memory = memory if cache else None

@@ -44,13 +44,7 @@ def kl_by_position(scores: Scores, count: int) -> list[dict[str, Any]]:
         error = float(kl.std() / math.sqrt(len(kl))) if len(kl) > 1 else None
         last = min(2 ** (octave + 1) - 1, int(context.max()))
         rows.append(
-            {
-                "first": 2**octave,
-                "last": last,
-                "tokens": len(kl),
-                "mean": float(kl.mean()),
-                "standard_error": error,
-            }
+            {"first": 2**octave, "last": last, "tokens": len(kl), "mean": float(kl.mean()), "standard_error": error}
         )
     return rows
 

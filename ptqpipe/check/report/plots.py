@@ -106,11 +106,7 @@ def _levels(row: Mapping[str, Any], pixel: Any, base: float, *, wide: bool) -> l
         anchor = "start" if x + 5 + _BOLD * len(words) < _size(wide)[0] else "end"
         lines.append(line(x, _TOP - 4 + 15 * number, x, base, "level"))
         label = text(
-            x + (5 if anchor == "start" else -5),
-            _TOP + 6 + 15 * number,
-            words,
-            kind="level-label",
-            anchor=anchor,
+            x + (5 if anchor == "start" else -5), _TOP + 6 + 15 * number, words, kind="level-label", anchor=anchor
         )
         labels.append(label)
     return [*lines, *labels]  # a name to the left stands on the lines that it crosses

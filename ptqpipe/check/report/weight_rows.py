@@ -156,12 +156,7 @@ def with_choices(
         if item.rows is None or weight.energy is None:
             return weight
         choices = compare_choices(
-            opened,
-            item.stored.weight,
-            expert=item.expert,
-            rows=item.rows,
-            amax=largest[item.name],
-            all_rows=all_rows,
+            opened, item.stored.weight, expert=item.expert, rows=item.rows, amax=largest[item.name], all_rows=all_rows
         )
         item.rows.drop()
         return replace(weight, choices=choices)

@@ -6,12 +6,7 @@ from functools import partial
 
 from ptqpipe.check.verify import claims, config, shared_scales as groups, side_files as files, tensor_fates as structure
 from ptqpipe.check.verify.findings import Findings
-from ptqpipe.check.verify.repeat import (
-    check_conversion,
-    check_input_scales,
-    check_plan,
-    replan,
-)
+from ptqpipe.check.verify.repeat import check_conversion, check_input_scales, check_plan, replan
 from ptqpipe.check.verify.verification import Verification
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.conversion.input_moments import describe_statistics

@@ -7,9 +7,7 @@ from typing import Any
 from ptqpipe.check.verify import claims, tensor_fates as structure
 from ptqpipe.check.verify.block_proofs import prove_unit
 from ptqpipe.check.verify.findings import Findings
-from ptqpipe.check.verify.repeat import (
-    repeat_unit,
-)
+from ptqpipe.check.verify.repeat import repeat_unit
 from ptqpipe.check.verify.verification import Verification
 from ptqpipe.check.verify.weight_checks import WeightReport, check_weight
 from ptqpipe.checkpoint import RECORD_FILE
@@ -108,13 +106,7 @@ def _unit_job(run: Verification, planned: Outputs, unit: Unit) -> tuple[Findings
 
     def repeat() -> None:
         repeat_unit(
-            run.ckpt,
-            source,
-            unit,
-            record.weights,
-            findings,
-            cache_bytes=CACHE_BYTES,
-            statistics=run.statistics,
+            run.ckpt, source, unit, record.weights, findings, cache_bytes=CACHE_BYTES, statistics=run.statistics
         )
         if run.optimal and unit.scheme.fmt.one_scale:
             prove_unit(run.ckpt, source, unit, record.weights, findings)
