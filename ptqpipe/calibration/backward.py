@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
+from ptqpipe.calibration.activations import Activations
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.experts import SIDES, is_stacked, product_name
 from ptqpipe.calibration.gradients import Gradients, LayerSums, nbytes, watched
@@ -182,10 +182,9 @@ def run_model_backward(
         streams=streams(count, step),
     )
     with runner, contextlib.ExitStack() as opened:
-        disk = isinstance(runner.activations, OnDisk)
 
         def store() -> Activations:
-            states: Activations = OnDisk(spill) if disk else InMemory()
+            states = runner.activations.another()
             opened.callback(states.close)
             return states
 

@@ -40,7 +40,8 @@ from ptqpipe.calibration.rows import (
 from ptqpipe.checkpoint import file_sha256
 from ptqpipe.errors import UsageError, arg, usage
 from ptqpipe.models.images import decode_images, digest_of, read_image, split_content
-from ptqpipe.runtime.loading import load_tokenizer, read_config
+from ptqpipe.models.language_model import takes_images
+from ptqpipe.runtime.loading import default_length, load_tokenizer, read_config
 from ptqpipe.runtime.processor import Processor
 
 NO_TOKEN = -1
@@ -177,6 +178,13 @@ def load_samples(
         first, then = order[:count].sort().values, order[count : count + more].sort().values
         picked.append((count, pool.choose(torch.cat([first, then]))))
     return _together(picked, pools)
+
+
+def samples_of_model(names: Sequence[str], model: Path, config: Any, *, seqlen: int | None, **options: Any) -> Samples:
+    """`load_samples` with images where the model of ``config`` takes them, and of its usual length where ``seqlen`` is
+    None."""
+    length = default_length(config) if seqlen is None else seqlen
+    return load_samples(names, model, seqlen=length, images=takes_images(config, model), **options)
 
 
 def _together(picked: "Sequence[tuple[int, _Chosen]]", pools: "Sequence[_Pool]") -> Samples:

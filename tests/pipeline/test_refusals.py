@@ -20,7 +20,7 @@ from ptqpipe.models.source import Source
 from ptqpipe.pipeline import command as stage, stages
 from ptqpipe.pipeline.prepare_stages import prepare
 from ptqpipe.pipeline.room import memory_of, pair_samples
-from ptqpipe.pipeline.tune import backwards, command as tune_stage
+from ptqpipe.pipeline.tune import backwards, layer_codes
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from tests import tiny
 from tests.pipeline.runs import LENGTH, ONE, made, work_of
@@ -87,7 +87,7 @@ def test_no_more_lies_beside_the_output_than_the_header_says(
         return call
 
     looked_at = ("generate", "calibrate", "find_factors", "tune", "verify")
-    inside = ((Transformation, "fold"), (Conversion, "do"), (tune_stage, "follow"), (backwards, "write_tensors"))
+    inside = ((Transformation, "fold"), (Conversion, "do"), (layer_codes, "follow"), (backwards, "write_tensors"))
     for where, name in (*((stages, name) for name in looked_at), *inside):
         monkeypatch.setattr(where, name, looking(getattr(where, name)))
     said: list[str] = []

@@ -17,7 +17,8 @@ from ptqpipe.calibration.inputs import Moments
 from ptqpipe.models.slices import Member
 from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.pipeline.tune.tuned_layer import TunedLayer, by_data
+from ptqpipe.pipeline.tune.start_codes import by_data
+from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
 from ptqpipe.quantization import LoadedWeight, Task, asymmetric, gptq, joined, kronecker
 from ptqpipe.quantization.metric import Metric
 from ptqpipe.recipe.plan import Unit

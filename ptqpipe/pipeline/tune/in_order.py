@@ -23,6 +23,7 @@ from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline.tune.expert_feedback import follow_stack
 from ptqpipe.pipeline.tune.feedback import LayerInputs, LayerState, chosen, outputs_of
+from ptqpipe.pipeline.tune.tune_samples import divided
 from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
 from ptqpipe.recipe.plan import Unit
 
@@ -80,14 +81,6 @@ def follow(
     if better and not after < before:
         cache.settle(())  # its codes are others
     return {**start, **better} if after < before else start, before, after
-
-
-def divided(batches: int, held_out: float) -> tuple[list[int], list[int]]:
-    """(numbers of the batches that are learned from, of those that judge): the last ones, as many as the share says; of
-    a single batch both."""
-    every = list(range(batches))
-    judged = every[-max(1, round(batches * held_out)) :] if batches > 1 else every
-    return every[: -len(judged)] or every, judged
 
 
 @dataclass(frozen=True, slots=True)
