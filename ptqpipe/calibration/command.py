@@ -131,7 +131,6 @@ def calibrate(
 
 
 def _check_shared(samples: Samples, options: CalibrateOptions, ranks: Ranks) -> None:
-    """UsageError for samples that these processes cannot share."""
     if ranks.world > options.samples:
         raise UsageError(
             f"{ranks.world} processes for {options.samples} samples; start fewer, or raise {arg('samples')}"
@@ -148,7 +147,6 @@ def _check_shared(samples: Samples, options: CalibrateOptions, ranks: Ranks) -> 
 
 
 def _backwards(options: CalibrateOptions) -> list[str]:
-    """The kinds that are asked for of those that run the model backwards."""
     return [kind for kind in ("kl", "pairs") if kind in options.moments]
 
 

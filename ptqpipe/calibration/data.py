@@ -318,8 +318,6 @@ class _Thinned:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row, or a piece of a long text: the number of its file, where it is, and whether its row begins with it."""
-
     file: int
     where: str
     value: Any
@@ -385,7 +383,6 @@ def _read(
 
 
 def _check_asked(names: Sequence[str], samples: int, seqlen: int, holdout: int | None) -> None:
-    """UsageError for no data and for counts that are none."""
     if not names:
         raise UsageError(
             f"no data to calibrate on; give {arg('data', 'FILE')}: text like what the model will serve (.txt, .jsonl "
@@ -415,7 +412,6 @@ class _Shown:
 def _with_images(
     processor: Processor, tokenizer: Any, messages: Messages, where: str, *, folder: Path, seqlen: int, notes: Notes
 ) -> _Shown:
-    """A row of messages with images. UsageError for what is none."""
     split = [split_content(message.get("content"), where) for message in messages]
     raw = [read_image(place, folder, remedy="-", within=False) for _, places in split for place in places]
     shown = decode_images(raw, where)

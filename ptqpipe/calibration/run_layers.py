@@ -97,12 +97,10 @@ def run_layers(
 
 
 def _advance(advance: Callable[[float, str], None], times: int, note: str, tokens: int) -> None:
-    """Moves the bar by ``tokens``, or not at all for a layer that counts already."""
     advance(times * tokens, note)
 
 
 def _layer(runner: Runner, copies: Sequence[Layer], output: LayerFolder, collecting: Collecting) -> LayerRecord | None:
-    """Runs a layer and writes what was seen; None on all ranks but the first."""
     name, observer = copies[0].name, runner.key_values
     inside, attention = find_attention(name, copies[0].module, copies[0].origins) or ("", None)
     collectors = [

@@ -130,7 +130,6 @@ def _has(file: Path, sha256: str | None) -> bool:
 
 
 def _clear(folder: Path, keep: Path | None = None) -> None:
-    """Removes the files of a folder but one."""
     with output_errors(folder):
         for file in folder.iterdir():
             if file != keep:

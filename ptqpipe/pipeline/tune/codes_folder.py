@@ -35,7 +35,6 @@ def open_folder(out: Path, prepared: Conversion, samples: Samples, options: Tune
 
 
 def _identity(prepared: Conversion, samples: Samples, options: TuneOptions) -> dict[str, str]:
-    """What decides the codes, by its name in a message."""
     return {
         "stage": "tune",
         "the model": prepared.source.reader.fingerprint(),
@@ -119,7 +118,6 @@ def content(prepared: Conversion, samples: Samples, options: TuneOptions, folder
 
 
 def _backwards(samples: Samples, options: TuneOptions) -> dict[str, int]:
-    """How many of the samples were run backwards, under the metric for which they are."""
     if not options.by_kl:
         return {}
     return {"backwards": len(learned_from(samples, options).windows)}

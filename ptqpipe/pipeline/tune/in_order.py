@@ -4,8 +4,6 @@
 for the error of earlier ones. For each, both models are run up to it: the float one, and the one that is quantized so
 far, inputs quantized as the scheme says; ``feedback.py`` chooses the codes. None of them is taken where the layer's
 output on held-out samples is not better than with the nearest codes.
-
-Must not know where codes are kept.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -102,7 +100,6 @@ class _Step:
 
 
 def _linear(work: TunedLayer, unit: Unit, state: LayerState) -> dict[str, QTensor]:
-    """Key -> the codes of a unit of linear layers."""
     places = work.places
     modules = [places[m.key] for m in unit.members]
     each, leaders = list(dict.fromkeys(modules)), dict[str, str]()

@@ -140,5 +140,4 @@ def _find(
 
 
 def _at(batch: int, *, layer: Layer, stream: Activations) -> torch.Tensor:
-    """The hidden states of a batch where the layer is."""
     return stream.get(batch).to(layer.device)

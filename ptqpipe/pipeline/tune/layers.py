@@ -87,11 +87,9 @@ def _at_head(runner: Runner, look: Callable[[Runner], None]) -> Iterator[Layer]:
 
 
 def _quantizes(prepared: Conversion, skeleton: Skeleton, part: str) -> bool:
-    """Whether the plan has a weight of a part of the model."""
     tensors = {tensor for name in skeleton.names_in(part) for tensor in skeleton.origins.get(name, ())}
     return any(member.source.tensor in tensors for unit in prepared.outputs.plan.units for member in unit.members)
 
 
 def _advance(advance: Callable[[float, str], None], layer: str, part: float, note: str) -> None:
-    """Moves the bar by a part of a layer, and says what of it is done."""
     advance(part, f"{layer}, {note}")

@@ -1,7 +1,4 @@
-"""One decoder layer as tune sees it: the units of the plan in it, their weights, and what its quantized form computes.
-
-Knows plans, assemblies and runners; must not know where codes are kept.
-"""
+"""One decoder layer as tune sees it: units of the plan, their weights, and what its quantized form computes."""
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
@@ -110,7 +107,6 @@ def _is_parameter(runner: Runner, name: str) -> bool:
 
 
 def _places(assemblies: Sequence[Assembly]) -> dict[str, str]:
-    """As `TunedLayer` has them."""
     places = {key: a.module for a in assemblies if not a.stacked for key in a.keys}
     for a in assemblies:
         side = "down" if a.parameter.endswith(".down_proj") else "up"

@@ -109,7 +109,6 @@ def _parameters(model: Any, kind: str) -> Iterator[str]:
 
 
 def _tied(skeleton: Skeleton) -> bool:
-    """Whether the head is the embedding."""
     return skeleton.head_name is not None and f"{skeleton.head_name}.weight" not in skeleton.origins
 
 
@@ -173,7 +172,6 @@ def _to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _to_canonical(start: torch.Tensor, unit: Unit) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Rounds the logarithm of a factor so that the scale times the factor is canonical."""
     return lambda gain: (canonical(start * gain.exp().cpu(), unit.scheme.fmt) / start).log().to(gain.device)
 
 

@@ -131,7 +131,6 @@ def _quantized(
 
 
 def _layer(work: TunedLayer, choices: Mapping[str, Choice], device: torch.device) -> LayerForward:
-    """A decoder layer whose weights are those that are chosen."""
 
     def run(x: torch.Tensor, batch: int) -> torch.Tensor:
         weights = {key: choice.weight().to(device) for key, choice in choices.items()}
