@@ -18,11 +18,12 @@ from ptqpipe.errors import PtqError, nearest
 from ptqpipe.runtime import hook
 
 if TYPE_CHECKING:
-    from ptqpipe.api.checks import diff, evaluate, inspect, report, verify
-    from ptqpipe.api.commands import calibrate, convert, generate, plan, transform, tune
+    from ptqpipe.api.calibrate import calibrate, generate, plan, tune
+    from ptqpipe.api.check import diff, evaluate, inspect, report, verify
+    from ptqpipe.api.convert import convert
     from ptqpipe.api.matrices import load_tensors, quantize
     from ptqpipe.api.models import quantize_model, save_checkpoint
-    from ptqpipe.api.rewriting import dequantize, relayout
+    from ptqpipe.api.rewrite import dequantize, relayout, transform
     from ptqpipe.api.server_process import serve
     from ptqpipe.api.transformers_config import Config
     from ptqpipe.numerics.qtensor import QTensor
@@ -56,7 +57,8 @@ __all__ = [
 
 # Where names are searched for, on first use; what imports little comes first.
 _HOMES = (
-    "numerics.qtensor", "runtime.loading", "api.matrices", "api.commands", "api.rewriting", "api.checks", "api.models",
+    "numerics.qtensor", "runtime.loading", "api.matrices", "api.convert", "api.calibrate", "api.rewrite", "api.check",
+    "api.models",
     "api.server_process", "api.transformers_config",
 )  # fmt: skip
 

@@ -222,7 +222,7 @@ def compare_moments(part: Part, model: str, one: Path, other: Path) -> None:
 def tuned(part: Part, model: Path, each: list[Path]) -> None:
     """Checkpoints of either device's GPTQ codes; the share of bytes of codes that are the same."""
     for where in each:
-        part.convert(model, where / "model", part.fmt, gpu=False, rounding=where / "codes")
+        part.convert(model, where / "model", part.fmt, gpu=False, codes=where / "codes")
     same = total = 0
     for file in sorted((each[0] / "model").glob("*.safetensors")):
         first, second = load_file(file), load_file(each[1] / "model" / file.name)

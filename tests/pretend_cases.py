@@ -107,9 +107,9 @@ def test_what_torch_allows_is_allowed() -> None:
     ("format", "options"),
     [
         ("nvfp4", {}),
-        ("mxfp4", {"search": "ocp_even"}),
-        ("fp8_dynamic", {"search": "absmax_pz"}),
-        ("int4_g32", {"search": "absmax"}),
+        ("mxfp4", {"scale_search": "ocp_even"}),
+        ("fp8_dynamic", {"scale_search": "absmax_pz"}),
+        ("int4_g32", {"scale_search": "absmax"}),
         ("nvfp4", {"container": "ptqpipe"}),
     ],
 )
@@ -125,8 +125,8 @@ def test_convert(model: Path, tmp_path: Path, format: str, options: dict[str, An
 @pytest.mark.parametrize(
     ("format", "options"),
     [
-        ("nvfp4", {"refine": 1, "ignore": ["*self_attn*"]}),
-        ("mxfp4", {"algorithm": "rtn", "weighting": "block", "ignore": ["*mlp*"]}),
+        ("nvfp4", {"refine_passes": 1, "ignore": ["*self_attn*"]}),
+        ("mxfp4", {"algorithm": "rtn", "objective": "block", "ignore": ["*mlp*"]}),
         ("fp8_tensor", {"algorithm": "rtn"}),
     ],
 )

@@ -285,8 +285,9 @@ def checks(
             with tempfile.TemporaryDirectory() as scratch:
                 try:
                     done = ptqpipe.convert(
-                        model, format=scheme, container=container or None, out=Path(scratch, "out"), search="absmax",
-                        global_scale="absmax", workers=1, requantize=True, ignore=ignore, mtp=mtp or "keep",
+                        model, format=scheme, container=container or None, out=Path(scratch, "out"),
+                        scale_search="absmax", global_scale="absmax", workers=1, requantize=True, ignore=ignore,
+                        mtp=mtp or "keep",
                     )  # fmt: skip
                 except PtqError as error:
                     yield line | {"container": container, "not_written": str(error)}

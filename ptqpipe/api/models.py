@@ -19,7 +19,7 @@ import torch
 
 from ptqpipe.api.calibration_data import Data, recorded
 from ptqpipe.api.calls import command, folder_of
-from ptqpipe.api.commands import convert
+from ptqpipe.api.convert import convert
 from ptqpipe.checkpoint import RECORD_FILE, Paths, cached_file, holding, output_errors, read_json_object
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.pipeline.options import ConvertCommand

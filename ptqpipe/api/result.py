@@ -2,10 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from html import escape
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ptqpipe.check.evaluate.verdict import Verdict, verdict
+from ptqpipe.checkpoint import Finished
+from ptqpipe.conversion.job import WriteResult
+from ptqpipe.run.quantities import disk_size
 
 _COLOURS = {
     "near-lossless": ("#17794a", "\u2713"),
@@ -84,3 +88,29 @@ class Result:
 def _measured(evaluation: Mapping[str, Any] | None) -> dict[str, str]:
     judged = None if evaluation is None else verdict(evaluation)
     return {} if judged is None else {"quality": str(judged)}
+
+
+def of_checkpoint(name: str, done: WriteResult | None, text: Callable[[WriteResult], str], **more: Any) -> Result:
+    """The result of a command that wrote a checkpoint. ``more``: of `Result`."""
+    assert done is not None  # rank 0 always has a result
+    facts = {**weight_facts(done.record), "size": disk_size(done.written_bytes), "time": f"{done.seconds:.1f} s"}
+    return Result(name, done, path=done.out, record=done.record, facts=facts, text=lambda: text(done), **more)
+
+
+def weight_facts(record: Mapping[str, Any]) -> dict[str, str]:
+    """How many weights a checkpoint has, and in which formats where they are quantized, from its record."""
+    weights = (record.get("weights") or {}).values()
+    if not all("scheme" in entry for entry in weights):
+        return {"weights": str(len(weights))}
+    sizes = [(prod(entry["shape"]), entry["bits_per_weight"]) for entry in weights]
+    bits = sum(count * each for count, each in sizes) / sum(count for count, _ in sizes)
+    return {
+        "format": ", ".join(sorted({entry["scheme"] for entry in weights})),
+        "weights": f"{len(weights)} at {bits:.2f} bits",
+    }
+
+
+def of_folder(name: str, done: Finished, text: Callable[[Finished], str], facts: Mapping[str, str]) -> Result:
+    """The result of a command that wrote a folder or file of its own kind."""
+    facts = {**facts, "time": f"{done.seconds:.1f} s"}
+    return Result(name, done, path=done.out, record=done.content, facts=facts, text=lambda: text(done))

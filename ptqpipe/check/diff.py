@@ -78,7 +78,6 @@ class DiffReport:
 
     @property
     def same_tensors(self) -> bool:
-        """The same numbers under the same names."""
         numbers = all(tensor.same in (Same.BYTES, Same.NUMBERS) for tensor in self.tensors)
         return numbers and not (self.only_a or self.only_b or self.reshaped)
 
@@ -95,7 +94,6 @@ class DiffReport:
 
 
 def _about_quantization(where: str) -> bool:
-    """Whether a config key says how the model is stored, not what it is."""
     return any(where == key or where.startswith((f"{key}.", f"{key}:")) for key in _QUANTIZATION)
 
 
@@ -175,7 +173,6 @@ def _compare(left: Source, right: Source, name: str) -> TensorDiff:
 
 
 def _same_inputs(left: Source, right: Source, name: str) -> bool:
-    """Whether two stored weights have the same static input scale, or neither has one."""
     a, b = _input_scales(left, name), _input_scales(right, name)
     return len(a) == len(b) and all(
         x == y or (x is not None and y is not None and math.isclose(x, y, rel_tol=_ROUNDED))
@@ -184,7 +181,6 @@ def _same_inputs(left: Source, right: Source, name: str) -> bool:
 
 
 def _input_scales(source: Source, name: str) -> list[float | None]:
-    """The static input scale of a stored weight, or of each expert of a stack."""
     stored = source.stored[name]
     scales = [decode_input_global(stored, source.load, expert=expert) for expert in stored.planes]
     return [None if scale is None else float(scale) for scale in scales]
@@ -224,7 +220,6 @@ def _sums(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, fl
 
 
 def _compare_plain(left: Source, right: Source, name: str) -> tuple[Same, float | None]:
-    """Plain tensors of one shape: their bytes, else their numbers."""
     (dtype_a, shape), (dtype_b, _) = left.tensors[name], right.tensors[name]
     if dtype_a == dtype_b:
         pairs = zip(left.reader.chunks(name), right.reader.chunks(name), strict=True)
@@ -245,7 +240,6 @@ def _relative(error: float, energy: float) -> float:
 
 
 def _flat(source: Source, name: str, start: int, stop: int) -> torch.Tensor:
-    """Elements [start, stop) of a plain tensor."""
     dtype, width = DTYPES[source.reader.entries[name].dtype]
     raw = source.reader.read_bytes(name, start=start * width, stop=stop * width)
     return torch.frombuffer(raw, dtype=dtype)
@@ -343,7 +337,6 @@ def _tensors_table(tensors: Iterable[TensorDiff]) -> str:
 
 
 def to_json(report: DiffReport) -> dict[str, Any]:
-    """The whole report as JSON values."""
     return {
         "a": {"checkpoint": str(report.a), "container": report.container_a, "only": list(report.only_a)},
         "b": {"checkpoint": str(report.b), "container": report.container_b, "only": list(report.only_b)},

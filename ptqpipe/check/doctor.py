@@ -53,7 +53,6 @@ def _python() -> Check:
 
 
 def _cpu() -> Iterator[Check]:
-    """The processor, and which kernels run on it."""
     model, flags = cpu_library.processor()
     cores = len(os.sched_getaffinity(0))
     known_flags = [flag for flag in FLAGS if flag in flags]
@@ -75,7 +74,6 @@ def _cpu() -> Iterator[Check]:
 
 
 def _torch() -> Iterator[Check]:
-    """torch, and the GPU that it finds."""
     import torch
 
     build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
@@ -102,7 +100,6 @@ def _torch() -> Iterator[Check]:
 
 
 def _extras() -> Iterator[Check]:
-    """Each extra of the package, but those for its developers."""
     needed = required()
     for extra in sorted(needed.keys() - {"all", "dev", "cuda"}):
         missing = [name for name in needed[extra] if not _installed(name)]
@@ -147,7 +144,6 @@ def _disk() -> Check:
 
 
 def _hub(*, network: bool) -> Check:
-    """Whether models can be downloaded by name."""
     setting = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_set(name)), None)
     url = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     facts = {"offline": setting, "endpoint": url, "reachable": None}
@@ -172,7 +168,6 @@ def _is_set(name: str) -> bool:
 
 
 def to_json(checks: list[Check]) -> dict[str, Any]:
-    """The checks by name, each with its facts."""
     return {one.name: {"state": one.state, "text": one.text, "remedy": one.remedy, **one.facts} for one in checks}
 
 

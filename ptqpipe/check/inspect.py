@@ -74,7 +74,6 @@ class RoleSummary:
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits per weight, scales included."""
         return 8 * self.nbytes / self.params if self.params else 0.0
 
 
@@ -117,7 +116,6 @@ class InspectReport:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(row.nbytes for row in self.weights) + sum(row.nbytes for row in self.kept)
 
     @property
@@ -174,7 +172,6 @@ def _weight_rows(opened: Source) -> tuple[RoleSummary, ...]:
 
 
 def _scale_counts(opened: Source, stored: StoredWeight) -> ScaleCounts:
-    """Counts over the block scales of one stored weight."""
     part, codec = stored.part(PartKind.SCALES), stored.scheme.fmt.scale
     if part is None:
         return ScaleCounts()
@@ -197,7 +194,6 @@ def _count(scales: torch.Tensor, codec: Codec) -> ScaleCounts:
 
 
 def _empty_blocks(opened: Source, stored: StoredWeight) -> int:
-    """Blocks of nothing but zero codes."""
     return sum(int((~used_blocks(q)).sum()) for e in stored.planes for _, q in opened.runs(stored.weight, expert=e))
 
 
@@ -253,7 +249,6 @@ def _producer(opened: Source, record: Mapping[str, Any]) -> str:
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, str]:
-    """A few facts of a record, those that are there."""
     facts: dict[str, str] = {}
     source, conversion = record.get("source"), record.get("converted_as", record)
     if isinstance(source, Mapping):
@@ -275,7 +270,6 @@ def _rule(rule: Mapping[str, Any]) -> str:
 
 
 def _contradictions(opened: Source) -> list[str]:
-    """Contradictions between config.json and the tensors."""
     config, lines = opened.reader.config, [*unlike_model(opened), *doubts(opened.reader.config, opened.tensors)]
     try:
         check_config(config, opened.tensors)
@@ -296,19 +290,19 @@ def _unused(opened: Source) -> list[str]:
 
 def _suspicious(rows: Iterable[RoleSummary]) -> Iterable[str]:
     for row in rows:
-        counts, of = row.scales, f"of {row.scales.blocks} block scales of {row.role} ({row.format})"
+        counts, which = row.scales, f"of {row.scales.blocks} block scales of {row.role} ({row.format})"
         if counts.bad:
-            yield f"{counts.bad} {of} are NaN, infinite or negative"
+            yield f"{counts.bad} {which} are NaN, infinite or negative"
         if counts.zero:
-            yield f"{counts.zero} {of} are zero"
+            yield f"{counts.zero} {which} are zero"
         if counts.largest > LEAST_SHARE * counts.blocks:
-            yield f"{counts.largest / counts.blocks:.1%} {of} are the largest code; the global scale is too small"
+            yield f"{counts.largest / counts.blocks:.1%} {which} are the largest code; the global scale is too small"
         if counts.least - counts.empty > LEAST_SHARE * counts.blocks:
             share = (counts.least - counts.empty) / counts.blocks
             under = f"underflow to the smallest code although their blocks are not zero; the global scale of {row.role}"
-            yield f"{share:.1%} {of} {under} is too large"
+            yield f"{share:.1%} {which} {under} is too large"
         if counts.empty > LEAST_SHARE * counts.blocks:
-            yield f"{counts.empty / counts.blocks:.1%} {of} belong to blocks of zeros"
+            yield f"{counts.empty / counts.blocks:.1%} {which} belong to blocks of zeros"
         low, high = row.global_least, row.global_largest
         if low is not None and high is not None:
             if not (math.isfinite(high) and low > 0):
@@ -318,7 +312,6 @@ def _suspicious(rows: Iterable[RoleSummary]) -> Iterable[str]:
 
 
 def render(report: InspectReport) -> str:
-    """The report as text."""
     lines = [f"{report.path}  ({report.container})"]
     if report.producer:
         lines.append(f"  written by {report.producer}")
@@ -357,7 +350,6 @@ def _weight_cells(row: RoleSummary) -> list[str]:
 
 
 def to_json(report: InspectReport) -> dict[str, Any]:
-    """The whole report as JSON values."""
     return {
         "checkpoint": str(report.path),
         "container": report.container,

@@ -116,7 +116,6 @@ class WeightFacts:
     def _rank(
         self, q: QTensor, w: torch.Tensor, start: int, *, values: torch.Tensor, error: torch.Tensor, power: torch.Tensor
     ) -> None:
-        """Keeps the blocks with the largest errors."""
         if self.fmt.one_scale:
             (height, width), by_block = (1, q.shape[1]), (error, power)
         else:
@@ -325,13 +324,7 @@ def _absmax_scales(w: torch.Tensor, fmt: Format, plain: torch.Tensor | None, ama
 
 
 def _worst_row(
-    rows: SourceRows,
-    error: torch.Tensor,
-    energy: torch.Tensor,
-    *,
-    fmt: Format,
-    amax: float,
-    typical: float,
+    rows: SourceRows, error: torch.Tensor, energy: torch.Tensor, *, fmt: Format, amax: float, typical: float
 ) -> tuple[int, float]:
     """(row, ratio): the largest error of a row divided by the larger of that of abs-max scales there and in general.
 

@@ -11,7 +11,6 @@ fields.py, single_file.py                    reading JSON files, and replacing o
 """
 
 from ptqpipe.checkpoint.direct import bytes_of, margin
-from ptqpipe.checkpoint.dtypes import NotFinite
 from ptqpipe.checkpoint.fields import COUNT, NUMBER, read_versioned
 from ptqpipe.checkpoint.files import (
     FOLDING_FILE,
@@ -30,8 +29,7 @@ from ptqpipe.checkpoint.files import (
     sealed,
     vouches_for_itself,
 )
-from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
-from ptqpipe.checkpoint.header import TensorEntry, parse_file, pread_exactly, shown
+from ptqpipe.checkpoint.header import TensorEntry, shown
 from ptqpipe.checkpoint.hub import cached_file, check_disjoint, hub_name, name_of, nearest_path, resolve_source
 from ptqpipe.checkpoint.in_memory import holding
 from ptqpipe.checkpoint.journal import Journal, RunIdentity, journal_name, read_journal, run_id_of

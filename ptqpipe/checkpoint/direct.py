@@ -200,7 +200,6 @@ _of_thread = threading.local()
 
 
 def _bounce_buffer() -> memoryview:
-    """The calling thread's page-aligned buffer."""
     buffer: memoryview | None = getattr(_of_thread, "bounce", None)
     if buffer is None:
         buffer = _of_thread.bounce = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))

@@ -63,10 +63,8 @@ class NotFinite:
 
     @property
     def count(self) -> int:
-        """Both together."""
         return self.nan + self.inf
 
     @property
     def text(self) -> str:
-        """Both counts as text."""
         return f"{self.nan} NaN and {self.inf} inf"

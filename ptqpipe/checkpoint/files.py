@@ -257,7 +257,6 @@ def _read_without_index(folder: Path, files: list[Path]) -> tuple[FileHeader, ..
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> normalized relative path of its shard."""
     content = read_json_object(index)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -240,7 +240,6 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _keys(value: object) -> int:
-    """Number of keys of an object and of the objects directly in it."""
     if not isinstance(value, dict):
         return -1
     return len(value) + sum([len(part) for part in value.values() if type(part) is dict])

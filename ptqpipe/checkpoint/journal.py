@@ -66,7 +66,6 @@ def run_id_of(parts: Mapping[str, str]) -> str:
 
 
 def journal_name(rank: int) -> str:
-    """The file name of a rank's journal."""
     return f"journal-{rank}.jsonl"
 
 
@@ -174,7 +173,6 @@ class Journal:
         fdatasync(self._fd)
 
     def close(self) -> None:
-        """Closes the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -219,5 +217,5 @@ def _apply(path: Path, content: JournalContent, payload: dict[str, Any], *, numb
             else:
                 content.units[unit] = record
                 content.withdrawn.discard(unit)
-        content.pieces.update({unit: [tuple(piece) for piece in of] for unit, of in payload["pieces"].items()})
+        content.pieces.update({unit: [tuple(one) for one in pieces] for unit, pieces in payload["pieces"].items()})
         content.tensors.update(payload["tensors"])

@@ -174,7 +174,6 @@ class OpenFolder:
 
     @property
     def model_fingerprint(self) -> str:
-        """``CheckpointReader.fingerprint`` of the model that was run."""
         return str(self.content["model"]["fingerprint"])
 
     def _read(self, name: str) -> torch.Tensor:
@@ -210,5 +209,4 @@ class OpenFolder:
         self.close()
 
     def close(self) -> None:
-        """Closes the files."""
         self._reader.close()

@@ -140,12 +140,10 @@ class ShardLayout:
         return self._index_text(lines[name] for name in sorted(lines)) or None
 
     def _index_lines(self) -> dict[str, str]:
-        """The line of each tensor in the index; none where there is no index."""
         files = [(quoted(shard.file), shard.tensors) for shard in self.shards if len(self.shards) > 1]
         return {spec.name: f"    {quoted(spec.name)}: {file}" for file, tensors in files for spec in tensors}
 
     def _index_text(self, lines: Iterable[str]) -> str:
-        """The text of the index with these lines; empty where there is no index."""
         if len(self.shards) == 1:
             return ""
         # `json.dumps` with an indent takes a second for 90,000 names.

@@ -16,8 +16,6 @@ _LEAST: Final = 4
 
 
 class Closable(Protocol):
-    """What is opened."""
-
     def close(self) -> None: ...
 
 

@@ -83,7 +83,6 @@ class CheckpointReader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors as they are stored."""
         if self._origin is not None:
             return self._origin.nbytes
         return sum(entry.nbytes for entry in self.entries.values())

@@ -152,7 +152,6 @@ class CheckpointWriter:
         return writer
 
     def _open_pieces(self) -> dict[tuple[str, int], TensorWriter]:
-        """This thread's uncommitted pieces."""
         pieces: dict[tuple[str, int], TensorWriter] | None = getattr(self._of_thread, "pieces", None)
         if pieces is None:
             pieces = self._of_thread.pieces = {}
@@ -294,7 +293,8 @@ class CheckpointWriter:
                 with output_errors(path), self._files.use(path) as file:
                     fdatasync(file.fd)
             if units or tensors:
-                records, pieces = [(unit, record) for unit, record, _ in units], {unit: of for unit, _, of in units}
+                records = [(unit, record) for unit, record, _ in units]
+                pieces = {unit: parts for unit, _, parts in units}
                 with output_errors(self.paths.partial / journal_name(self.rank)):
                     self._journal.append(records, tensors, pieces)
         except OutputError as error:

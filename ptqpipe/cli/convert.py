@@ -1,4 +1,4 @@
-"""Commands that write a checkpoint: convert, relayout, dequantize, transform, demo."""
+"""The commands convert and demo."""
 
 import json
 import signal
@@ -12,15 +12,13 @@ import click
 
 from ptqpipe.cli import next_steps
 from ptqpipe.cli.common import Terminal, command, ranks_of, resume_hint, this_call
-from ptqpipe.conversion.options import DequantizeCommand, RelayoutCommand, TransformCommand, TransformOptions
 from ptqpipe.errors import UsageError, arg
 from ptqpipe.pipeline.options import ConvertCommand, DemoCommand
 from ptqpipe.recipe.options import PipelineOptions
-from ptqpipe.run.options import MachineOptions, WritingOptions
+from ptqpipe.run.options import MachineOptions
 
 if TYPE_CHECKING:
     from ptqpipe.conversion.conversion import Conversion
-    from ptqpipe.conversion.job import Run
     from ptqpipe.run.machine import Machine
 
 
@@ -47,20 +45,12 @@ def convert(options: ConvertCommand, terminal: Terminal) -> None:
         return
     from ptqpipe.checkpoint import check_output
     from ptqpipe.conversion import command as stage, convert_summary as tables
-    from ptqpipe.conversion.call_recipe import best_with
-    from ptqpipe.conversion.prepare import prepare
     from ptqpipe.conversion.push import also_complete
-    from ptqpipe.pipeline.validate import for_reader
+    from ptqpipe.pipeline.prepare_alone import prepare_alone
     from ptqpipe.run.machine import without_collections
 
-    mode, machine, recipe = options.mode, terminal.machine(options, device=options.device), options.recipe_options
-    where: dict[str, Any] = {"recipe_path": options.recipe, "stats": options.stats, "codes": options.codes}
-    if options.reader is not None:
-        recipe = for_reader(options.reader, recipe, options.recipe)
-    wanted: dict[str, Any] = {"out": options.out, "reader": options.reader, "requantize": options.requantize}
-    prepares = partial(
-        prepare, options.model, options=best_with(recipe, **where), dry=options.dry_run, **wanted, **where
-    )
+    mode, machine = options.mode, terminal.machine(options, device=options.device)
+    prepares = partial(prepare_alone, options)
     if options.dry_run:
         with without_collections():  # until what is prepared is gone again: no look through all of it
             _dry_run(terminal, machine, prepares)
@@ -141,65 +131,6 @@ def _stop_is_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _run(options: WritingOptions, terminal: Terminal) -> "Run":
-    """What a stage that writes a checkpoint takes besides its own options: mode, machine, ranks and log."""
-    return {"mode": options.mode, "machine": terminal.machine(options), "ranks": ranks_of(), "log": terminal.log}
-
-
-@command(RelayoutCommand, example="ptqpipe relayout CKPT --container modelopt")
-def relayout(options: RelayoutCommand, terminal: Terminal) -> None:
-    """Rewrite a checkpoint in another container.
-
-    The codes and scales of CKPT stay the same: nothing is quantized again.
-    """
-    from ptqpipe.checkpoint import name_of
-    from ptqpipe.conversion.relayout import command as stage
-
-    container = options.container.lower().replace("_", "-")
-    out = options.out if options.out is not None else Path(f"{name_of(options.ckpt)}-{container}")
-    with resume_hint(out, options.mode):
-        done = stage.relayout(options.ckpt, out, container=container, **_run(options, terminal))
-    if done is not None:
-        terminal.show_result(done, stage)
-        next_steps.say_next(terminal, next_steps.relayout(options, done.out, done.record["container"] != "ptqpipe"))
-
-
-@command(DequantizeCommand, example="ptqpipe dequantize CKPT --dtype bf16")
-def dequantize(options: DequantizeCommand, terminal: Terminal) -> None:
-    """Write a quantized checkpoint as plain floats.
-
-    Every tool that loads the original model loads the result.
-    """
-    from ptqpipe.checkpoint import name_of
-    from ptqpipe.conversion import dequantize as stage
-
-    out = options.out if options.out is not None else Path(f"{name_of(options.ckpt)}-{options.dtype}")
-    with resume_hint(out, options.mode):
-        done = stage.dequantize(options.ckpt, out, dtype=options.dtype, **_run(options, terminal))
-    if done is not None:
-        terminal.show_result(done, stage)
-        next_steps.say_next(terminal, next_steps.dequantize(options, done.out))
-
-
-@command(TransformCommand, example="ptqpipe transform MODEL --transforms smoothquant --stats stats -o smooth")
-def transform(options: TransformCommand, terminal: Terminal) -> None:
-    """Fold smoothing factors or rotations into a model.
-
-    The result computes the same function as MODEL and loses less when quantized. It needs statistics of its own:
-    calibrate it again before `ptqpipe convert --stats`.
-    """
-    from ptqpipe.conversion.transform import command as stage
-
-    with resume_hint(options.out, options.mode):
-        chosen = options.part(TransformOptions)
-        done = stage.transform(
-            options.model, options.out, stats=options.stats, options=chosen, **_run(options, terminal)
-        )
-    if done is not None:
-        terminal.show_result(done, stage)
-        next_steps.say_next(terminal, next_steps.transform(options))
 
 
 @command(

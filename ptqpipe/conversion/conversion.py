@@ -13,7 +13,8 @@ import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.calibration.statistics import Statistics
-from ptqpipe.checkpoint import CheckpointWriter, NotFinite, TensorWriter
+from ptqpipe.checkpoint import CheckpointWriter, TensorWriter
+from ptqpipe.checkpoint.dtypes import NotFinite
 from ptqpipe.conversion.consume import Consumed
 from ptqpipe.conversion.input_moments import describe_statistics
 from ptqpipe.conversion.input_scales import InputScales

@@ -15,7 +15,8 @@ import torch
 
 from ptqpipe.calibration.inputs import OUT_ROWS, Moments
 from ptqpipe.calibration.statistics import MomentSource, Statistics
-from ptqpipe.checkpoint import OF_WEIGHTS, name_of
+from ptqpipe.checkpoint import name_of
+from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
 from ptqpipe.conversion.bias_correction import corrected_biases
 from ptqpipe.conversion.kv_cache import statistics_remedy
 from ptqpipe.errors import CheckpointError, UsageError, arg

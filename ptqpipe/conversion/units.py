@@ -10,9 +10,10 @@ from ptqpipe.conversion.input_moments import inputs_of
 from ptqpipe.errors import NumericsError, arg
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization import RowWriter, Task, UnitResult, Weight, WeightError, quantizer
+from ptqpipe.quantization.driver import write_learned
 from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.quantization.recheck import Recheck
-from ptqpipe.recipe.options import ALGORITHMS, LEARNED
+from ptqpipe.recipe.options import ALGORITHMS
 from ptqpipe.recipe.plan import Unit
 
 # A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.
@@ -52,7 +53,7 @@ def quantize_unit(
 
 
 def _quantize(task: Task) -> UnitResult:
-    return quantizer(LEARNED if task.codes is not None else ALGORITHMS[task.options.algorithm])(task)
+    return write_learned(task) if task.codes is not None else quantizer(ALGORITHMS[task.options.algorithm])(task)
 
 
 def _quantize_checked(unit: Unit, task: Task) -> UnitResult:

@@ -23,7 +23,6 @@ MOST_CHARACTERS = 1 << 26  # of a text
 
 
 def render(job: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a job."""
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

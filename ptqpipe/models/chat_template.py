@@ -104,7 +104,6 @@ class _Renderer:
         return text
 
     def _exchange(self, sent: bytes) -> dict[str, Any] | None:
-        """The answer; None where the process ended instead."""
         if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
             self._process, self._owner = _start(), os.getpid()  # not that of a process that this one was forked from
         jobs, answers = self._process.stdin, self._process.stdout

@@ -140,5 +140,4 @@ def decode_images(raw: Sequence[bytes], where: str) -> "list[Image]":
 
 
 def digest_of(raw: bytes) -> bytes:
-    """The digest that identifies an image."""
     return blake2b(raw, digest_size=16).digest()

@@ -65,7 +65,6 @@ def named_model_of(config: Any, path: Path) -> tuple[Any, Any]:
 
 
 def _named(config: Any) -> str:
-    """The class that a config names; "" where it names none."""
     named = getattr(config, "architectures", None)
     return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
 
@@ -83,12 +82,12 @@ def with_cache(module: Any, cache: Any) -> dict[str, Any]:
     return {"use_cache": False} if cache is None or name is None else {name: cache, "use_cache": True}
 
 
-def lacks_head(model: Any, known: Container[str]) -> bool:
-    """Whether a causal model has a head of its own and ``known``, its parameters that a checkpoint fills, no weights of
+def lacks_head(model: Any, filled: Container[str]) -> bool:
+    """Whether a causal model has a head of its own and ``filled``, its parameters that a checkpoint has, no weights of
     it: those of an embedding model or a classifier."""
     head = model.get_output_embeddings()
     name = next((f"{name}.weight" for name, module in model.named_modules() if module is head), None)
-    return not (name is None or name in known or name in (getattr(model, "all_tied_weights_keys", None) or {}))
+    return not (name is None or name in filled or name in (getattr(model, "all_tied_weights_keys", None) or {}))
 
 
 def without_head(path: Path, model: Any) -> CheckpointError:
@@ -103,14 +102,12 @@ def without_head(path: Path, model: Any) -> CheckpointError:
 
 
 def _with_images(config: Any) -> Any:
-    """transformers' class for images and text of a config, None where it has none."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
 
 
 def _takes_text_alone(model_class: Any, config: Any) -> bool:
-    """Whether it continues text that comes without an image."""
     parameters = signature(model_class.forward).parameters
     image = parameters.get("pixel_values")
     optional = image is None or image.default is not Parameter.empty
@@ -163,7 +160,6 @@ def image_parts(model: Any) -> tuple[str, ...]:
 
 
 def left_out_of(model: Any) -> tuple[str, ...]:
-    """The names of the modules that `keep_language_model` took out."""
     return tuple(getattr(model, _LEFT_OUT, ()))
 
 

@@ -23,7 +23,6 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def is_quantized(folder: Path) -> bool:
-    """Whether a folder's config files describe quantized weights."""
     raw = read_json(folder / "config.json")
     described = isinstance(raw, dict) and bool(raw.get("quantization_config"))
     return described or (folder / HF_QUANT_CONFIG).is_file()

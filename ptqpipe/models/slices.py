@@ -38,7 +38,6 @@ class Member:
 
     @property
     def module(self) -> str:
-        """The module's name: the weight's without ``.weight``."""
         return self.weight.removesuffix(".weight")
 
     @property
@@ -48,5 +47,4 @@ class Member:
 
     @property
     def elements(self) -> int:
-        """Number of weights."""
         return self.shape[0] * self.shape[1]

@@ -202,12 +202,10 @@ class Source:
         self.close()
 
     def close(self) -> None:
-        """Closes the files."""
         self.reader.close()
 
 
 def _refused(source: Source, unread: Sequence[Dangling]) -> str:
-    """Why a checkpoint with dangling tensors is not read, in one line."""
     first = unread[0]
     entry = source.reader.entries[first.name]
     more = f" ({len(unread)} such tensors)" if len(unread) > 1 else ""
@@ -285,13 +283,7 @@ class SourceRows:
     """
 
     def __init__(
-        self,
-        source: Source,
-        where: Slice,
-        *,
-        shape: tuple[int, int],
-        cache: bool = False,
-        memory: Memory | None = None,
+        self, source: Source, where: Slice, *, shape: tuple[int, int], cache: bool = False, memory: Memory | None = None
     ) -> None:
         self.shape = shape
         self._memory = memory if cache else None
@@ -340,7 +332,6 @@ class SourceRows:
         return rotated_weight(self._plain(start, stop), self._where.rotation)
 
     def _plain(self, start: int, stop: int) -> torch.Tensor:
-        """Rows as the source has them."""
         where = self._where
         if where.tensor in self._source.stored:
             return self._decode(start, stop)
@@ -378,8 +369,8 @@ class SourceRows:
         first = where.start + start * where.step - begin
         if self._codes is None:
             return self._quantized((begin, end)), first
-        at, q = self._codes
-        return (q if (begin, end) == (at, at + q.shape[0]) else q.narrow(0, begin - at, end - begin)), first
+        row, q = self._codes
+        return (q if (begin, end) == (row, row + q.shape[0]) else q.narrow(0, begin - row, end - begin)), first
 
     def _span(self, start: int, stop: int) -> tuple[int, int]:
         """Rows [begin, end) of the source's matrix: whole blocks, with these rows in them."""

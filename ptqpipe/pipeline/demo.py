@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.rows import begin_token
-from ptqpipe.check.evaluate import perplexity, score
+from ptqpipe.check.evaluate.measures import perplexity
+from ptqpipe.check.evaluate.scores import score
 from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import RECORD_FILE, Paths, check_place, locked, output_errors
 from ptqpipe.checkpoint.regular_file import read_json

@@ -2,7 +2,8 @@
 ``ptqpipe.recipe.options.ALGORITHMS``.
 
     unit.py        their common arguments and results
-    rtn.py, gptq.py, learned.py   the algorithms
+    driver.py      the loop over a unit's weights, the global scale, sums of errors; codes that tune has learned
+    rtn.py, gptq.py   the algorithms
     calibrated.py  what algorithms with statistics share: weighted scales, and a check against round to nearest
 
 To add one: a file with ``quantize`` and a row in the table.

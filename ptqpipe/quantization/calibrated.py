@@ -2,11 +2,7 @@
 
 One global scale for the unit is searched with the weighted objective; every run of rows gets its block scales, then its
 codes; for each weight the output error of the result is compared with that of plain round to nearest, and the better of
-the two is taken. Which codes an algorithm chooses is its `Feedback`; without one they are the nearest. Rows are
-quantized in runs whose size depends on the shape alone, and every product runs over whole runs, so the bytes do not
-depend on workers. Codes wait in memory until they are compared; the float weights do not.
-
-Knows tensors, formats and moments; must not know recipes, statistics files or containers.
+the two is taken. Which codes an algorithm chooses is its `Feedback`; without one they are the nearest.
 """
 
 import math
@@ -19,12 +15,18 @@ import torch
 from ptqpipe.calibration.inputs import Moments
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.numerics.formats import Format
-from ptqpipe.numerics.global_scale import absmax_global, exact_global, pick, sample_rows
-from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search import get_search
 from ptqpipe.quantization import block_objective
-from ptqpipe.quantization.metric import Metric, expected_error, output_error
+from ptqpipe.quantization.driver import (
+    absmax_error,
+    errors_at,
+    of_rows,
+    quantize_weight,
+    sampled_rows,
+    search_global,
+)
+from ptqpipe.quantization.metric import Metric
 from ptqpipe.quantization.unit import (
     CHUNK_ELEMENTS,
     ROUNDING_MARGIN,
@@ -38,12 +40,9 @@ from ptqpipe.quantization.unit import (
     gather,
     joint,
     largest,
-    measure,
     quantize_rows,
     row_chunks,
     search_scales,
-    total_error,
-    total_errors,
 )
 
 GPU_ELEMENTS = 1 << 25  # about 1.2 GB: a dozen float32 numbers each, for a while
@@ -71,12 +70,11 @@ class Feedback:
 class _Scales:
     """The scales of a unit that are searched once for all its weights.
 
-    g      the global scale to use, ``plain`` the one of the largest weight; None for formats without one
+    g      the global one; None for formats without one
     joint  the one scale of formats that have one for all weights of a unit
     """
 
     g: torch.Tensor | None
-    plain: torch.Tensor | None
     joint: torch.Tensor | None
 
     def nearest(self, w: torch.Tensor, fmt: Format, search: str, importance: torch.Tensor | None) -> QTensor:
@@ -104,55 +102,100 @@ def quantize(task: Task, feedback: Feedback | None = None) -> UnitResult:
     Raises NumericsError for unusable weights or moments, FormatError for moments of another width.
     """
     options, inputs = task.options, task.inputs or ()
-    scales, versus_plain = _searched(task, inputs)
-    g, one = scales.g, scales.joint
-    errors, records = [], []
+    amax = _checked(task, inputs)
+    scales, versus_plain = _searched(task, inputs, amax)
+    g, absmax = scales.g, absmax_error(task.fmt, amax)
+    errors, records = list[WeightError](), list[dict[str, Any]]()
     metric: Metric | None = None
-    for index, (weight, moments) in enumerate(zip(task.weights, inputs, strict=True)):
+
+    for index, moments in enumerate(inputs):
         if feedback is not None and (index == 0 or moments.second_moment is not inputs[index - 1].second_moment):
             metric = None  # free the old metric first: both together are the memory peak
             metric = _prepare(feedback, index, task.names[index])
-        rows, error, record = _weight(weight, moments, task, scales, feedback, metric)
-        for start, q in rows:
-            task.sink(index, start, q)
+        error, record = _weight(task, index, moments, scales, feedback, metric, absmax)
         errors.append(error)
         records.append({"algorithm": options.algorithm, "weighting": options.objective, **record})
     proven = get_search(task.search).proven and feedback is None and options.objective != "block"
     proven = proven and not any(record["reverted"] for record in records)
     promises = tuple(
-        _promise(task, inputs[0] if one is not None else moments, feedback, reverted=record["reverted"])
+        _promise(task, moments if scales.joint is None else inputs[0], feedback, reverted=record["reverted"])
         for moments, record in zip(inputs, records, strict=True)
     )
     return UnitResult(None if g is None else float(g), versus_plain, tuple(errors), proven, promises, tuple(records))
+
+
+def _weight(
+    task: Task,
+    index: int,
+    moments: Moments,
+    scales: _Scales,
+    feedback: Feedback | None,
+    metric: Metric | None,
+    absmax: Callable[[torch.Tensor], float],
+) -> tuple[WeightError, dict[str, Any]]:
+    """Quantizes one weight, the better way of its own and plain rounding; its errors and its fields of the record."""
+    judge = (moments if moments.held_out is None else moments.held_out).to(task.device)
+    nearest, outputs = _nearest(moments, task, scales), moments.outputs
+
+    def own(start: int, w: torch.Tensor) -> QTensor:
+        if feedback is None or metric is None:
+            return nearest(w)
+        return feedback.choose(w, metric, scales.g, nearest, of_rows(outputs, start, start + len(w)))
+
+    def plain(_start: int, w: torch.Tensor) -> QTensor:
+        return scales.nearest(w, task.fmt, task.search, None)
+
+    runs = _runs(task.weights[index], moments, task.fmt, elements=_run_elements(task, feedback))
+    best, sums = quantize_weight(task, index, runs, [own, plain], judge=judge, outputs=outputs, absmax=absmax)
+    record = {
+        "weighted_error": sums[best].weighted,
+        "metric": "output" if outputs is None else "kl",
+        "output_error": sums[best].output,
+        "versus_rtn": sums[best].output / sums[1].output if sums[1].output else 1.0,
+        "damping": None if metric is None else metric.damping,
+        "reverted": best == 1,
+        "held_out": moments.held_out is not None,
+    }
+    return sums[best].error, record
 
 
 def choose(task: Task, feedback: Feedback) -> None:
     """Sends the codes that ``feedback`` chooses to the sink, whatever plain rounding would cost: the caller judges.
     Raises as `quantize` does."""
     inputs = task.inputs or ()
-    scales, _ = _searched(task, inputs)
+    scales, _ = _searched(task, inputs, _checked(task, inputs))
     for batch in _batches(task, inputs, _run_elements(task, feedback)):
         first = batch[0][0]
         metric, nearest = _prepare(feedback, first, task.names[first]), _nearest(inputs[first], task, scales)
         w = torch.cat([task.weights[index].rows(start, stop) for index, start, stop in batch]).to(task.device)
-        known = [_between(inputs[index].outputs, start, stop) for index, start, stop in batch]
-        outputs = None if known[0] is None else [g for moments_of_member in known for g in moments_of_member or ()]
-        q, at = feedback.choose(w, metric, scales.g, nearest, outputs), 0
+        gradients = [of_rows(inputs[index].outputs, start, stop) for index, start, stop in batch]
+        outputs = None if gradients[0] is None else [g for of_member in gradients for g in of_member or ()]
+        q, first_row = feedback.choose(w, metric, scales.g, nearest, outputs), 0
         for index, start, stop in batch:
-            task.sink(index, start, q if len(batch) == 1 else q.narrow(0, at, stop - start))
-            at += stop - start
+            task.sink(index, start, q if len(batch) == 1 else q.narrow(0, first_row, stop - start))
+            first_row += stop - start
 
 
-def _searched(task: Task, inputs: Sequence[Moments]) -> tuple[_Scales, float]:
+def _searched(task: Task, inputs: Sequence[Moments], amax: float) -> tuple[_Scales, float]:
     """(the scales that all weights share, weighted error at that global scale divided by that at the plain one)."""
-    for weight, moments, name in zip(task.weights, inputs, task.names, strict=True):
-        _check_width(weight, moments, name)
-    plain, g, versus_plain = _global_scale(task, inputs)
-    one = None
-    if task.fmt.one_scale:
-        whole, h = joint(gather(task.weights, task.device)), _importance(inputs[0], task)
-        one = search_scales(whole, task.fmt, search=task.search, importance=h)
-    return _Scales(g, plain, one), versus_plain
+    fmt, search, joint_scale, versus_plain = task.fmt, task.search, None, 1.0
+    importance = [_importance(moments, task) for moments in inputs]
+    plain, g, _ = search_global(
+        task, lambda: list(zip(sampled_rows(task), importance, strict=True)), amax, search=search
+    )
+    if plain is not None and g is not None and not torch.equal(g, plain):
+        rows = (
+            (weight.rows(*run).to(task.device), h)
+            for weight, h in zip(task.weights, importance, strict=True)
+            for run in chunks(weight.shape, fmt)
+        )
+        at_plain, at_g = errors_at(rows, fmt, search, [plain, g])
+        kept = at_g < at_plain * (1 - ROUNDING_MARGIN)
+        g, versus_plain = (g, at_g / at_plain) if kept else (plain, 1.0)
+    if fmt.one_scale:
+        whole = joint(gather(task.weights, task.device))
+        joint_scale = search_scales(whole, fmt, search=search, importance=importance[0])
+    return _Scales(g, joint_scale), versus_plain
 
 
 def _prepare(feedback: Feedback, index: int, name: str) -> Metric:
@@ -173,89 +216,11 @@ def _promise(task: Task, moments: Moments, feedback: Feedback | None, *, reverte
     return Promise(scales=searched, codes=feedback is None, importance=importance)
 
 
-def _global_scale(task: Task, inputs: Sequence[Moments]) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
-    """(the plain global scale, the one to use, weighted error at that divided by that at the plain one)."""
-    fmt, search, device = task.fmt, task.search, task.device
-    amax = largest(task)
-    if not fmt.has_global:
-        return None, None, 1.0
-    plain = absmax_global(amax, fmt)
-    if not task.search_global or amax == 0:
-        return plain, plain, 1.0
-    pairs = list(zip(task.weights, (_importance(moments, task) for moments in inputs), strict=True))
-    samples = [(torch.cat([w.rows(*run) for run in sample_rows(w.shape, fmt)]).to(device), h) for w, h in pairs]
-
-    def sampled(scales: Sequence[torch.Tensor]) -> list[float]:
-        errors_of_each = (_scaled_errors(s, fmt, search, scales, h) for s, h in samples)
-        return [sum(errors) for errors in zip(*errors_of_each, strict=True)]
-
-    def whole(scales: Sequence[torch.Tensor]) -> list[float]:
-        parts = ((w.rows(*run).to(device), h) for w, h in pairs for run in chunks(w.shape, fmt))
-        errors_of_each = (_scaled_errors(part, fmt, search, scales, h) for part, h in parts)
-        return [sum(errors) for errors in zip(*errors_of_each, strict=True)]
-
-    g = pick(plain, fmt, totals=sampled, exact=exact_global(amax, fmt, [s for s, _ in samples]))
-    if torch.equal(g, plain):
-        return plain, plain, 1.0
-    at_plain, at_g = whole([plain, g])
-    return (plain, g, at_g / at_plain) if at_g < at_plain * (1 - ROUNDING_MARGIN) else (plain, plain, 1.0)
-
-
-def _scaled_errors(
-    w: torch.Tensor, fmt: Format, search: str, scales: Sequence[torch.Tensor], importance: torch.Tensor | None
-) -> list[float]:
-    """``total_errors``; with importance in its own unit, so that weights with different inputs add up."""
-    totals = total_errors(w, fmt, search=search, global_scales=scales, importance=importance)
-    if importance is None:
-        return totals
-    top = float(importance.amax())
-    return [total * (2.0 ** (math.frexp(top)[1] - 1) if top > 0 else 1.0) for total in totals]
-
-
 def _importance(moments: Moments, task: Task) -> torch.Tensor | None:
     """Column weights of the scale search; None without weighting, or where the moment is zero."""
     if task.options.objective == "none" or not bool((moments.second_moment > 0).any()):
         return None
     return moments.second_moment
-
-
-def _weight(
-    weight: Weight, moments: Moments, task: Task, scales: _Scales, feedback: Feedback | None, metric: Metric | None
-) -> tuple[list[tuple[int, QTensor]], WeightError, dict[str, Any]]:
-    """(row runs of the better of the calibrated and the plain weight, its errors, its fields of the record)."""
-    fmt = task.fmt
-    judge = (moments if moments.held_out is None else moments.held_out).to(task.device)
-    nearest = _nearest(moments, task, scales)
-    made: list[tuple[int, QTensor]] = []
-    simple: list[tuple[int, QTensor]] = []
-    errors, base = _Errors(), _Errors()
-    absmax = 0.0
-    for start, stop in _runs(weight, moments, fmt, elements=_run_elements(task, feedback)):
-        outputs = _between(moments.outputs, start, stop)
-        w = weight.rows(start, stop).to(task.device)
-        absmax += total_error(w, fmt, search="absmax", global_scale=scales.plain)
-        rtn = scales.nearest(w, fmt, task.search, None)
-        if feedback is None or metric is None:
-            q = nearest(w)
-        else:
-            q = feedback.choose(w, metric, scales.g, nearest, outputs)
-        made.append((start, q))
-        simple.append((start, rtn))
-        errors.add(q, w, judge, outputs)
-        base.add(rtn, w, judge, outputs)
-    reverted = errors.output > base.output
-    taken, rows = (base, simple) if reverted else (errors, made)
-    error = WeightError(taken.squared, taken.energy, taken.squared / absmax if absmax else 1.0)
-    record = {
-        "weighted_error": taken.weighted,
-        "metric": "output" if moments.outputs is None else "kl",
-        "output_error": taken.output,
-        "versus_rtn": taken.output / base.output if base.output else 1.0,
-        "damping": None if metric is None else metric.damping,
-        "reverted": reverted,
-        "held_out": moments.held_out is not None,
-    }
-    return rows, error, record
 
 
 def _nearest(moments: Moments, task: Task, scales: _Scales) -> Callable[[torch.Tensor], QTensor]:
@@ -270,21 +235,6 @@ def _nearest(moments: Moments, task: Task, scales: _Scales) -> Callable[[torch.T
         return encode_rows(w, chosen, fmt, global_scale=scales.g)
 
     return nearest
-
-
-class _Errors:
-    """Sums over the runs of one weight, float64."""
-
-    def __init__(self) -> None:
-        self.squared = self.energy = self.weighted = self.output = 0.0
-
-    def add(self, q: QTensor, w: torch.Tensor, judge: Moments, outputs: Sequence[torch.Tensor] | None) -> None:
-        """Adds a run of rows."""
-        squared, energy = measure(q, w)
-        error = w.float() - decoded(q)
-        self.squared, self.energy = self.squared + squared, self.energy + energy
-        self.weighted += output_error(error, judge.second_moment)
-        self.output += expected_error(error, judge, outputs)
 
 
 def _runs(weight: Weight, moments: Moments, fmt: Format, *, elements: int) -> list[tuple[int, int]]:
@@ -320,9 +270,11 @@ def _batches(task: Task, inputs: Sequence[Moments], most: int) -> list[list[tupl
     return batches
 
 
-def _between(outputs: Sequence[torch.Tensor] | None, start: int, stop: int) -> Sequence[torch.Tensor] | None:
-    """The moments of the outputs of a run of rows."""
-    return None if outputs is None else outputs[start // len(outputs[0]) : -(-stop // len(outputs[0]))]
+def _checked(task: Task, inputs: Sequence[Moments]) -> float:
+    """max |w| over the unit. NumericsError for unusable weights or moments, FormatError for another width."""
+    for weight, moments, name in zip(task.weights, inputs, task.names, strict=True):
+        _check_width(weight, moments, name)
+    return largest(task)
 
 
 def _check_width(weight: Weight, moments: Moments, name: str) -> None:

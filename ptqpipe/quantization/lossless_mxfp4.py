@@ -28,6 +28,7 @@ from ptqpipe.numerics.kernels import cpu
 from ptqpipe.numerics.kernels.cpu_carry import NO_PLACE, value_of
 from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
+from ptqpipe.quantization.driver import absmax_error
 from ptqpipe.quantization.unit import (
     Promise,
     Task,
@@ -175,6 +176,6 @@ def _written(task: Task, member: int, transcoder: Transcoder, amax: float) -> We
             return None
         task.sink(member, start, q)
         energy += measured[1]
-    plain = absmax_global(amax, fmt) if fmt.has_global else None
-    loses = any(total_error(w, fmt, search="absmax", global_scale=plain) > 0 for w in _sampled(weight, fmt))
+    absmax = absmax_error(fmt, amax)
+    loses = any(absmax(w) > 0 for w in _sampled(weight, fmt))
     return WeightError(0.0, energy, 0.0 if loses else 1.0)

@@ -4,25 +4,26 @@ The search ``enlarged`` is the exact one for weights that are enlarged first (``
 
 Works on units of any size in a few chunks of memory: the weights are read by runs of rows, several times when the
 unit is not cached, and every QTensor goes out as soon as it is made. Formats with one scale for all of a unit's weights
-are the exception: these are in memory together. The size of a run depends on the shape alone, so
-the sums of the statistics, and with them every byte and every reported number, are the same on every machine.
+are the exception: these are in memory together.
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from ptqpipe.numerics.formats import Format, packed_columns
-from ptqpipe.numerics.global_scale import absmax_global, exact_global, pick, sample_rows
+from ptqpipe.numerics.global_scale import absmax_global, exact_global
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search import get_search
 from ptqpipe.numerics.search.enlarged import enlarge, factor_for
 from ptqpipe.quantization import calibrated
+from ptqpipe.quantization.driver import Sums, absmax_error, quantize_weight, sampled_rows, search_global
 from ptqpipe.quantization.lossless_mxfp4 import transcode
 from ptqpipe.quantization.unit import (
     CHUNK_ELEMENTS,
     ROUNDING_MARGIN,
+    LoadedWeight,
     Promise,
     Task,
     UnitResult,
@@ -37,7 +38,6 @@ from ptqpipe.quantization.unit import (
     row_chunks,
     search_scales,
     total_error,
-    total_errors,
 )
 
 ENLARGED_AT_ONCE = 1 << 19  # weights: in float32 they stay in a cache
@@ -50,37 +50,35 @@ def quantize(task: Task) -> UnitResult:
 
     Raises NumericsError naming the weight for NaN, inf, or magnitudes that float32 arithmetic cannot hold.
     """
-    fmt = task.fmt
     if task.inputs is not None:
         return calibrated.quantize(task)
-    if fmt.one_scale:
+    if task.fmt.one_scale:
         return _quantize_as_one(task)
     transcoded = transcode(task)
     if transcoded is not None:
         return transcoded
-    amax = largest(task)
-    samples = [
-        torch.cat([weight.rows(*run) for run in sample_rows(weight.shape, fmt)]).to(task.device)
-        for weight in task.weights
-    ]
+    amax, samples = largest(task), sampled_rows(task)
     rule = _rule(task, samples, amax)
-    plain, g, lossless = _global_scales(task, rule, samples, amax)
+    plain, g, lossless = search_global(
+        task, lambda: [(enlarge(w, rule.factor), None) for w in samples], amax * rule.factor, search=rule.search
+    )
+    lossless = lossless and rule.factor == 1
     compare = None if plain is None or g is None or torch.equal(plain, g) else plain
-    sums, plain_error = _pass(task, rule, g, None if lossless else compare)
-    error = sum(one.minimized for one in sums)
+    sums, error, plain_error = _pass(task, rule, g, None if lossless else compare)
     if lossless and error != 0:  # of the sample alone
         lossless = False
-        sums, plain_error = _pass(task, rule, g, compare)
+        sums, error, plain_error = _pass(task, rule, g, compare)
     if compare is not None and error > plain_error * (1 - ROUNDING_MARGIN):  # the sample misled; the whole decides
         g = plain
-        sums, _ = _pass(task, rule, g, None)
+        sums, _, _ = _pass(task, rule, g, None)
         compare = None
-    errors = tuple(
-        WeightError(one.squared, one.energy, _versus_absmax(sample, fmt, rule=rule, g=g, amax=amax))
-        for one, sample in zip(sums, samples, strict=True)
-    )
+    absmax, errors = absmax_error(task.fmt, amax), []
+    for one, sample in zip(sums, samples, strict=True):
+        baseline = absmax(sample)
+        versus_absmax = rule.error(sample, task.fmt, g) / baseline if baseline else 1.0
+        errors.append(WeightError(one.squared, one.energy, versus_absmax))
     versus_plain = 0.0 if lossless else error / plain_error if compare is not None and plain_error else 1.0
-    return _result(task, rule, errors, g, versus_plain)
+    return _result(task, rule, tuple(errors), g, versus_plain)
 
 
 class _Rule(NamedTuple):
@@ -92,6 +90,12 @@ class _Rule(NamedTuple):
     def quantize(self, w: torch.Tensor, fmt: Format, g: torch.Tensor | None) -> QTensor:
         """Rows ``[n, K]`` at the global scale ``g``."""
         return quantize_rows(enlarge(w, self.factor), fmt, search=self.search, global_scale=g)
+
+    def error(self, w: torch.Tensor, fmt: Format, g: torch.Tensor | None) -> float:
+        """The squared error that this leaves on rows."""
+        if self.factor == 1:
+            return total_error(w, fmt, search=self.search, global_scale=g)
+        return measure(self.quantize(w, fmt, g), w)[0]
 
 
 def _rule(task: Task, samples: list[torch.Tensor], amax: float) -> _Rule:
@@ -107,31 +111,6 @@ def _rule(task: Task, samples: list[torch.Tensor], amax: float) -> _Rule:
     return exact._replace(factor=factor) if amax < LARGE else exact
 
 
-def _global_scales(
-    task: Task, rule: _Rule, samples: list[torch.Tensor], amax: float
-) -> tuple[torch.Tensor | None, torch.Tensor | None, bool]:
-    """(the plain global scale, the one that the samples ask for, whether that leaves no error on them, as the plain one
-    does); None for a format without one."""
-    fmt = task.fmt
-    if not fmt.has_global:
-        return None, None, False
-    plain = absmax_global(amax * rule.factor, fmt)
-    if not task.search_global or amax == 0:
-        return plain, plain, False
-    enlarged = [enlarge(s, rule.factor) for s in samples]
-
-    def totals(scales: Sequence[torch.Tensor]) -> list[float]:
-        errors_of_each = (total_errors(s, fmt, search=rule.search, global_scales=scales) for s in enlarged)
-        return [sum(errors) for errors in zip(*errors_of_each, strict=True)]
-
-    exact = exact_global(amax * rule.factor, fmt, enlarged)
-    g = pick(plain, fmt, totals=totals, exact=exact)
-    if rule.factor != 1 or g is not exact:
-        return plain, g, False
-    at_g, at_plain = totals([g, plain])
-    return plain, g, 0 == at_g < at_plain
-
-
 def _result(
     task: Task, rule: _Rule, errors: tuple[WeightError, ...], g: torch.Tensor | None, versus_plain: float
 ) -> UnitResult:
@@ -141,40 +120,34 @@ def _result(
     return UnitResult(None if g is None else float(g), versus_plain, errors, proven, promises, (fields,) * len(errors))
 
 
-class _Sums(NamedTuple):
-    """Of one weight: sum (decode - w)^2, sum w^2, and sum (decode - factor w)^2, which the search makes least."""
-
-    squared: float
-    energy: float
-    minimized: float
-
-
-def _pass(task: Task, rule: _Rule, g: torch.Tensor | None, compare: torch.Tensor | None) -> tuple[list[_Sums], float]:
-    """Quantizes every row at ``g``: the sums of each weight, and what would be minimized of all at ``compare``."""
-    fmt = task.fmt
-    sums: list[_Sums] = []
-    compared = 0.0
+def _pass(
+    task: Task, rule: _Rule, g: torch.Tensor | None, compare: torch.Tensor | None
+) -> tuple[list[Sums], float, float]:
+    """Quantizes every row at ``g``: the sums of each weight; sum (decode - factor w)^2 over all, which the search makes
+    least; and that sum at the global scale ``compare``."""
+    fmt, all_sums = task.fmt, list[Sums]()
+    error = compared = of_weight = 0.0
     memory: torch.Tensor | None = None
+
+    def nearest(_start: int, w: torch.Tensor) -> QTensor:
+        nonlocal memory, of_weight, compared
+        if rule.factor != 1 and (memory is None or memory.numel() < w.numel()):
+            memory = torch.empty(w.numel(), device=w.device)
+        enlarged = enlarge(w, rule.factor, memory=memory)
+        q = quantize_rows(enlarged, fmt, search=rule.search, global_scale=g)
+        if compare is not None:
+            of_weight += measure(q, enlarged)[0] if rule.factor != 1 else 0.0
+            compared += total_error(enlarged, fmt, search=rule.search, global_scale=compare)
+        return q
+
     for index, weight in enumerate(task.weights):
-        squared = energy = minimized = 0.0
+        of_weight = 0.0
         few = ENLARGED_AT_ONCE if rule.factor != 1 else CHUNK_ELEMENTS
-        for start, stop in row_chunks(weight.shape, block_rows=fmt.block_extent(weight.shape)[0], elements=few):
-            w = weight.rows(start, stop).to(task.device)
-            if rule.factor != 1 and (memory is None or memory.numel() < w.numel()):
-                memory = torch.empty(w.numel(), device=w.device)
-            enlarged = enlarge(w, rule.factor, memory=memory)
-            q = quantize_rows(enlarged, fmt, search=rule.search, global_scale=g)
-            task.sink(index, start, q)
-            error, power = measure(q, w)
-            squared, energy = squared + error, energy + power
-            if rule.factor == 1:
-                minimized += error
-            elif compare is not None:
-                minimized += measure(q, enlarged)[0]
-            if compare is not None:
-                compared += total_error(enlarged, fmt, search=rule.search, global_scale=compare)
-        sums.append(_Sums(squared, energy, minimized))
-    return sums, compared
+        runs = row_chunks(weight.shape, block_rows=fmt.block_extent(weight.shape)[0], elements=few)
+        _, (sums,) = quantize_weight(task, index, runs, [nearest])
+        all_sums.append(sums)
+        error += sums.squared if rule.factor == 1 else of_weight
+    return all_sums, error, compared
 
 
 def _quantize_as_one(task: Task) -> UnitResult:
@@ -191,11 +164,11 @@ def _quantize_as_one(task: Task) -> UnitResult:
     plain = search_scales(all_rows, fmt, search="absmax")
     at_plain = measure(_encode_whole(all_rows, plain, fmt), all_rows)[0]
     versus = measure(_encode_whole(all_rows, scales, fmt), all_rows)[0] / (at_plain or 1.0)
-    errors = []
+    gathered, errors = replace(task, weights=[LoadedWeight(w) for w in whole]), []
     for index, w in enumerate(whole):
-        q = _encode_whole(w, scales, fmt)
-        task.sink(index, 0, q)
-        errors.append(WeightError(*measure(q, w), versus))
+        encode = [lambda _start, w: _encode_whole(w, scales, fmt)]
+        _, (sums,) = quantize_weight(gathered, index, [(0, len(w))], encode)
+        errors.append(WeightError(sums.squared, sums.energy, versus))
     return _result(task, _Rule(task.search), tuple(errors), None, 1.0)
 
 
@@ -205,14 +178,3 @@ def _encode_whole(w: torch.Tensor, scales: torch.Tensor, fmt: Format) -> QTensor
     for start, stop in row_chunks((w.shape[0], w.shape[1])):
         data[start:stop] = encode_rows(w[start:stop], scales, fmt).data
     return QTensor(fmt, (w.shape[0], w.shape[1]), data, scales, None)
-
-
-def _versus_absmax(sample: torch.Tensor, fmt: Format, *, rule: _Rule, g: torch.Tensor | None, amax: float) -> float:
-    """The squared error of sampled rows divided by that of abs-max scales."""
-    plain = absmax_global(amax, fmt) if fmt.has_global else None
-    baseline = total_error(sample, fmt, search="absmax", global_scale=plain)
-    if rule.factor == 1:
-        own = total_error(sample, fmt, search=rule.search, global_scale=g)
-    else:
-        own = measure(rule.quantize(sample, fmt, g), sample)[0]
-    return own / baseline if baseline else 1.0

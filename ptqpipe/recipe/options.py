@@ -50,9 +50,6 @@ DAMPING = 0.01  # of a second moment, as a fraction of its mean diagonal
 # E4M3, FP8 every value: what is far below the largest activation costs FP8 more, so NVFP4 has more room above.
 INPUT_AMAX = {"nvfp4": 2928.0, "fp8_static": 336.0}
 
-# Codes that `ptqpipe tune` has chosen: the algorithm where a call gives them.
-LEARNED = Algorithm("ptqpipe.quantization.learned")
-
 
 @dataclass(frozen=True, kw_only=True)
 class CodeOptions:

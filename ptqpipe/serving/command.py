@@ -40,7 +40,7 @@ def serve(options: ServeOptions, place: RankInfo, *, worker: list[str], log: Log
     place.follow_parent()
     _check(options, place)
     if place.rank > 0:
-        from ptqpipe.serving.rank_zero import follow_first
+        from ptqpipe.serving.rank_engine import follow_first
 
         follow_first(options, place)
         return

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.checkpoint.layouts import part_bytes
+from ptqpipe.models.language_model import takes_images
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.kernels import cpu
 from ptqpipe.run.machine import counting_bar
 from ptqpipe.run.quantities import disk_size
+from ptqpipe.runtime.loading import read_config
 
 _SHOWN = 3  # formats of a model with many
 LINE_S = 2.0  # between two lines about the loading
@@ -52,6 +54,17 @@ def heading(name: str, facts: dict[str, Any]) -> str:
     parts = [facts["architecture"], " + ".join(facts["formats"]), disk_size(facts["weights_bytes"])]
     parts += [] if bits is None else [f"{bits:.2f} bits per quantized weight"]
     return f"serving {name}: {', '.join(part for part in parts if part)}"
+
+
+def about_images(ckpt: str, processor: Any) -> str | None:
+    """A line about a model of images and text; None for others.
+
+    processor  as in `preflight.processor_of`
+    """
+    if not takes_images(read_config(Path(ckpt)), Path(ckpt)):
+        return None
+    loaded = "vision tower and projector are loaded with the first image"
+    return f"(a model of images and text: {processor if isinstance(processor, str) else loaded})"
 
 
 def instructions(url: str, *, chats: bool, key: bool) -> list[str]:

@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
-from ptqpipe.checkpoint import OF_WEIGHTS, TensorSpec
+from ptqpipe.checkpoint import TensorSpec
+from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.cli import main
 from ptqpipe.conversion.dequantize import round_to

@@ -387,7 +387,7 @@ def test_for_a_reader_what_it_fails_on_is_refused_before_any_work(
 def test_formats_that_a_reader_runs_in_linear_layers_alone_are_refused_for_experts(
     reader: str, fmt: str, container: str | None, remedy: str, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    call: dict[str, Any] = {"format": fmt, "container": container, "out": tmp_path / "out", "search": "absmax"}
+    call: dict[str, Any] = {"format": fmt, "container": container, "out": tmp_path / "out", "scale_search": "absmax"}
     with pytest.raises(UsageError, match=rf"{reader} runs no experts in {fmt} from \w+; {remedy}"):
         ptqpipe.convert(model("qwen3_5_moe_text"), reader=reader, **call)
     assert not (tmp_path / "out").exists()
@@ -398,7 +398,12 @@ def test_formats_that_a_reader_runs_in_linear_layers_alone_are_refused_for_exper
 def test_no_block_of_scales_lies_in_two_outputs_that_vllm_builds_of_a_weight(
     kind: str, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    call: dict[str, Any] = {"format": "fp8_block", "search": "absmax", "container": "compressed_tensors", "workers": 1}
+    call: dict[str, Any] = {
+        "format": "fp8_block",
+        "scale_search": "absmax",
+        "container": "compressed_tensors",
+        "workers": 1,
+    }
     done = ptqpipe.convert(model(kind), out=tmp_path / "out", **call)
     weight = next(name for name in done.record["kept"] if re.search(r"\.in_proj(_qkv)?\.weight$", name))
     assert re.search(r"^\d+ rows, of \d outputs .* blocks of 128$", done.record["kept"][weight]["reason"])
@@ -432,7 +437,7 @@ PREFIXES = {
 def test_kept_modules_are_listed_by_the_names_that_vllm_gives_them_too(
     kind: str, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    call: dict[str, Any] = {"format": "fp8_block", "search": "absmax", "out": tmp_path / "out", "workers": 1}
+    call: dict[str, Any] = {"format": "fp8_block", "scale_search": "absmax", "out": tmp_path / "out", "workers": 1}
     done = ptqpipe.convert(model(kind), **call)
     described = json.loads((done.out / "config.json").read_text())["quantization_config"]
     assert {"model.layers.0.mamba.in_proj", *PREFIXES[kind]} <= {*described["modules_to_not_convert"]}
@@ -451,7 +456,7 @@ def test_every_part_of_zamba2_that_is_kept_is_listed_by_the_name_that_vllm_gives
         f"{block}.feed_forward.gate_up_proj_adapter_list.0.1": "model.feed_forward.gate_up_proj_adapter_list.0.B",
         f"{block}.self_attn.linear_q_adapter_list.0.0": "model.linear_q_adapter.A",
     }
-    call: dict[str, Any] = {"format": "nvfp4", "search": "absmax", "out": tmp_path / "out", "workers": 1}
+    call: dict[str, Any] = {"format": "nvfp4", "scale_search": "absmax", "out": tmp_path / "out", "workers": 1}
     done = ptqpipe.convert(model("zamba2"), ignore=["model.layers.1.*"], **call)
     listed = json.loads((done.out / "config.json").read_text())["quantization_config"]["ignore"]
     assert {*names, *names.values()} <= {*listed}

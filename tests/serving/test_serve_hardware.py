@@ -14,8 +14,10 @@ from ptqpipe.errors import UsageError
 from ptqpipe.pipeline import demo
 from ptqpipe.run import machine as machine_facts
 from ptqpipe.runtime.memory import available_bytes, cgroup_bytes, room
-from ptqpipe.serving import command as run, rank_processes as ranks, rank_zero
+from ptqpipe.serving import rank_engine, rank_processes as ranks
+from ptqpipe.serving.options import ServeOptions
 from ptqpipe.serving.rank_processes import RankInfo, parse_place
+from ptqpipe.serving.rank_sums import RankSums
 
 GIB = 1 << 30
 
@@ -82,14 +84,14 @@ def test_the_runner_computes_on_its_own_gpu_with_a_part_of_that_gpu_s_memory(mon
         asked["cache"] = cache.max_bytes
         return SimpleNamespace()
 
-    monkeypatch.setattr(rank_zero, "load_rank", load)
-    monkeypatch.setattr(rank_zero, "ModelRunner", runner)
-    monkeypatch.setattr(rank_zero, "check_model", lambda model: None)
-    monkeypatch.setattr(rank_zero, "use_kernels", lambda model: None)
+    monkeypatch.setattr(rank_engine, "load_rank", load)
+    monkeypatch.setattr(rank_engine, "ModelRunner", runner)
+    monkeypatch.setattr(rank_engine, "check_model", lambda model: None)
+    monkeypatch.setattr(rank_engine, "use_kernels", lambda model: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(current=device))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: {"cuda:1": (80 * GIB, 141 * GIB)}[device])
     place = RankInfo(1, 2, 2, 1, store="127.0.0.1:5")
-    rank_zero._runner(run.ServeOptions("x", device="cuda"), place, 64, None)
+    rank_engine.build_runner(ServeOptions("x", device="cuda"), place, 64, RankSums())
     assert (asked["device"], asked["current"], asked["cache"]) == ("cuda:1", "cuda:1", 20 * GIB)
 
 

@@ -85,7 +85,6 @@ class CachedLogits:
         return self.folder / f"{batch[0].start}-{batch[-1].stop}"
 
     def _read(self, batch: Sequence[Window]) -> torch.Tensor | None:
-        """The cached log-probabilities of a batch; None where they are missing or damaged."""
         try:
             raw = bytearray(self._file(batch).read_bytes())
         except OSError:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ptqpipe.calibration.rows import check_once
 from ptqpipe.check.evaluate.cache import open_cache, store_bytes
 from ptqpipe.check.evaluate.eval_file import kl_row, perplexity_row, result_json, task_row
 from ptqpipe.check.evaluate.harness import TaskMetric, TaskRequest, check_tasks, run_tasks
@@ -27,7 +26,7 @@ from ptqpipe.check.evaluate.token_divergence import (
     kl_histogram,
     worst_tokens,
 )
-from ptqpipe.check.evaluate.tokenized_text import SAMPLE, SAMPLE_NAME, Text, read_text
+from ptqpipe.check.evaluate.tokenized_text import SAMPLE, SAMPLE_NAME, Text, read_texts
 from ptqpipe.check.options import EvalOptions
 from ptqpipe.check.report.provenance import run_facts
 from ptqpipe.checkpoint import CheckpointReader, completed_run, name_of, resolve_source
@@ -53,8 +52,6 @@ def _request(options: EvalOptions) -> TaskRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Everything decided and read but the weights."""
-
     options: EvalOptions
     path: Path
     baseline: Path | None
@@ -116,7 +113,6 @@ def evaluate(
 
 
 def _kl_row(job: _Job, text: Text, scores: Scores) -> dict[str, Any]:
-    """The divergence of a text, and where in the text it lies."""
     return kl_row(
         text,
         divergence(scores),
@@ -136,12 +132,10 @@ def _decode(job: _Job) -> Decode:
 
 
 def _begun(job: _Job) -> torch.Tensor:
-    """The tokens that both models continue."""
     return beginnings(job.texts[0].tokens, job.options.samples if job.baseline is not None else 0)
 
 
 def _written(job: _Job, model: Callable[[], Any]) -> list[str]:
-    """What a model continues them with."""
     if not job.texts or not len(begun := _begun(job)):
         return []
     decode = _decode(job)
@@ -159,7 +153,6 @@ def _sample_rows(job: _Job, written: Sequence[Sequence[str]]) -> list[dict[str, 
 
 
 def _loader(path: Path, options: EvalOptions) -> Any:
-    """Gives the model of a checkpoint, which is loaded when it is first asked for, until its ``cache_clear``."""
     return cache(
         lambda: load(path, packed=False, dtype=options.dtype, activations=options.activations, device=options.device)
     )
@@ -212,8 +205,7 @@ def _prepare(ckpt: str, source: str | None, options: EvalOptions, progress: bool
     words = path if other is None or (path / "tokenizer_config.json").exists() else other
     tokenizer = cache(lambda: load_tokenizer(words))  # files of tokens need none
     data = options.data if options.data or options.tasks else (str(SAMPLE),)
-    check_once(data, "data")
-    texts = tuple(read_text(name, tokenizer, field=options.text_field, max_tokens=options.max_tokens) for name in data)
+    texts = read_texts(data, tokenizer, field=options.text_field, max_tokens=options.max_tokens)
     for text in texts:
         _check_tokens(text, int(config.get_text_config().vocab_size))
     return _Job(options, path, other, texts, window, stride, tokenizer, progress, log)

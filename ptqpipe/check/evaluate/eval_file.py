@@ -73,7 +73,6 @@ def _finite(value: Any) -> Any:
 
 
 def perplexity_row(text: "Text", perplexity: "Perplexity", *, window: int, stride: int) -> dict[str, Any]:
-    """The row of a text."""
     return {
         "data": text.name,
         "sha256": text.sha256,

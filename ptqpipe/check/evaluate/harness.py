@@ -173,7 +173,6 @@ def compare(metric: TaskMetric, baseline: TaskMetric, *, resamples: int = RESAMP
 
 
 def _resampler(metric: TaskMetric) -> Callable[[np.ndarray], float]:
-    """The metric of drawn samples."""
     if metric.aggregate.__name__ == "mean":
         values = np.asarray(metric.values, dtype=np.float64)
         return lambda drawn: float(values[drawn].mean())
@@ -263,7 +262,6 @@ def _local_names() -> list[str]:
 
 
 def _local_config(name: str, task_data: Path | None) -> dict[str, Any]:
-    """A local task with the paths of its files. UsageError where they are not."""
     config: dict[str, Any] = yaml.safe_load((LOCAL_TASKS / f"{name}.yaml").read_text(encoding="utf-8"))
     files: Mapping[str, str] = config["dataset_kwargs"]["data_files"]
     if task_data is None:

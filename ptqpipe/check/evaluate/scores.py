@@ -42,7 +42,6 @@ class Window:
 
     @property
     def scored(self) -> int:
-        """Number of scored tokens."""
         return self.stop - self.first
 
 
@@ -120,7 +119,6 @@ def vocabulary_of(model: Any) -> int | None:
 
 @torch.inference_mode()
 def model_logits(model: Any, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
-    """The logits of a transformers model, as `Logits` says."""
     ids = begun(torch.stack([tokens[window.start : window.stop] for window in batch]), batch[0].begin)
     logits = model(ids.to(model.device), use_cache=False).logits
     parts = [

@@ -44,13 +44,7 @@ def kl_by_position(scores: Scores, count: int) -> list[dict[str, Any]]:
         error = float(kl.std() / math.sqrt(len(kl))) if len(kl) > 1 else None
         last = min(2 ** (octave + 1) - 1, int(context.max()))
         rows.append(
-            {
-                "first": 2**octave,
-                "last": last,
-                "tokens": len(kl),
-                "mean": float(kl.mean()),
-                "standard_error": error,
-            }
+            {"first": 2**octave, "last": last, "tokens": len(kl), "mean": float(kl.mean()), "standard_error": error}
         )
     return rows
 
@@ -67,13 +61,13 @@ def worst_tokens(scores: Scores, tokens: torch.Tensor, decode: Decode) -> list[d
     index, context = _places(scores, len(tokens))
     rows = []
     for i in scores.kl.topk(min(WORST, len(scores.kl))).indices.tolist():
-        at, seen = int(index[i]), int(context[i])
+        place, seen = int(index[i]), int(context[i])
         rows.append(
             {
                 "kl": float(scores.kl[i]),
                 "context": seen,
-                "before": decode(tokens[at - min(seen, BEFORE) : at].tolist()),
-                "token": decode([int(tokens[at])]),
+                "before": decode(tokens[place - min(seen, BEFORE) : place].tolist()),
+                "token": decode([int(tokens[place])]),
                 "checkpoint": math.exp(-float(scores.nll[i])),
                 "baseline": math.exp(-float(scores.nll_reference[i])),
                 "checkpoint_top": decode([int(scores.top[i])]),

@@ -6,7 +6,7 @@ Rows follow each other in one stream, texts parted by a blank line.
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from ptqpipe.calibration.rows import (
     Notes,
     begin_token,
     begun,
+    check_once,
     files_of,
     has_beginning,
     read_rows,
@@ -53,6 +54,14 @@ class Text:
         """int64 [n, length]: the text cut into windows, what is left of it aside."""
         count = len(self.tokens) // length
         return begun(self.tokens[: count * length].view(count, length), self.begin)
+
+
+def read_texts(
+    names: Sequence[str], tokenizer: Callable[[], Any], *, field: str | None, max_tokens: int | None
+) -> tuple[Text, ...]:
+    """`read_text` of several. UsageError where one is given twice."""
+    check_once(names, arg("data"))
+    return tuple(read_text(name, tokenizer, field=field, max_tokens=max_tokens) for name in names)
 
 
 def read_text(

@@ -94,7 +94,6 @@ def like(kl: float) -> str:
 
 
 def thresholds() -> str:
-    """The thresholds in words."""
     each = [f"{level.word}: {level.kl:g}, {100 * level.same:g} %, {100 * level.perplexity:g} %" for level in LEVELS]
     return (
         "Thresholds: the largest mean KL to the original model in nats per token, the smallest share of tokens with "
@@ -123,7 +122,6 @@ class _Change(NamedTuple):
 
 
 def _place(row: Mapping[str, Any], change: _Change | None) -> int:
-    """The index of a text's verdict in WORDS."""
     kl, same = float(row["mean"]), row.get("top1_agreement")
     rise = change.relative if change is not None and change.noise is False else 0.0
     reached = (

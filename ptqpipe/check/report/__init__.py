@@ -17,20 +17,7 @@ from ptqpipe.check.report.content import (
     WorstBlock,
     pooled_mse,
 )
-from ptqpipe.conversion.output_error import (
-    can_be_proven,
-    chosen_by_data,
-    judged_by,
-    judgement,
-    mean_known,
-    samples_text,
-    tuned_blocks,
-    tuned_by,
-    tuned_from,
-    tuned_judgement,
-)
 from ptqpipe.errors import UsageError, arg, missing_package
-from ptqpipe.run.quantities import decibels
 
 FORMATS = ("html", "md")
 # What tells a report from other files, so that an earlier one may be replaced and nothing else: it says so itself.

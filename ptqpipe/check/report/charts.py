@@ -49,43 +49,43 @@ def line_chart(series: Sequence[Series], *, wide: bool, label: str, unit: str, l
     span = max(1, xs[-1] - xs[0])
     inner = width - left - right - 16
 
-    def at(x: int) -> float:
+    def pixel(x: int) -> float:
         return left + 8 + (x - xs[0]) / span * inner if len(xs) > 1 else left + 8 + inner / 2
 
     parts = [text(left - 8, 14, unit, kind="unit", anchor="start")]
     parts += _levels(y_axis, left, width - right)
     step = _whole_step(len(xs), 16 if wide else 7)
-    parts += [text(at(x), height - 12, str(x), anchor="middle") for x in xs[::step]]
-    parts += [_series(s, at, y_axis) for s in series]
+    parts += [text(pixel(x), height - 12, str(x), anchor="middle") for x in xs[::step]]
+    parts += [_series(s, pixel, y_axis) for s in series]
     if wide:
-        parts.append(_end_labels(series, width - right, y_axis, at, top, height - bottom))
+        parts.append(_end_labels(series, width - right, y_axis, pixel, top, height - bottom))
     return canvas(width, height, label, parts, kind="wide" if wide else "narrow")
 
 
-def _series(s: Series, at: Position, y_axis: Axis) -> Markup:
+def _series(s: Series, pixel: Position, y_axis: Axis) -> Markup:
     shade = colour(s.index)
     parts = []
     if s.ranges and any(hi > lo for _, lo, hi in s.ranges):
-        above = [f"{at(x):.1f},{y_axis.at(hi):.1f}" for x, _, hi in s.ranges]
-        below = [f"{at(x):.1f},{y_axis.at(lo):.1f}" for x, lo, _ in reversed(s.ranges)]
+        above = [f"{pixel(x):.1f},{y_axis.pixel(hi):.1f}" for x, _, hi in s.ranges]
+        below = [f"{pixel(x):.1f},{y_axis.pixel(lo):.1f}" for x, lo, _ in reversed(s.ranges)]
         parts.append(node("polygon", {"points": " ".join(above + below), "class": f"band {shade}"}))
-    points = " ".join(f"{at(x):.1f},{y_axis.at(y):.1f}" for x, y, _ in s.points)
+    points = " ".join(f"{pixel(x):.1f},{y_axis.pixel(y):.1f}" for x, y, _ in s.points)
     dashed = " dashed" if s.over else ""
     parts.append(node("polyline", {"points": points, "class": f"line {shade}{dashed}"}))
     radius = 3.6 if len(s.points) <= _MANY else 2.2
     radius *= 1.8 if s.over else 1
     for x, y, tip in s.points:
         kind = f"ring {shade}" if s.over or x in s.rings else shade
-        parts.append(marker(s.index, at(x), y_axis.at(y), kind=kind, tip=tip, radius=radius))
+        parts.append(marker(s.index, pixel(x), y_axis.pixel(y), kind=kind, tip=tip, radius=radius))
     return node("g", {"class": "series", "data-series": s.name}, join(parts))
 
 
-def _end_labels(series: Sequence[Series], x: float, y_axis: Axis, at: Position, top: float, bottom: float) -> Markup:
-    ends = [y_axis.at(s.points[-1][1]) for s in series]
+def _end_labels(series: Sequence[Series], x: float, y_axis: Axis, pixel: Position, top: float, bottom: float) -> Markup:
+    ends = [y_axis.pixel(s.points[-1][1]) for s in series]
     gap = min(16.0, (bottom - top) / max(1, len(series)))
     parts = []
     for s, y, placed in zip(series, ends, spread(ends, gap=gap, low=top, high=bottom), strict=True):
-        start = at(s.points[-1][0])  # a line may end before the last layer
+        start = pixel(s.points[-1][0])  # a line may end before the last layer
         leader = f"M{start + 6:.1f},{y:.1f}L{x + 2:.1f},{y:.1f}L{x + 14:.1f},{placed:.1f}"
         inside = [node("path", {"d": leader, "class": f"leader {colour(s.index)}"})]
         inside.append(text(x + 18, placed + 4, _short(s.name, _NAME), kind=f"end {colour(s.index)}"))
@@ -121,10 +121,10 @@ def strip_chart(rows: Sequence[StripRow], *, wide: bool, label: str, unit: str, 
     def row(number: int, axis: Axis, y: float, name: Markup) -> Markup:
         r = rows[number]
         low, high = min(v for v, _ in r.values), max(v for v, _ in r.values)
-        parts = [name, line(axis.at(low), y, axis.at(high), y, f"range {colour(r.index)}")]
+        parts = [name, line(axis.pixel(low), y, axis.pixel(high), y, f"range {colour(r.index)}")]
         shown = r.values if len(r.values) <= 160 else (min(r.values), max(r.values))
-        parts += [marker(0, axis.at(v), y, kind=f"soft {colour(r.index)}", tip=tip, radius=4) for v, tip in shown]
-        x = axis.at(r.pooled)
+        parts += [marker(0, axis.pixel(v), y, kind=f"soft {colour(r.index)}", tip=tip, radius=4) for v, tip in shown]
+        x = axis.pixel(r.pooled)
         parts.append(line(x, y - 9, x, y + 9, f"pooled {colour(r.index)}"))
         parts.append(text(axis.stop + 12, y + 4, r.note, kind="value"))
         return node("g", {"class": "series", "data-series": r.name}, join(parts))
@@ -143,7 +143,7 @@ def dot_chart(rows: Sequence[Dots], *, wide: bool, label: str, unit: str) -> Mar
 
     def row(number: int, axis: Axis, y: float, name: Markup) -> Markup:
         dots = rows[number][1]
-        xs = [axis.at(v) for _, v, _ in dots]
+        xs = [axis.pixel(v) for _, v, _ in dots]
         parts = [name, line(min(xs), y, max(xs), y, "link")]
         for (index, _, tip), x in zip(dots, xs, strict=True):
             ring = index == COLOURS - 1  # what is stored
@@ -184,7 +184,7 @@ def _rows(
     base = top + height * len(names)
     parts = []
     for tick in axis.ticks:
-        x = axis.at(tick)
+        x = axis.pixel(tick)
         kind = "grid strong" if strong is not None and abs(tick - strong) < 1e-9 else "grid"
         parts += [line(x, top - 4, x, base, kind), text(x, base + 16, axis.label(tick), anchor="middle")]
     parts.append(text(axis.stop, base + 34, unit, kind="unit", anchor="end"))
@@ -196,10 +196,9 @@ def _rows(
 
 
 def _levels(axis: Axis, left: float, right: float) -> list[Markup]:
-    """The grid of an upright axis, with its numbers."""
     parts = []
     for tick in axis.ticks:
-        y = axis.at(tick)
+        y = axis.pixel(tick)
         parts += [line(left, y, right, y, "grid"), text(left - 8, y + 4, axis.label(tick), anchor="end")]
     return parts
 
@@ -221,7 +220,7 @@ def histogram(h: Histogram, *, wide: bool, tips: bool, label: str) -> Markup:
         amount = h.counts[code]
         if not amount:
             continue
-        y = min(axis.at(100 * amount / total), height - bottom - 0.6)
+        y = min(axis.pixel(100 * amount / total), height - bottom - 0.6)
         x, thick = left + (code - first) * pitch, max(pitch - (1.0 if pitch > 3 else 0.2), 0.8)
         attributes: dict[str, object] = {"x": x, "y": y, "width": thick, "height": height - bottom - y, "class": "bar"}
         if tips:
@@ -244,7 +243,6 @@ def _code_range(h: Histogram) -> tuple[int, int]:
 
 
 def _zones(h: Histogram, first: int, last: int, left: float, pitch: float, top: float, bottom: float) -> list[Markup]:
-    """The subnormal codes and the largest one."""
     if h.codec in ("e8m0", "float"):
         return []
     even = next((c for c, v in enumerate(h.values) if v != c * h.values[1]), len(h.values))
@@ -263,7 +261,6 @@ def _zones(h: Histogram, first: int, last: int, left: float, pitch: float, top: 
 def _code_ticks(
     h: Histogram, first: int, last: int, left: float, pitch: float, height: float, *, wide: bool
 ) -> list[Markup]:
-    """The numbers that codes stand for, at powers of two."""
     places = [code for code in range(first, last + 1) if h.values[code] > 0 and math.frexp(h.values[code])[0] == 0.5]
     apart, drawn = 34 if wide else 40, math.inf
     parts = []

@@ -32,7 +32,6 @@ class Row(NamedTuple):
 
     @property
     def perplexity(self) -> float | None:
-        """Perplexity on the text that the verdict is from."""
         rows = self.report.evaluation["perplexity"] if self.report.evaluation is not None and self.kl else ()
         return next((row["checkpoint"] for row in rows if self.kl is not None and row["data"] == self.kl["data"]), None)
 
@@ -126,7 +125,6 @@ def _output_error(row: Row, weights: Sequence[ReportedWeight]) -> float | None:
 
 
 def _by_number(row: Row, of: Callable[[Row, Sequence[ReportedWeight]], float | None]) -> list[tuple[int, float]]:
-    """(layer, error of its weights) of the layers where it is known."""
     layers: dict[int, list[ReportedWeight]] = defaultdict(list)
     for weight in row.report.weights:
         if weight.layer is not None:
@@ -147,7 +145,6 @@ def _tuned_layers(row: Row) -> list[tuple[int, float]]:
 
 
 def _by_layer(rows: Sequence[Row], measure: Measure | None) -> Drawn | None:
-    """A line a checkpoint; None where fewer than two layers are known."""
     series = []
     if measure is None:
         return None

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.check.report import Report, render_comparison
-from ptqpipe.check.report.command import gather, target_of
+from ptqpipe.check.report.command import target_of
 from ptqpipe.check.report.find import find_evaluation, read_source
+from ptqpipe.check.report.gather import gather
 from ptqpipe.checkpoint import name_of, write_file
 from ptqpipe.errors import UsageError, argv
 from ptqpipe.run.machine import Machine
@@ -54,7 +55,6 @@ def _check_one_model(ckpts: Sequence[Path]) -> None:
 
 
 def _notes(reports: Sequence[Report]) -> list[str]:
-    """Reasons why the divergences are not comparable."""
     missing = [report.name for report in reports if report.verdict is None]
     lines = []
     if missing:  # goes into the file: a shell's command, whoever asks
@@ -67,7 +67,6 @@ def _notes(reports: Sequence[Report]) -> list[str]:
 
 
 def _text_of(evaluation: Mapping[str, Any]) -> tuple[tuple[str, str | None, int | None], ...]:
-    """The tokens and windows that an evaluation scored."""
     return tuple((row["data"], row["sha256"], row["window"]) for row in evaluation["perplexity"])
 
 

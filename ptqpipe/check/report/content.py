@@ -88,12 +88,10 @@ class ReportedWeight:
 
     @property
     def elements(self) -> int:
-        """Number of weights."""
         return self.shape[0] * self.shape[1]
 
     @property
     def relative_mse(self) -> float | None:
-        """squared error / energy; 0 for an all-zero weight."""
         if self.squared_error is None or self.energy is None:
             return None
         return self.squared_error / self.energy if self.energy else 0.0
@@ -225,7 +223,6 @@ class Report:
 
     @property
     def quantized_params(self) -> int:
-        """Number of quantized parameters."""
         return sum(weight.elements for weight in self.weights)
 
     @property

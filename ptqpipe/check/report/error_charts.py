@@ -78,7 +78,6 @@ def error_strips(rows: Sequence[RoleRow]) -> Drawn | None:
 
 
 def worst_weights(report: Report) -> list[ReportedWeight]:
-    """The weights with the largest relative error."""
     measured = [w for w in report.weights if w.sqnr_db is not None]
     return sorted(measured, key=lambda w: (-(w.relative_mse or 0.0), w.name))[:WORST_ROWS]
 

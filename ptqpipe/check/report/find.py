@@ -6,14 +6,15 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.check.evaluate.eval_file import read_result
 from ptqpipe.check.evaluate.eval_summary import default_out
+from ptqpipe.check.evaluate.verdict import thresholds, verdict
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader
 from ptqpipe.checkpoint.regular_file import read_json
 from ptqpipe.errors import PtqError
 
 
 def claims_own(ckpt: Path) -> bool:
-    """Whether a checkpoint has a record of ptqpipe."""
     return (ckpt / RECORD_FILE).is_file()
 
 
@@ -73,3 +74,11 @@ def _record(ckpt: Path) -> dict[str, Any]:
 def _json(path: Path) -> dict[str, Any]:
     content = read_json(path)
     return content if isinstance(content, dict) else {}
+
+
+def read_evaluation(path: Path, *, run_id: str | None) -> tuple[dict[str, Any], tuple[str, str, str] | None]:
+    """An eval file, and the verdict on it as a report shows it: word, numbers, what they compare with; None where no
+    divergence was measured. UsageError where it is of another run than ``run_id``."""
+    result = read_result(path, run_id=run_id)
+    judged = verdict(result)
+    return result, None if judged is None else (judged.level, judged.words, f"{judged.like}. {thresholds()}")

@@ -39,7 +39,6 @@ def sci(value: float | None) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """Ratios of errors: 0.735."""
     return "–" if value is None else f"{value:.3f}"
 
 
@@ -49,5 +48,4 @@ def plain(value: float | None, digits: int = 3) -> str:
 
 
 def signed(value: float | None, digits: int = 4) -> str:
-    """With its sign."""
     return "–" if value is None else f"{value:+.{digits}f}"

@@ -50,7 +50,6 @@ COLUMNS = (
 
 @cache
 def _environment() -> jinja2.Environment:
-    """jinja2 with what the template calls."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=lambda name: name is not None and ".html" in name,
@@ -90,7 +89,6 @@ def _text(name: str) -> str:
 
 
 def render_markdown(report: Report) -> str:
-    """The markdown about one checkpoint."""
     kept: dict[tuple[str, str, str], list[int]] = {}
     for one in report.kept:
         kept.setdefault((one.role, one.dtype, one.reason), []).append(one.nbytes)
@@ -98,7 +96,6 @@ def render_markdown(report: Report) -> str:
 
 
 def _numbers(report: Report) -> dict[str, Any]:
-    """What both templates show."""
     return {
         "r": report,
         "rows": roles.by_role(report),
@@ -110,7 +107,6 @@ def _numbers(report: Report) -> dict[str, Any]:
 
 
 def render_html(report: Report) -> str:
-    """The page of one checkpoint."""
     content = _numbers(report)
     rows = content["rows"]
     gains = [row for row in rows if row.gains]
@@ -181,7 +177,6 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
 
 
 def _escaped(text: str) -> str:
-    """Text that markdown shows as it is."""
     text = _SPECIAL.sub(r"\\\1", roles.shown(text))
     return text.replace("\\<", "&lt;").replace("\\>", "&gt;").replace("\\&", "&amp;")
 

@@ -22,7 +22,6 @@ _BOLD = 7.0  # and of one beside a level
 
 
 def _size(wide: bool) -> tuple[float, float]:
-    """Width and height of plots that stand in pairs on a wide page."""
     return (WIDE / 2 + 30, 270) if wide else (NARROW, 230)
 
 
@@ -31,11 +30,10 @@ def _kind(wide: bool) -> str:
 
 
 def _upright(axis: Axis, width: float) -> list[Markup]:
-    """The grid of an upright axis of divergences, with its numbers."""
     parts = []
     for tick in axis.ticks:
         label = numbers.sci(tick) if tick else "0"
-        y = axis.at(tick)
+        y = axis.pixel(tick)
         parts += [line(_LEFT, y, width - _RIGHT, y, "grid"), text(_LEFT - 8, y + 4, label, anchor="end")]
     return parts
 
@@ -57,7 +55,7 @@ def kl_histogram(row: Mapping[str, Any], *, wide: bool) -> Markup:
         """Where a bin begins, nats."""
         return float(least * 10 ** ((place - 1) / per_decade))
 
-    def at(kl: float) -> float:
+    def pixel(kl: float) -> float:
         exact = math.log10(max(kl, edge(first)) / least) * per_decade + 1
         return _LEFT + (min(exact, last + 1) - first) * pitch
 
@@ -65,15 +63,15 @@ def kl_histogram(row: Mapping[str, Any], *, wide: bool) -> Markup:
     axis = Axis.over([0.0, 100 * max(counts) / total], start=base, stop=_TOP + 46, count=4, least_span=0.0)
     parts = [text(0, 14, "% of tokens", kind="unit")]
     for tick in axis.ticks:
-        y = axis.at(tick)
+        y = axis.pixel(tick)
         parts += [line(_LEFT, y, width - _RIGHT, y, "grid"), text(_LEFT - 8, y + 4, axis.label(tick), anchor="end")]
     for place in range(first, last + 1):
         share = 100 * counts[place] / total
         tip = f"KL {_span(edge(place), edge(place + 1), place, len(counts))}: {counts[place]:,} tokens, {share:.2f} %"
-        bar = {"x": _LEFT + (place - first) * pitch, "y": axis.at(share), "width": max(pitch - 1, 0.8)}
-        parts.append(node("rect", bar | {"height": base - axis.at(share), "class": "bar", "data-tip": tip}))
-    parts += _decades(edge(first), edge(last + 1), at, base, every=1 if wide else 2)
-    parts += _levels(row, at, base, wide=wide)
+        bar = {"x": _LEFT + (place - first) * pitch, "y": axis.pixel(share), "width": max(pitch - 1, 0.8)}
+        parts.append(node("rect", bar | {"height": base - axis.pixel(share), "class": "bar", "data-tip": tip}))
+    parts += _decades(edge(first), edge(last + 1), pixel, base, every=1 if wide else 2)
+    parts += _levels(row, pixel, base, wide=wide)
     parts.append(text(width - _RIGHT, height - 6, "KL of a token, nats", kind="unit", anchor="end"))
     label = f"tokens by their KL divergence, median {numbers.sci(row['percentiles'].get('50'))}"
     return canvas(width, height, label, parts, kind=_kind(wide))
@@ -85,35 +83,30 @@ def _span(low: float, high: float, place: int, count: int) -> str:
     return f"above {scientific(low)}" if place == count - 1 else f"{scientific(low)} to {scientific(high)}"
 
 
-def _decades(low: float, high: float, at: Any, base: float, *, every: int) -> list[Markup]:
-    """Ticks at powers of ten."""
+def _decades(low: float, high: float, pixel: Any, base: float, *, every: int) -> list[Markup]:
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     return [
         part
         for power in range(first, last + 1, every)
         for part in (
-            line(at(10.0**power), base, at(10.0**power), base + 4, "axis"),
-            text(at(10.0**power), base + 18, f"1e{power}" if power else "1", anchor="middle"),
+            line(pixel(10.0**power), base, pixel(10.0**power), base + 4, "axis"),
+            text(pixel(10.0**power), base + 18, f"1e{power}" if power else "1", anchor="middle"),
         )
     ]
 
 
-def _levels(row: Mapping[str, Any], at: Any, base: float, *, wide: bool) -> list[Markup]:
+def _levels(row: Mapping[str, Any], pixel: Any, base: float, *, wide: bool) -> list[Markup]:
     """Upright lines at the median, the mean and the 99th percentile, their names in lines of their own, to the right
     where the plot has room: the lines of smaller values cross what is to the left."""
     levels = [("median", row["percentiles"].get("50")), ("mean", row["mean"]), ("99 %", row["percentiles"].get("99"))]
     positive = [(name, value) for name, value in levels if value is not None and value > 0]
     lines, labels = [], []
     for number, (name, value) in enumerate(positive):
-        x, words = at(value), f"{name} {numbers.sci(value)}"
+        x, words = pixel(value), f"{name} {numbers.sci(value)}"
         anchor = "start" if x + 5 + _BOLD * len(words) < _size(wide)[0] else "end"
         lines.append(line(x, _TOP - 4 + 15 * number, x, base, "level"))
         label = text(
-            x + (5 if anchor == "start" else -5),
-            _TOP + 6 + 15 * number,
-            words,
-            kind="level-label",
-            anchor=anchor,
+            x + (5 if anchor == "start" else -5), _TOP + 6 + 15 * number, words, kind="level-label", anchor=anchor
         )
         labels.append(label)
     return [*lines, *labels]  # a name to the left stands on the lines that it crosses
@@ -127,7 +120,7 @@ def kl_by_position(rows: Sequence[Mapping[str, Any]], *, wide: bool) -> Markup:
     axis = Axis.over([0.0, *tops], start=base, stop=_TOP, count=4, least_span=0.0)
     pitch = (width - _LEFT - _RIGHT) / len(rows)
     parts = [text(0, 14, "mean KL, nats", kind="unit"), *_upright(axis, width)]
-    spots = [(_LEFT + (i + 0.5) * pitch, axis.at(row["mean"])) for i, row in enumerate(rows)]
+    spots = [(_LEFT + (i + 0.5) * pitch, axis.pixel(row["mean"])) for i, row in enumerate(rows)]
     parts.append(node("polyline", {"points": " ".join(f"{x:.1f},{y:.1f}" for x, y in spots), "class": "line s1"}))
     names = [str(row["first"]) if row["first"] == row["last"] else f"{row['first']}–{row['last']}" for row in rows]
     step = math.ceil(_LETTER * (max(map(len, names)) + 1) / pitch)  # as many names as do not touch
@@ -136,7 +129,7 @@ def kl_by_position(rows: Sequence[Mapping[str, Any]], *, wide: bool) -> Markup:
         tip = f"{name} tokens of context: {numbers.sci(row['mean'])}, {row['tokens']:,} tokens"
         if error is not None:
             low, high = max(0.0, row["mean"] - 2 * error), row["mean"] + 2 * error
-            parts.append(line(x, axis.at(low), x, axis.at(high), "range s1"))
+            parts.append(line(x, axis.pixel(low), x, axis.pixel(high), "range s1"))
         parts.append(marker(0, x, y, kind=colour(0), tip=tip, radius=4))
         if (len(rows) - 1 - i) % step == 0:
             parts.append(text(x, base + 18, name, anchor="middle"))
@@ -173,13 +166,13 @@ def size_chart(spots: Sequence[Spot], *, wide: bool) -> Markup:
     up = Axis(low, max(high, low + 0.5), base, _TOP, (), 0.25)
     parts = [text(0, 14, "mean KL, nats", kind="unit")]
     for quarter in range(round(4 * up.low), round(4 * up.high) + 1):
-        y = up.at(quarter / 4)
+        y = up.pixel(quarter / 4)
         parts.append(line(_LEFT, y, width - _RIGHT, y, "grid"))
         parts.append(text(_LEFT - 6, y + 4, scientific(10 ** (quarter / 4), 2), anchor="end"))
     for tick in across.ticks:
-        parts.append(text(across.at(tick), base + 18, disk_size(max(tick, 0)), anchor="middle"))
+        parts.append(text(across.pixel(tick), base + 18, disk_size(max(tick, 0)), anchor="middle"))
     for spot in spots:
-        parts += _spot(spot, across.at(spot.nbytes), up, wide=wide)
+        parts += _spot(spot, across.pixel(spot.nbytes), up, wide=wide)
     parts.append(
         text(width - _RIGHT, height - 6, "size of the tensors (lower left is better)", kind="unit", anchor="end")
     )
@@ -187,11 +180,11 @@ def size_chart(spots: Sequence[Spot], *, wide: bool) -> Markup:
 
 
 def _spot(spot: Spot, x: float, up: Axis, *, wide: bool) -> list[Markup]:
-    y = up.at(math.log10(spot.kl)) if spot.kl > 0 else up.start
+    y = up.pixel(math.log10(spot.kl)) if spot.kl > 0 else up.start
     tip = f"{spot.name}: {numbers.sci(spot.kl)} nats, {disk_size(spot.nbytes)}"
     parts = []
     if spot.interval is not None and spot.interval[0] > 0:
-        ends = [up.at(math.log10(end)) for end in spot.interval]
+        ends = [up.pixel(math.log10(end)) for end in spot.interval]
         parts.append(line(x, ends[0], x, ends[1], f"range {colour(spot.index)}"))
     parts.append(marker(spot.index, x, y, kind=colour(spot.index), tip=tip, radius=6))
     short = spot.name if len(spot.name) <= (24 if wide else 12) else spot.name[: 23 if wide else 11] + "…"

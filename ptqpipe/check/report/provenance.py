@@ -59,7 +59,6 @@ def provenance(
 
 
 def _data(raw: Mapping[str, Any]) -> str | None:
-    """The text that a record's statistics or learned codes are of: files with their hashes, samples."""
     for key in ("statistics", "rounding"):
         if (data := text_data(raw, key)) is None:
             continue
@@ -75,7 +74,6 @@ def _data(raw: Mapping[str, Any]) -> str | None:
 
 
 def _statistics(raw: Mapping[str, Any]) -> str | None:
-    """The digest of the statistics that a record names."""
     entry = raw.get("statistics")
     if isinstance(entry, Mapping):
         return str(entry.get("digest") or "") or None
@@ -83,7 +81,6 @@ def _statistics(raw: Mapping[str, Any]) -> str | None:
 
 
 def _learned(raw: Mapping[str, Any]) -> str | None:
-    """The learned codes that a record names: their digest, method and data."""
     entry = raw.get("rounding")
     if not isinstance(entry, Mapping):
         return None

@@ -24,7 +24,7 @@ class CardNumber(NamedTuple):
 def facts(report: Report) -> list[CardNumber]:
     """The numbers beside the verdict: quality where it was measured, else what is known; size; whether verified."""
     row = worst_text(report)
-    cards = _measured(report, row) if row is not None else _known(report)
+    cards = _measured(report, row) if row is not None else _proxies(report)
     return [*cards, _size(report), *_verified(report)]
 
 
@@ -60,7 +60,7 @@ def _perplexity(report: Report, data: str) -> list[CardNumber]:
     return [CardNumber("Perplexity", numbers.plain(row["checkpoint"]), beside)]
 
 
-def _known(report: Report) -> list[CardNumber]:
+def _proxies(report: Report) -> list[CardNumber]:
     """The proxy for quality where the model was not evaluated: the error that its codes were chosen to minimize."""
     if report.versus_rtn is not None:
         beside = f"times that of plain rounding, on {report.judged}"

@@ -32,7 +32,7 @@ SAMPLE = (
 )
 
 
-def _ways(fmt: Format) -> list[tuple[str, str, Callable[[float, Format], torch.Tensor]]]:
+def _searches_of(fmt: Format) -> list[tuple[str, str, Callable[[float, Format], torch.Tensor]]]:
     """The scale searches of a format, abs-max first: (name in the report, search, global scale of an amax)."""
     searches: list[tuple[str, str, Callable[[float, Format], torch.Tensor]]] = [(ABSMAX, "absmax", absmax_global)]
     if fmt.scale.name == "e8m0":
@@ -59,9 +59,9 @@ def compare_choices(
     if fmt.one_scale:
         return ()
     runs = row_runs(shape, fmt) if all_rows else sample_rows(shape, fmt)
-    ways = _ways(fmt)
-    totals = [0.0] * (len(ways) + 1)
-    searches = [(search, scale(amax, fmt) if fmt.has_global else None) for _, search, scale in ways]
+    named = _searches_of(fmt)
+    totals = [0.0] * (len(named) + 1)
+    searches = [(search, scale(amax, fmt) if fmt.has_global else None) for _, search, scale in named]
     for start, q in ckpt.runs(weight, expert=expert, runs=_aligned(runs, shape, fmt)):
         w = rows.rows(start, start + q.shape[0])
         for index, (search, g) in enumerate(searches):
@@ -69,7 +69,7 @@ def compare_choices(
         totals[-1] += float((q.dequantize().double() - w.double()).square_().sum())
     if totals[0] <= 0:
         return ()
-    names = [name for name, _, _ in ways] + [STORED]
+    names = [name for name, _, _ in named] + [STORED]
     return tuple(ScaleChoice(name, total / totals[0]) for name, total in zip(names, totals, strict=True))
 
 

@@ -143,8 +143,8 @@ def same_everywhere(report: Report) -> str:
 
 def how_all(report: Report) -> str:
     """How the codes of all weights were chosen, where that is the same for all and known."""
-    ways = {how(weight) for weight in report.weights}
-    return ways.pop() if len(ways) == 1 else ""
+    descriptions = {how(weight) for weight in report.weights}
+    return descriptions.pop() if len(descriptions) == 1 else ""
 
 
 def table_data(report: Report) -> dict[str, object]:

@@ -26,7 +26,6 @@ def _text(value: object) -> str:
 
 
 def join(parts: Sequence[str]) -> Markup:
-    """Nodes one after the other."""
     return Markup("").join(parts)
 
 
@@ -37,12 +36,10 @@ def canvas(width: float, height: float, label: str, parts: Sequence[str], *, kin
 
 
 def text(x: float, y: float, content: str, *, kind: str = "tick", anchor: str = "start") -> Markup:
-    """One line of text."""
     return node("text", {"x": x, "y": y, "class": kind, "text-anchor": anchor}, content)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Markup:
-    """A straight line."""
     return node("line", {"x1": x1, "y1": y1, "x2": x2, "y2": y2, "class": kind})
 
 
@@ -65,7 +62,6 @@ def marker(index: int, x: float, y: float, *, kind: str, tip: str = "", radius: 
 
 
 def colour(index: int) -> str:
-    """The class of a series."""
     return f"s{index % COLOURS + 1}"
 
 
@@ -93,8 +89,7 @@ class Axis:
         ticks = tuple(low + i * step for i in range(round((high - low) / step) + 1))
         return cls(low, high, start, stop, ticks, step)
 
-    def at(self, value: float) -> float:
-        """The pixel of a number."""
+    def pixel(self, value: float) -> float:
         return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
 
     def label(self, value: float) -> str:

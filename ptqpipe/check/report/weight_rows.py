@@ -4,6 +4,7 @@ What one weight says is ``scan.py``; this file runs it over a checkpoint and joi
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -11,12 +12,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from ptqpipe.check.report import Codes, Histogram, Proof, ReportedWeight, ScaleChoice, WorstBlock
+from ptqpipe.check.report import Codes, Histogram, KeptTensor, Proof, ReportedWeight, ScaleChoice, WorstBlock
 from ptqpipe.check.report.scale_choices import STORED, compare_choices
 from ptqpipe.check.scan import FLOAT_BINS, WeightFacts
 from ptqpipe.check.verify.block_proofs import prove_weight
 from ptqpipe.check.verify.shared_scales import fused_groups
-from ptqpipe.checkpoint.layouts import StoredWeight
+from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
 from ptqpipe.checkpoint.tensor_names import expert_of, layer_of, role_of
 from ptqpipe.conversion.record import Record
 from ptqpipe.errors import UsageError
@@ -117,7 +118,6 @@ def describe_weight(opened: Source, item: Item, scan: WeightFacts, record: Recor
 
 
 def _calibration(record: Record | None, name: str) -> dict[str, Any]:
-    """The calibration of a weight, from the record, by the fields of `ReportedWeight`."""
     weights = record.raw.get("weights") if record is not None else None
     entry = weights.get(name) if isinstance(weights, Mapping) else None
     raw: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
@@ -156,12 +156,7 @@ def with_choices(
         if item.rows is None or weight.energy is None:
             return weight
         choices = compare_choices(
-            opened,
-            item.stored.weight,
-            expert=item.expert,
-            rows=item.rows,
-            amax=largest[item.name],
-            all_rows=all_rows,
+            opened, item.stored.weight, expert=item.expert, rows=item.rows, amax=largest[item.name], all_rows=all_rows
         )
         item.rows.drop()
         return replace(weight, choices=choices)
@@ -170,7 +165,6 @@ def with_choices(
 
 
 def histograms(items: Iterable[Item], scans: Iterable[WeightFacts]) -> tuple[Histogram, ...]:
-    """Scale codes by format and role."""
     sums: dict[tuple[str, str], torch.Tensor] = {}
     formats = {}
     for item, scan in zip(items, scans, strict=True):
@@ -229,7 +223,6 @@ def prove_sample(
 
 
 def _codes_of(facts: WeightFacts, element: Codec, scale: Codec) -> Codes:
-    """The counts as the report shows them."""
     size = torch.tensor(element.values).abs()
     elements = int(facts.code_counts.sum())
     largest, zero = (int(facts.code_counts[mask].sum()) for mask in (size >= element.max, size == 0))
@@ -265,3 +258,26 @@ def _scale_axis(codec: Codec) -> tuple[float, ...]:
     if codec.enumerable:
         return tuple(scale_values(torch.arange(len(codec.magnitudes), dtype=torch.uint8), codec).tolist())
     return tuple(math.ldexp(1.0 + (code & 3) / 4, max(code >> 2, 1) - 127) for code in range(FLOAT_BINS))
+
+
+def kept_tensors(opened: Source, record: Record | None) -> tuple[KeptTensor, ...]:
+    """Every tensor that is not quantized, with the reason where the record has one."""
+    raw = record.raw.get("kept") if record is not None else None
+    tensors = []
+    for name in opened.plain:
+        entry = opened.reader.entries[name]
+        claim = raw.get(name) if isinstance(raw, Mapping) else None
+        reason = str(claim.get("reason", "")) if isinstance(claim, Mapping) else ""
+        reason = "scale of the kv cache" if not reason and is_kv_scale(name) else reason
+        tensors.append(KeptTensor(name, role_of(name), layer_of(name), entry.dtype, entry.shape, entry.nbytes, reason))
+    return tuple(tensors)
+
+
+def headline(opened: Source) -> tuple[str, ...]:
+    """Descriptions of the schemes, the one with most weights first."""
+    counts: dict[str, int] = defaultdict(int)
+    words: dict[str, str] = {}
+    for stored in opened.stored.values():
+        counts[stored.scheme.label] += math.prod(stored.shape) * (stored.experts or 1)
+        words[stored.scheme.label] = stored.scheme.describe()
+    return tuple(words[name] for name in sorted(counts, key=lambda name: (-counts[name], name)))

@@ -1,14 +1,18 @@
 """Whether the block scales of a stored weight are optimal, by brute force (``search/proof.py``) against its source."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
+from ptqpipe.check.verify.findings import Findings
+from ptqpipe.checkpoint import RECORD_FILE
+from ptqpipe.conversion.record import Claim
 from ptqpipe.models.source import Source, SourceRows, row_runs
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search.enlarged import enlarge
 from ptqpipe.numerics.search.proof import Optimality, cost, prove
+from ptqpipe.recipe.plan import Unit
 
 SCORE_BUDGET = 1 << 25  # scored elements per weight, when proofs take a sample of its blocks
 
@@ -27,8 +31,8 @@ def prove_weight(
     lines = _sampled_lines(grid, cost(fmt, height * width), sample_blocks)
     total = grid[0] * grid[1]
     proofs = (
-        prove(q.multiplying(), enlarge(w, factor), at, total=total)
-        for at, q, w in _lines(ckpt, weight, expert, lines, rows)
+        prove(q.multiplying(), enlarge(w, factor), blocks, total=total)
+        for blocks, q, w in _lines(ckpt, weight, expert, lines, rows)
     )
     return sum(proofs, Optimality(0, total))
 
@@ -45,7 +49,6 @@ def prove_joint(ckpt: Source, members: Sequence[tuple[str, SourceRows]]) -> Opti
 
 
 def _sampled_lines(grid: tuple[int, int], cost: int, sample_blocks: int | None) -> list[int]:
-    """Rows of the scale grid to check, spread evenly."""
     if sample_blocks is None:
         return list(range(grid[0]))
     blocks = min(sample_blocks, max(1, SCORE_BUDGET // cost))
@@ -80,3 +83,19 @@ def _lines(
         data, scales = (torch.cat([getattr(q, name) for _, q, _ in pieces]) for name in ("data", "scales"))
         q = replace(pieces[0][1], shape=(len(pieces), shape[1]), data=data, scales=scales)
         yield lines, q, torch.cat([w for _, _, w in pieces])
+
+
+def prove_unit(ckpt: Source, source: Source, unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> None:
+    """Proves the one scale of a unit that has one for all of its weights."""
+    if any(member.weight not in ckpt.stored or member.stack is not None for member in unit.members):
+        return
+    members = [(m.weight, SourceRows(source, m.source, shape=m.shape)) for m in unit.members]
+    judge_proof(unit.members[0].weight, prove_joint(ckpt, members), claims.get(unit.members[0].key), findings)
+
+
+def judge_proof(name: str, proof: Optimality, claim: Claim | None, findings: Findings) -> None:
+    """A fault where a claim of optimality is wrong."""
+    if claim is not None and claim.proven and (proof.worse or proof.tied):
+        bad = f"{proof.worse + proof.tied} of {proof.blocks} block scales"
+        where = "" if proof.first is None else f", the first at {list(proof.first)} of the scale grid"
+        findings.fault("optimal", name, f"{bad} are not the proven optimum that {RECORD_FILE} claims{where}")

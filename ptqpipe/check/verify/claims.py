@@ -67,7 +67,6 @@ def check_coverage(ckpt: Source, record: Record, findings: Findings) -> None:
 
 
 def check_hashes(ckpt: Source, weight: str, expert: int | None, claim: Claim, findings: Findings) -> None:
-    """The sha256 of every part of a stored weight."""
     stored = ckpt.stored[weight]
     name = stored.key(expert)
     roles = {part.role.value for part in stored.parts}
@@ -91,7 +90,6 @@ def part_sha256(reader: CheckpointReader, part: Part, expert: int | None, expert
 
 
 def check_kept_hash(ckpt: Source, name: str, record: Record, findings: Findings) -> None:
-    """The sha256 of a kept tensor."""
     claimed = record.kept.get(name)
     nbytes = ckpt.reader.entries[name].nbytes
     if claimed is not None and (ckpt.reader.sha256(name), nbytes) != claimed:
@@ -251,7 +249,6 @@ def _check_unit(unit: Unit, claims: Mapping[str, Claim], findings: Findings, *, 
 
 
 def _expected(unit: Unit, claim: Claim, *, learned: bool, reverted: bool) -> Iterator[tuple[str, object, object]]:
-    """(what, as claimed, as it must be)."""
     rule = unit.rule
     yield "scheme", claim.scheme, unit.scheme.name
     yield "search", claim.search, unit.search
@@ -266,7 +263,6 @@ def _expected(unit: Unit, claim: Claim, *, learned: bool, reverted: bool) -> Ite
 
 
 def check_reasons(record: Record, plan: Plan, findings: Findings, recipe: Recipe) -> None:
-    """Why each tensor is kept, against the plan."""
     kept = object_of(record.raw, "kept")
     for entry in plan.kept:
         claimed = kept.get(entry.name, {}).get("reason")

@@ -111,7 +111,6 @@ def _expected(ckpt: Source, findings: Findings) -> dict[str, dict[str, Any]] | N
 
 
 def _check_scalars(stored: Mapping[str, Any], expected: Mapping[str, Any], where: str, findings: Findings) -> None:
-    """Keys with one plain value mean the same in both."""
     layerwise = () if findings.own or "quantized_layers" not in stored else ("quant_algo", "group_size")
     for key, value in expected.items():
         if isinstance(value, Mapping) or key in _LISTS or (isinstance(value, list) and not _numbers(value)):
@@ -172,7 +171,6 @@ def _check_lists(ckpt: Source, lists: Lists, file: str, findings: Findings) -> N
 
 
 def _check_agreement(ckpt: Source, lists: Mapping[str, Lists], findings: Findings) -> None:
-    """Two descriptions exclude the same modules."""
     modules = [*(weight.removesuffix(".weight") for weight in ckpt.stored), *_linear_layers(ckpt)]
     for module in modules if len(lists) > 1 else ():
         said = {file: excluded.excluding(module) for file, excluded in lists.items()}
@@ -208,7 +206,6 @@ def _built_plain(ckpt: Source) -> Callable[[str], bool]:
 
 
 def _check_groups(described: Mapping[str, Any], findings: Findings) -> None:
-    """Config groups are objects with targets."""
     groups = described.get("config_groups")
     for name, group in groups.items() if isinstance(groups, Mapping) else ():
         if not isinstance(group, Mapping) or not isinstance(group.get("targets"), list):

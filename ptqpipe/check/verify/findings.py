@@ -40,11 +40,9 @@ class Findings:
     items: list[Finding] = field(default_factory=list)
 
     def fault(self, check: str, where: str, message: str) -> None:
-        """Adds a fault."""
         self.items.append(Finding(True, check, where, " ".join(message.split())))
 
     def note(self, check: str, where: str, message: str) -> None:
-        """Adds a note."""
         self.items.append(Finding(False, check, where, " ".join(message.split())))
 
     def deviation(self, check: str, where: str, message: str) -> None:
@@ -56,7 +54,6 @@ class Findings:
         (self.fault if self.chosen else self.note)(check, where, message)
 
     def extend(self, others: Iterable[Finding]) -> None:
-        """Adds the findings of another collection."""
         self.items.extend(others)
 
     def guard(self, check: str, where: str, action: Callable[[], None]) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.statistics import Statistics
-from ptqpipe.check.verify.block_proofs import prove_joint
 from ptqpipe.check.verify.claims import SUM_TOLERANCE, check_numbers, check_reasons, conversion_parts, recipe_of
 from ptqpipe.check.verify.findings import Findings
 from ptqpipe.checkpoint import RECORD_FILE, run_id_of
@@ -27,7 +26,6 @@ from ptqpipe.errors import CheckpointError
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.numerics.search.proof import Optimality
 from ptqpipe.quantization.learned_codes import trained_of
 from ptqpipe.recipe.plan import Unit
 
@@ -85,7 +83,6 @@ def repeat_unit(
 def _check_outcomes(
     unit: Unit, outcomes: Sequence[Mapping[str, Any]], claims: Mapping[str, Claim], findings: Findings
 ) -> None:
-    """Checks the record's fields about quantizing with statistics, weight by weight."""
     for member, outcome in zip(unit.members, outcomes, strict=True):
         entry = claims[member.key].entry
         for key, wanted in outcome.items():
@@ -108,7 +105,6 @@ def _learned(unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> boo
 
 
 def _unlike(ckpt: Source, member: Member, row: int, q: QTensor) -> str:
-    """The difference between stored rows and requantized ones, as text; empty where they are equal."""
     expert = member.source.expert if member.stack is not None else None
     stored = ckpt.quantized(member.weight, expert=expert, rows=(row, row + q.shape[0]))
     if stored.data.shape != q.data.shape or stored.scales.shape != q.scales.shape:
@@ -144,22 +140,6 @@ def check_input_scales(ckpt: Source, planned: Outputs, record: Record, findings:
                 if not torch.equal(value, wanted):
                     mismatch = f"is {value.item():.9g}, {'the record' if measured else 'the recipe'} gives"
                     findings.fault("scales", part.name, f"{mismatch} {wanted.item():.9g}")
-
-
-def prove_unit(ckpt: Source, source: Source, unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> None:
-    """Proves the one scale of a unit that has one for all of its weights."""
-    if any(member.weight not in ckpt.stored or member.stack is not None for member in unit.members):
-        return
-    members = [(m.weight, SourceRows(source, m.source, shape=m.shape)) for m in unit.members]
-    judge_proof(unit.members[0].weight, prove_joint(ckpt, members), claims.get(unit.members[0].key), findings)
-
-
-def judge_proof(name: str, proof: Optimality, claim: Claim | None, findings: Findings) -> None:
-    """A fault where a claim of optimality is wrong."""
-    if claim is not None and claim.proven and (proof.worse or proof.tied):
-        bad = f"{proof.worse + proof.tied} of {proof.blocks} block scales"
-        where = "" if proof.first is None else f", the first at {list(proof.first)} of the scale grid"
-        findings.fault("optimal", name, f"{bad} are not the proven optimum that {RECORD_FILE} claims{where}")
 
 
 def replan(record: Record, source: Source) -> Outputs:

@@ -149,7 +149,6 @@ def _weights_table(report: VerifyReport) -> str:
 
 
 def _unproven(report: VerifyReport) -> list[str]:
-    """Why a proof that was asked for is missing of some weights."""
     missing = [weight for weight in report.weights if weight.optimality is None] if report.optimal else []
     if not missing:
         return []
@@ -203,7 +202,6 @@ def _verdict(report: VerifyReport) -> str:
 
 
 def to_json(report: VerifyReport) -> dict[str, Any]:
-    """The whole report as JSON values."""
     return {
         "checkpoint": str(report.ckpt),
         "source": None if report.source is None else str(report.source),

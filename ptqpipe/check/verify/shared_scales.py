@@ -34,7 +34,6 @@ def scalar_fault(value: torch.Tensor) -> str | None:
 
 
 def check_scalars(ckpt: Source, findings: Findings) -> None:
-    """Global and input scales are finite and positive."""
     for stored in ckpt.stored.values():
         for part in stored.parts:
             if part.role not in (*_GLOBALS, *_INPUTS):

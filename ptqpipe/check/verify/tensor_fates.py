@@ -13,7 +13,7 @@ import torch
 
 from ptqpipe.check.verify.findings import Findings
 from ptqpipe.check.verify.side_files import changed
-from ptqpipe.checkpoint import NotFinite
+from ptqpipe.checkpoint.dtypes import NotFinite
 from ptqpipe.checkpoint.layouts import StoredWeight, is_kv_scale
 from ptqpipe.models.source import Source
 from ptqpipe.recipe.weight_map import WeightMap
@@ -64,7 +64,6 @@ def _no_origin(stored: StoredWeight, origins: WeightMap) -> str:
 
 
 def _explain(name: str, ckpt: Source, findings: Findings) -> None:
-    """A stored tensor that the source does not have."""
     if is_kv_scale(name):
         return
     if name == "lm_head.weight" and not findings.chosen and ckpt.reader.config.get("tie_word_embeddings"):
@@ -74,7 +73,6 @@ def _explain(name: str, ckpt: Source, findings: Findings) -> None:
 
 
 def _missing(name: str, source: Source, findings: Findings) -> None:
-    """A source tensor without a fate."""
     if not findings.chosen and _ROPE_BUFFER.fullmatch(name):
         findings.note("names", name, "a buffer of the source that readers compute themselves is not stored")
     elif not findings.chosen and name == "lm_head.weight" and source.reader.config.get("tie_word_embeddings"):

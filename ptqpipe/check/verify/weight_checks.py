@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ptqpipe.check.scan import AbsmaxErrors, WeightFacts, absmax_errors, scan_weight, usual_error
-from ptqpipe.check.verify.block_proofs import prove_weight
+from ptqpipe.check.verify.block_proofs import judge_proof, prove_weight
 from ptqpipe.check.verify.claims import SUM_TOLERANCE, check_hashes, check_numbers
 from ptqpipe.check.verify.findings import Findings
-from ptqpipe.check.verify.repeat import judge_proof
 from ptqpipe.check.verify.shared_scales import scalar_fault
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.checkpoint.layouts import PartKind, StoredWeight
@@ -162,7 +161,6 @@ def _check_scalars(
 
 
 def _check_legal(facts: WeightFacts, findings: Findings) -> None:
-    """Faults of codes and scales that no quantizer may write."""
     counts, name = facts.illegal, facts.name
     if counts.bad_scales:
         findings.fault(

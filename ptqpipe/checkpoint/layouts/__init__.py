@@ -71,7 +71,6 @@ def get_container(name: str) -> Container:
 
 
 def _written() -> list[str]:
-    """The names of those that can be written."""
     return [name for name in container_names() if not is_read_only(get_container(name))]
 
 

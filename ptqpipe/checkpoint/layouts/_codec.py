@@ -28,7 +28,6 @@ WHOLE_ROLES = frozenset(
 
 
 def part_bytes(part: Part) -> int:
-    """Size of a part in bytes."""
     return math.prod(part.shape) * TORCH_DTYPES[part.dtype].itemsize
 
 

@@ -76,7 +76,6 @@ def merged_config(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] 
 
 
 def without_quantization(base: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json without any description of a quantization."""
     cleaned = {key: value for key, value in base.items() if key not in _KEYS}
     for part in _PARTS:
         if isinstance(cleaned.get(part), Mapping):
@@ -269,7 +268,6 @@ _BEHIND = {"falcon_h1": "num_hidden_layers", "zamba2": "hybrid_layer_ids"}
 
 
 def _readers_name(module: str, config: Mapping[str, Any]) -> str:
-    """Readers' name for a module of the model of a config.json."""
     kind = str(config.get("model_type"))
     layers = config.get(_BEHIND.get(kind, ""))
     first = len(layers) if isinstance(layers, list) else layers if isinstance(layers, int) else 0
@@ -317,7 +315,6 @@ class ReadOnly:
     method: str
 
     def supports(self, scheme: Scheme) -> str | None:
-        """Never: the layout is read only."""
         return f"{self.method} is read only; write {scheme.name} with the {scheme.container} container"
 
     def parts(
@@ -329,24 +326,19 @@ class ReadOnly:
         experts: int | None = None,
         transposed: bool = False,
     ) -> tuple[Part, ...]:
-        """FormatError: the layout is read only."""
         raise FormatError(f"{weight}: {self.supports(scheme)}")
 
     def configs(self, request: ConfigRequest) -> dict[str, dict[str, Any]]:
-        """FormatError: the layout is read only."""
         raise FormatError(f"{self.method} is read only; choose another container")
 
     def config_faults(self, files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
-        """Nothing: the layout is read only."""
         return iter(())
 
     def detect(self, config: Mapping[str, Any], names: Names) -> bool:
-        """Whether a checkpoint with this config has this layout."""
         return quant_method(config) == self.method
 
 
 def is_read_only(container: Container) -> bool:
-    """Whether nothing can be written in a layout."""
     return isinstance(getattr(container.supports, "__self__", None), ReadOnly)
 
 
@@ -389,7 +381,6 @@ def announces_kv_cache(files: ConfigFiles) -> bool:
 
 
 def _announced(value: Any) -> bool:
-    """Whether one of the keys, at any depth, has a value."""
     if isinstance(value, Mapping):
         keys = ("kv_cache_scheme", "kv_cache_quant_algo")
         return any((key in keys and inner is not None) or _announced(inner) for key, inner in value.items())

@@ -170,7 +170,6 @@ def _unknown_keys(group: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _pairs(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings as a flat mapping, without its targets."""
     flat: dict[str, Any] = {"format": group.get("format")}
     for part in ("weights", "input_activations"):
         arguments = group.get(part)

@@ -105,7 +105,6 @@ def _dangling(names: Names, consumed: Collection[str], described: bool) -> Itera
 
 
 def _by_tail(tail: str) -> str:
-    """What a tensor looks like by the end of its name alone; empty for nothing."""
     match = _LAST.search(tail)
     return "" if match is None else _LOOKS[str(match.lastgroup)]
 

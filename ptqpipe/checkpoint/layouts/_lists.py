@@ -186,7 +186,6 @@ def matched(pattern: str, name: str, *, entry: str) -> bool:
 
 
 def _runs(name: str) -> Iterator[str]:
-    """All runs of whole components of a name."""
     parts = name.split(".")
     for start in range(len(parts)):
         for stop in range(start + 1, len(parts) + 1):

@@ -90,7 +90,6 @@ class ScaleInv:
         return {"config.json": {**without_quantization(request.base), "quantization_config": described}}
 
     def detect(self, config: Mapping[str, Any], names: Names) -> bool:
-        """Whether a checkpoint with this config has this layout."""
         return quant_method(config) == self.method
 
     def lists(self, config: Mapping[str, Any]) -> Lists:
@@ -108,7 +107,6 @@ class ScaleInv:
         )
 
     def config_faults(self, files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
-        """Nothing beyond the plain keys."""
         return iter(())
 
 

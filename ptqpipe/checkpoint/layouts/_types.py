@@ -78,7 +78,6 @@ class StoredWeight:
     whole: Callable[[Load], QTensor] | None = None
 
     def part(self, role: PartKind) -> Part | None:
-        """The part with this role, if there is one."""
         return next((part for part in self.parts if part.role is role), None)
 
     @property
@@ -113,7 +112,6 @@ class Target:
 
     @property
     def module(self) -> str:
-        """The name of the module that owns the weight."""
         return self.weight.removesuffix(".weight")
 
 

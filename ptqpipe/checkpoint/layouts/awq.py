@@ -45,7 +45,6 @@ def lists(config: Mapping[str, Any]) -> Lists:
 
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
-    """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described = quantization_config(config)
     bits, version = described.get("bits", 4), str(described.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":

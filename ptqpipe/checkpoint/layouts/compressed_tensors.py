@@ -212,7 +212,6 @@ def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
 
 
 def _grouped(targets: Sequence[Target]) -> list[tuple[Scheme, list[str]]]:
-    """Modules by scheme, schemes with routed experts first."""
     modules: dict[tuple[Any, Activation], tuple[Scheme, list[str]]] = {}
     keys = {id(scheme): (structure(scheme.fmt), scheme.activation) for scheme in schemes_of(targets)}
     for target in targets:
@@ -258,12 +257,10 @@ def _kept_stack_patterns(kept: Sequence[str], targets: Sequence[Target]) -> list
 
 
 def detect(config: Mapping[str, Any], names: Names) -> bool:
-    """Whether a checkpoint with this config has this layout."""
     return quant_method(config) == QUANT_METHOD
 
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
-    """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described = quantization_config(config)
     check_formats(described, names)
     rotation_of = stored_rotations(config, described)

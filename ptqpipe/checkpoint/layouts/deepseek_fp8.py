@@ -62,7 +62,6 @@ def parts(
 
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
-    """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described = quantization_config(config)
     block = _read_block(described.get("weight_block_size"), described.get("scale_fmt"))
     in_shards = str(config.get("model_type")).startswith(_IN_SHARDS)

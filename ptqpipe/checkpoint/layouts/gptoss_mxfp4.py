@@ -55,7 +55,6 @@ def parts(
 
 
 def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
-    """config.json with ``quantization_config``."""
     kept = module_list(request.kept_modules, request.targets, request.base)
     kept += kept_stacks(kept, request.targets)
     quantization = {"quant_method": QUANT_METHOD, "modules_to_not_convert": kept, "ptqpipe": dict(request.provenance)}
@@ -63,12 +62,10 @@ def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
 
 
 def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
-    """Nothing beyond the plain keys."""
     return iter(())
 
 
 def detect(config: Mapping[str, Any], names: Names) -> bool:
-    """Whether a checkpoint with this config has this layout."""
     return quant_method(config) == QUANT_METHOD
 
 

@@ -50,7 +50,6 @@ def _excluded(described: Mapping[str, Any], inside: Sequence[str], names: Sequen
 
 
 def _rule(described: Mapping[str, Any], module: str) -> str | None:
-    """The first rule of ``dynamic`` that matches a module."""
     rules = described.get("dynamic") or {}
     if not isinstance(rules, Mapping):
         raise CheckpointError(f"dynamic in config.json is {type(rules).__name__}, expected an object of rules")
@@ -75,7 +74,6 @@ def _described(described: Mapping[str, Any], module: str) -> Mapping[str, Any]:
 
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
-    """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described = quantization_config(config)
     version = described.get("checkpoint_format") or "gptq"
     modules = [name.removesuffix(".qweight") for name in names if name.endswith(".qweight")]

@@ -166,7 +166,6 @@ def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Ite
 
 
 def _layer(algorithm: str) -> dict[str, Any]:
-    """An entry of ``quantized_layers``."""
     size = _GROUP_SIZES.get(_WRITTEN[algorithm][0])
     return {"quant_algo": algorithm} if size is None else {"quant_algo": algorithm, "group_size": size}
 
@@ -205,7 +204,6 @@ def _exclusions(kept: Sequence[str], quantized: Sequence[str]) -> list[str]:
 
 
 def detect(config: Mapping[str, Any], names: Names) -> bool:
-    """Whether a checkpoint with this config has this layout."""
     return quant_method(config).startswith(QUANT_METHOD)
 
 
@@ -239,7 +237,6 @@ def _no_tower(names: Sequence[str]) -> bool:
 
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
-    """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described, excluded = _flat(config), lists(config)
     weights = {}
     for name in names:

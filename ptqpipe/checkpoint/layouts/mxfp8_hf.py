@@ -28,7 +28,6 @@ detect, lists, config_faults = _LAYOUT.detect, _LAYOUT.lists, _LAYOUT.config_fau
 
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
-    """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     block = quantization_config(config).get("weight_block_size", [1, 32])
     if block != [1, 32]:
         raise CheckpointError(f"weight_block_size of an mxfp8 checkpoint is {block!r}, expected [1, 32]")

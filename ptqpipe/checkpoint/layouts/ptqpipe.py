@@ -96,17 +96,14 @@ def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
 
 
 def _version(schemes: Sequence[Scheme]) -> int:
-    """The oldest version of the layout that has all of these."""
     return ROTATION_VERSION if any(scheme.rotation for scheme in schemes) else VERSION
 
 
 def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
-    """Nothing beyond the plain keys."""
     return iter(())
 
 
 def detect(config: Mapping[str, Any], names: Names) -> bool:
-    """Whether a checkpoint with this config has this layout."""
     return quantization_config(config).get("quant_method") == QUANT_METHOD
 
 
@@ -116,7 +113,6 @@ def lists(config: Mapping[str, Any]) -> Lists:
 
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
-    """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described = quantization_config(config)
     if described.get("version") == LOW_RANK_VERSION:
         raise _has_low_rank("the checkpoint")

@@ -51,7 +51,6 @@ def lists(config: Mapping[str, Any]) -> Lists:
 
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
-    """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described, excluded = quantization_config(config), lists(config)
     weights = {}
     for name in names:

@@ -91,7 +91,6 @@ def _check_experts(module: str, numbers: set[int], counts: Mapping[str, int]) ->
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The config and every object in it."""
     yield config
     for value in config.values():
         if isinstance(value, Mapping):
@@ -209,7 +208,6 @@ def _keys(config: Mapping[str, Any]) -> set[str]:
 
 
 def _describes_tower(config: Mapping[str, Any]) -> bool:
-    """Whether a config has an object for a tower at its top, or a text that names one."""
     for key, value in config.items():
         if isinstance(value, Mapping) and any(word in key for word in _TOWER_KEYS):
             return True

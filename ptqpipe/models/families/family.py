@@ -48,6 +48,17 @@ class ReaderIssue:
         return {"vllm", "sglang"} <= set(self.readers)
 
 
+def fails(
+    reader: str, pattern: str, what: str, symptom: str, *, bits: int = 0, containers: tuple[str, ...] = (),
+    formats: tuple[str, ...] = (), unless_quantized: str = "",
+) -> ReaderIssue:  # fmt: skip
+    """The issue of one reader alone, for which nothing is kept unless a rule says so. Arguments as `ReaderIssue`'s."""
+    return ReaderIssue(
+        Keep(pattern, what, bits), symptom=symptom, unless_quantized=unless_quantized, readers=(reader,),
+        containers=containers, formats=formats, by_default=False,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Norms:
     """The norms of a decoder layer, and what else transforms must know that move factors into and out of them.

@@ -7,28 +7,22 @@ source, of the versions in ``models/reader_facts.py``.
 from dataclasses import replace
 
 from ptqpipe.models.families import defaults as common, shared
-from ptqpipe.models.families.family import GATE_UP_DOWN, Family, Keep, ModuleOutputs, Norms, ReaderIssue
+from ptqpipe.models.families.family import GATE_UP_DOWN, Family, Keep, ModuleOutputs, Norms, ReaderIssue, fails
 
 # Adapters that are a part of the model, as it is published.
 MERGED_BY_READERS = ReaderIssue(Keep(r"re:(.*\.)?lora_(A|B)(\.|$)", "adapter"))
 
+# fmt: off
 FAMILIES: tuple[Family, ...] = (
     Family(
         ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"),
         # deepseek_weight_loader.py of SGLang puts everything of the two side by side that is no number of shape [].
         issues=(
-            ReaderIssue(
-                Keep(r"re:(.*\.)?self_attn\.(q_a_proj|kv_a_proj_with_mqa)$", "latent projections in one"),
-                symptom=(
-                    "SGLang puts the two side by side with all that belongs to them, also the one scale or the shape "
-                    "of packed weights in compressed-tensors, and stops with an error of their shape; it reads "
-                    "ModelOpt's layout, and vLLM both"
-                ),
-                readers=("sglang",),
-                containers=("compressed_tensors",),
-                formats=(*shared.PACKED, *shared.ONE_SCALE),
-                by_default=False,
-            ),
+            fails("sglang", r"re:(.*\.)?self_attn\.(q_a_proj|kv_a_proj_with_mqa)$", "latent projections in one",
+                "SGLang puts the two side by side with all that belongs to them, also the one scale or the shape of "
+                "packed weights in compressed-tensors, and stops with an error of their shape; it reads ModelOpt's "
+                "layout, and vLLM both", containers=("compressed_tensors",),
+                formats=(*shared.PACKED, *shared.ONE_SCALE)),
         ),
         mtp=shared.NUMBERED,
         norms=Norms(),
@@ -73,12 +67,8 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         ("stablelm",),
         issues=(
-            ReaderIssue(
-                Keep(r"re:(.*\.)?self_attn\.[qkv]_proj$", "attention that SGLang builds unquantized"),
-                symptom="SGLang builds q, k and v of StableLM unquantized and stops",
-                readers=("sglang",),
-                by_default=False,
-            ),
+            fails("sglang", r"re:(.*\.)?self_attn\.[qkv]_proj$", "attention that SGLang builds unquantized",
+                "SGLang builds q, k and v of StableLM unquantized and stops"),
         ),
         norms=Norms(layer_norm=True),
     ),
@@ -122,33 +112,17 @@ FAMILIES: tuple[Family, ...] = (
         issues=(
             ReaderIssue(
                 Keep(r"re:(.*\.)?compressor\.", "compressor of keys and values, which readers build unquantized"),
-                symptom="vLLM and SGLang build it unquantized and find no place for codes",
-                readers=("vllm", "sglang"),
-            ),
+                symptom="vLLM and SGLang build it unquantized and find no place for codes", readers=("vllm", "sglang")),
             ReaderIssue(
-                Keep(
-                    r"re:(.*\.)?attn\.wo_a$",
-                    "grouped output projection, which readers decode when they load it",
-                    bits=8,
-                ),
-                symptom="SGLang decodes it from FP8 alone when it loads the model",
-                readers=("sglang",),
-            ),
+                Keep(r"re:(.*\.)?attn\.wo_a$", "grouped output projection, which readers decode when they load it",
+                    bits=8),
+                symptom="SGLang decodes it from FP8 alone when it loads the model", readers=("sglang",)),
             # Found by labs/readers/sglang_loads.py: SGLang's deepseek_v4.py looks for no ``weight_scale`` of the two.
-            ReaderIssue(
-                Keep(r"re:(.*\.)?attn\.(wq_a|wkv)$", "latent projections in one"),
-                symptom=(
-                    "SGLang makes one matrix of wq_a and wkv, and loses their scales of all but DeepSeek's own FP8 "
-                    "without a word"
-                ),
-                readers=("sglang",),
-                by_default=False,
-            ),
-            ReaderIssue(
-                Keep(r"re:head$", "language-model head"),
-                symptom="vLLM builds the head of DeepSeek-V4 unquantized and does not load it",
-                readers=("vllm",),
-            ),
+            fails("sglang", r"re:(.*\.)?attn\.(wq_a|wkv)$", "latent projections in one",
+                "SGLang makes one matrix of wq_a and wkv, and loses their scales of all but DeepSeek's own FP8 "
+                "without a word"),
+            ReaderIssue(Keep(r"re:head$", "language-model head"), symptom="vLLM builds the head of DeepSeek-V4 "
+                "unquantized and does not load it", readers=("vllm",)),
         ),
         fuse=(("wq_a", "wkv"),),
     ),
@@ -187,30 +161,18 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         ("llama4_text",),
         issues=(
-            ReaderIssue(
-                Keep(r"re:(.*\.)?feed_forward\.experts\.", "experts of the text model of Llama 4 by itself"),
-                symptom=(
-                    "SGLang leaves the experts of Llama 4's text model by itself random without a word (those of the "
-                    "whole model it looks for); vLLM reads them"
-                ),
-                readers=("sglang",),
-                by_default=False,
-            ),
+            fails("sglang", r"re:(.*\.)?feed_forward\.experts\.", "experts of the text model of Llama 4 by itself",
+                "SGLang leaves the experts of Llama 4's text model by itself random without a word (those of the "
+                "whole model it looks for); vLLM reads them"),
         ),
     ),
     # Found by labs/readers/sglang_loads.py: models/gpt_oss.py of SGLang makes these layers without a quantization.
     Family(
         ("gpt_oss",),
         issues=(
-            ReaderIssue(
-                Keep(r"re:(.*\.)?self_attn\.[qkvo]_proj$", "attention that SGLang builds unquantized"),
-                symptom=(
-                    "SGLang builds the attention of gpt-oss unquantized: without a word it leaves these weights random "
-                    "or takes codes for numbers, or it stops; vLLM reads them"
-                ),
-                readers=("sglang",),
-                by_default=False,
-            ),
+            fails("sglang", r"re:(.*\.)?self_attn\.[qkvo]_proj$", "attention that SGLang builds unquantized",
+                "SGLang builds the attention of gpt-oss unquantized: without a word it leaves these weights random "
+                "or takes codes for numbers, or it stops; vLLM reads them"),
         ),
         interleaved=True,
     ),
@@ -218,17 +180,10 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         ("glm4_moe",),
         issues=(
-            ReaderIssue(
-                Keep(r"re:(.*\.)?mlp\.shared_experts\.(gate|up)_proj$", "shared experts in packed codes"),
-                symptom=(
-                    "SGLang asks for the dtype of the plain weight, which compressed-tensors' packed codes have not, "
-                    "and stops with an AttributeError; vLLM reads it, and SGLang ModelOpt's"
-                ),
-                readers=("sglang",),
-                containers=("compressed_tensors",),
-                formats=shared.PACKED,
-                by_default=False,
-            ),
+            fails("sglang", r"re:(.*\.)?mlp\.shared_experts\.(gate|up)_proj$", "shared experts in packed codes",
+                "SGLang asks for the dtype of the plain weight, which compressed-tensors' packed codes have not, and "
+                "stops with an AttributeError; vLLM reads it, and SGLang ModelOpt's",
+                containers=("compressed_tensors",), formats=shared.PACKED),
         ),
         mtp=shared.NUMBERED,
         norms=Norms(),
@@ -236,26 +191,19 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         ("falcon_h1",),
         issues=(
-            ReaderIssue(
-                Keep(r"re:(.*\.)?mamba\.(in|out)_proj$", "state-space layer that SGLang builds unquantized"),
-                symptom="SGLang builds the state-space layers of Falcon-H1 unquantized and stops; vLLM reads them",
-                readers=("sglang",),
-                by_default=False,
-            ),
+            fails("sglang", r"re:(.*\.)?mamba\.(in|out)_proj$", "state-space layer that SGLang builds unquantized",
+                "SGLang builds the state-space layers of Falcon-H1 unquantized and stops; vLLM reads them"),
         ),
         outputs=shared.mamba2(("mamba_d_ssm",), ("mamba_n_groups", "mamba_d_state"), "mamba_n_heads"),
     ),
     Family(
         ("step3p5", "step3p7", "step3_text", "step3_vl"),
         issues=(
-            ReaderIssue(
-                Keep(r"re:(.*\.)?self_attn\.g_proj$", "gate of attention heads"),
+            ReaderIssue(Keep(r"re:(.*\.)?self_attn\.g_proj$", "gate of attention heads"),
                 symptom="SGLang builds it as a plain linear layer and finds no place for codes; vLLM reads it",
-                readers=("sglang",),
-            ),
-            ReaderIssue(
-                Keep(r"re:(.*\.)?vit_large_projector(\.|$)", "multimodal projector"), symptom=common.READERS_DIFFER
-            ),
+                readers=("sglang",)),
+            ReaderIssue(Keep(r"re:(.*\.)?vit_large_projector(\.|$)", "multimodal projector"),
+                symptom=common.READERS_DIFFER),
         ),
         experts=GATE_UP_DOWN,
     ),
@@ -270,31 +218,15 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         ("granitemoehybrid",),
         issues=(
-            ReaderIssue(
-                Keep(r"re:(.*\.)?block_sparse_moe\.", "experts of a Granite hybrid"),
-                symptom="SGLang hands its experts an argument that they do not take, and stops; vLLM reads them",
-                readers=("sglang",),
-                by_default=False,
-            ),
-            ReaderIssue(
-                Keep(r"re:(.*\.)?layers\.", "Granite hybrid in ModelOpt's layout"),
-                symptom="SGLang asks ModelOpt's configuration for names that it has none of, and stops; vLLM reads it",
-                readers=("sglang",),
-                containers=("modelopt",),
-                by_default=False,
-            ),
+            fails("sglang", r"re:(.*\.)?block_sparse_moe\.", "experts of a Granite hybrid",
+                "SGLang hands its experts an argument that they do not take, and stops; vLLM reads them"),
+            fails("sglang", r"re:(.*\.)?layers\.", "Granite hybrid in ModelOpt's layout",
+                "SGLang asks ModelOpt's configuration for names that it has none of, and stops; vLLM reads it",
+                containers=("modelopt",)),
             # Found by labs/readers/vllm_fills.py, as is that of Zamba2.
-            ReaderIssue(
-                Keep(r"re:(.*\.)?block_sparse_moe\.", "experts of a Granite hybrid with inputs in 4 bits"),
-                symptom=(
-                    "vLLM has no name for the scales of their inputs in compressed-tensors, and stops with a KeyError; "
-                    "it reads ModelOpt's layout"
-                ),
-                readers=("vllm",),
-                containers=("compressed_tensors",),
-                formats=("nvfp4_w4a4",),
-                by_default=False,
-            ),
+            fails("vllm", r"re:(.*\.)?block_sparse_moe\.", "experts of a Granite hybrid with inputs in 4 bits",
+                "vLLM has no name for the scales of their inputs in compressed-tensors, and stops with a KeyError; it "
+                "reads ModelOpt's layout", containers=("compressed_tensors",), formats=("nvfp4_w4a4",)),
         ),
         experts=GATE_UP_DOWN,
         outputs=shared.mamba2(("mamba_n_heads", "mamba_d_head"), ("mamba_n_groups", "mamba_d_state"), "mamba_n_heads"),
@@ -302,13 +234,9 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         ("zamba2",),
         issues=(
-            ReaderIssue(
-                Keep(r"re:.*_adapter_list\.", "adapters of shared layers with static scales of inputs"),
-                symptom="vLLM has no name for the scales of their inputs, and stops; it reads formats without them",
-                readers=("vllm",),
-                formats=("nvfp4_w4a4", "fp8_static"),
-                by_default=False,
-            ),
+            fails("vllm", r"re:.*_adapter_list\.", "adapters of shared layers with static scales of inputs",
+                "vLLM has no name for the scales of their inputs, and stops; it reads formats without them",
+                formats=("nvfp4_w4a4", "fp8_static")),
         ),
         outputs=(
             *shared.mamba2(("mamba_expand", "hidden_size"), ("mamba_ngroups", "mamba_d_state"), "n_mamba_heads"),
@@ -319,9 +247,8 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         ("minimax_m3_vl", "minimax_m3"),
         issues=(
-            ReaderIssue(
-                Keep(r"re:(.*\.)?patch_merge_mlp(\.|$)", "multimodal projector"), symptom=common.READERS_DIFFER
-            ),
+            ReaderIssue(Keep(r"re:(.*\.)?patch_merge_mlp(\.|$)", "multimodal projector"),
+                symptom=common.READERS_DIFFER),
         ),
         fuse=shared.MINIMAX_M3,
     ),
@@ -351,15 +278,9 @@ FAMILIES: tuple[Family, ...] = (
         ("internvl",),
         issues=(
             *shared.INTERNVL,
-            ReaderIssue(
-                Keep(r"re:(.*\.)?language_model\.", "InternVL in transformers' layout"),
-                symptom=(
-                    "SGLang leaves InternVL in transformers' layout to transformers' model, and stops or, in ModelOpt "
-                    "FP8, takes the head for codes without a word; vLLM reads it"
-                ),
-                readers=("sglang",),
-                by_default=False,
-            ),
+            fails("sglang", r"re:(.*\.)?language_model\.", "InternVL in transformers' layout",
+                "SGLang leaves InternVL in transformers' layout to transformers' model, and stops or, in ModelOpt "
+                "FP8, takes the head for codes without a word; vLLM reads it"),
         ),
     ),
     # Towers and projectors under names of their own.
@@ -367,26 +288,20 @@ FAMILIES: tuple[Family, ...] = (
         ("hyperclovax_vision_v2", "lighton_ocr", "paddleocr_vl", "qianfan_ocr", "unlimited_ocr", "video_llava"),
         issues=(
             ReaderIssue(
-                Keep(
-                    r"re:(.*\.)?(vision_projector|vision_projection|mlp_AR|mlp1|sam_model|image_tower|video_tower)(\.|$)",
-                    "vision tower or projector",
-                ),
-                symptom=common.READERS_DIFFER,
-            ),
+                Keep(r"re:(.*\.)?(vision_projector|vision_projection|mlp_AR|mlp1|sam_model|image_tower|video_tower)(\.|$)",
+                    "vision tower or projector"),
+                symptom=common.READERS_DIFFER),
         ),
     ),
     Family(
         ("phi4_multimodal", "phi4mm"),
         issues=(
             ReaderIssue(
-                Keep(
-                    r"re:(.*\.)?(img|image|audio)_(projection|proj)(_for_vision|_for_speech)?(\.|$)",
-                    "multimodal projector",
-                ),
-                symptom="vLLM builds it as plain linear layers and finds no place for codes",
-                readers=("vllm",),
-            ),
+                Keep(r"re:(.*\.)?(img|image|audio)_(projection|proj)(_for_vision|_for_speech)?(\.|$)",
+                    "multimodal projector"),
+                symptom="vLLM builds it as plain linear layers and finds no place for codes", readers=("vllm",)),
             MERGED_BY_READERS,
         ),
     ),
 )
+# fmt: on

@@ -22,8 +22,6 @@ ROTATIONS = ("rotate_residual", "rotate_values")
 
 
 class Rotation(Protocol):
-    """The shape of a rotation's file."""
-
     def check(self, structure: Structure, block: int, *, untie: bool) -> None: ...
 
     def fold(
@@ -40,5 +38,4 @@ class Rotation(Protocol):
 
 
 def get_rotation(name: str) -> Rotation:
-    """The module of one of ``ROTATIONS``."""
     return cast(Rotation, import_module(f"{__name__}.{name}"))

@@ -113,7 +113,6 @@ class _Finder:
 
     @property
     def head(self) -> str:
-        """The name of the head's weight."""
         return next((name for name in self.language if name.endswith(f".{_HEAD}")), _HEAD)
 
     def number(self, key: str) -> int:
@@ -303,17 +302,17 @@ class _Finder:
         base = gate_up.removesuffix(".weight").rpartition(".")[0]
         experts = base if base.endswith("experts") else f"{base}.experts"
 
-        def known(tensor: str, e: int, *parts: str) -> tuple[str, ...]:
+        def names_of(tensor: str, e: int, *parts: str) -> tuple[str, ...]:
             own = (f"{tensor}[{e}]", f"{tensor.removesuffix('.weight')}[{e}]")
             return (*dict.fromkeys(own), *(f"{experts}.{e}.{part}_proj" for part in parts))
 
         for e in range(first[0]):
             both = Matrix(
-                gate_up, first[1:], expert=e, transposed=transposed, modules=known(gate_up, e, "gate", "up"),
+                gate_up, first[1:], expert=e, transposed=transposed, modules=names_of(gate_up, e, "gate", "up"),
                 group=f"experts.{e}",
             )  # fmt: skip
             up = Matrix(gate_up, (second[2], first[2]), start=second[2], expert=e, transposed=transposed)
-            modules = known(down, e, "down")
+            modules = names_of(down, e, "down")
             yield e, both, up, Matrix(down, second[1:], expert=e, transposed=transposed, modules=modules)
 
     def gpt2_layer(self, layer: str, leaves: Mapping[str, str]) -> None:
@@ -343,7 +342,6 @@ class _Finder:
                 )
 
     def ends(self) -> None:
-        """Embeddings, the last norm, the head."""
         self.embeddings += [name for name in self.language if _EMBEDDINGS.fullmatch(name)]
         self.seen.update(self.embeddings)
         outside = (n for n in self.language if not _LAYER.fullmatch(n))
@@ -368,7 +366,6 @@ class _Finder:
         self.edges.append(edge)
 
     def result(self) -> Structure:
-        """The structure of the model."""
         others = tuple(name for name in self.tensors if name not in self.seen)
         return Structure(
             self.norms,

@@ -169,7 +169,6 @@ def is_exact(ops: Sequence[Op]) -> bool:
 
 
 def is_power_of_two(factors: torch.Tensor) -> bool:
-    """Whether every factor is 2^k."""
     return bool((torch.frexp(factors)[0] == 0.5).all())
 
 

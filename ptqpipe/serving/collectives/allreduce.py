@@ -7,23 +7,31 @@
 
 Every rank gets the same bits. The method depends on a message's size, dtype and the number of ranks alone, so the
 ranks cannot disagree. Meant for the partial sums of prefill; tokens, embeddings and logits are better left plain.
+
+A call goes down these steps, none of which calls one above it:
+
+    __call__      checks the tensors
+    method_for    own, one_shot, two_shot or quantized, by the size (thresholds of ``gate.py``)
+    _sum_by       that method: the group's own sum, or an exchange of plain or quantized messages (``wire.py``)
+    _exchange     cuts the tensor into stripes and chunks (``wire.cut``)
+    Transports    moves their messages (``transports.py``), which asks the wire to encode, sum and decode them
+    wire          the compiled kernel of a CPU, the Triton kernel of a GPU, or the reference
 """
 
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from ptqpipe.errors import UsageError
-from ptqpipe.serving.collectives.by_collectives import CollectiveExchange
 from ptqpipe.serving.collectives.codecs import DTYPES, WireCodec, get_wire_codec
-from ptqpipe.serving.collectives.gate import NEVER, PlainMethod, Sum, SumMethod, Thresholds, measure
-from ptqpipe.serving.collectives.point_to_point import Exchange, Workspace, first_tag, one_shot_at_once
-from ptqpipe.serving.collectives.symmetric import SymmetricExchange, SymmetricMemory, Transport, choose
+from ptqpipe.serving.collectives.gate import NEVER, Sum, SumMethod, Thresholds, measure
+from ptqpipe.serving.collectives.symmetric import SymmetricMemory, Transport
+from ptqpipe.serving.collectives.transports import Transports
 from ptqpipe.serving.collectives.wire import Layout, Plain, Quantized, Stats, Wire, cut
 
 LEAST_CHUNK = 1 << 20  # bytes of values in a chunk, below which a message's fixed cost outweighs what overlaps
@@ -85,24 +93,16 @@ class QuantAllReduce:
         self._devices = {device.type for device in self.group._device_types}
         self.codec: WireCodec = get_wire_codec(codec, block, hadamard=hadamard)
         self.chunk_bytes = _positive("chunk_bytes", chunk_bytes)
-        if not isinstance(transport, SymmetricMemory) and transport not in get_args(Transport):
-            raise UsageError(f"unknown transport {transport!r}; known are {', '.join(get_args(Transport))}")
-        self.transport = transport
-        self.own_exact = own_exact
         self.one_shot = one_shot
         if one_shot and self.world > 2:
             raise UsageError(f"one_shot is for two ranks, not {self.world}: it would move more bytes than plain sums")
-        quantizes = min_bytes != NEVER and not one_shot
-        self._memory = choose(transport, self.group, self.codec) if quantizes else None
         instance = _users.get(self.group, 0)
+        memory_codec = self.codec if min_bytes != NEVER and not one_shot else None
+        self.transports = Transports(self.group, transport, memory_codec, instance, own_exact=own_exact)
         _users[self.group] = instance + 1
         self.name = register(self, f"{self.group.group_name}/{instance}")
-        self._tag = first_tag(instance)
-        self._workspace = Workspace()
-        self._stream: torch.cuda.Stream | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[torch.Tensor] | None = None
-        self._behind = False  # a call is in the background; messages of its own tags keep out of others' collectives
         self._stats = Stats()
         self._plain_calls = 0
         self._own = self._group_sum if plain is None else plain
@@ -147,7 +147,7 @@ class QuantAllReduce:
         if method == "own" and out is x and self.world > 1 and x.numel() and x.is_contiguous():
             self._plain_calls += 1  # fast path: for small sums Python overhead dominates
             return _deliver(self._own(x), out)
-        return self._run(x, out, method)
+        return self._sum_by(method, x, out)
 
     def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Pending:
         """The same in the background, in the order of calls. ``x`` must not change before it is done.
@@ -157,8 +157,8 @@ class QuantAllReduce:
         self._check(x, out)
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="ptqpipe-allreduce")
-        self._behind = True
-        self._last = self._worker.submit(self._run, x, out, self.method_for(x.numel(), x.dtype))
+        self.transports.background = True
+        self._last = self._worker.submit(self._sum_by, self.method_for(x.numel(), x.dtype), x, out)
         return Pending(self._last)
 
     def quantized(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -167,25 +167,25 @@ class QuantAllReduce:
         if x.dtype not in DTYPES:
             raise UsageError(f"{x.dtype} cannot be quantized; expected bfloat16, float16 or float32")
         self._settle()
-        return self._sum(x, out, Quantized(self.codec), one_shot=self.one_shot)
+        return self._sum_by("quantized", x, out)
 
     def plain(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The plain sum: the group's own or, where that was measured to be faster, one of our schedules."""
         self._check(x, out)
         self._settle()
-        return self._plain(x, out, "own" if x.dtype not in DTYPES else self.thresholds.plain_method(x.nbytes))
+        return self._sum_by("own" if x.dtype not in DTYPES else self.thresholds.plain_method(x.nbytes), x, out)
 
     def plain_two_shot(self, x: torch.Tensor) -> torch.Tensor:
         """The plain sum by the schedule of the quantized one, in place: what the codec alone has to beat."""
         self._check(x, x)
         self._settle()
-        return self._sum(x, x, Plain())
+        return self._exchange(x, x, Plain())
 
     def plain_one_shot(self, x: torch.Tensor) -> torch.Tensor:
         """The same sum, bit by bit, in place: every rank gets every partial. UsageError for CUDA tensors."""
         self._check(x, x)
         self._settle()
-        return self._sum(x, x, Plain(), one_shot=True)
+        return self._exchange(x, x, Plain(), one_shot=True)
 
     def stats(self) -> Stats:
         """Counters since this was created."""
@@ -215,19 +215,14 @@ class QuantAllReduce:
         if self._last is not None:
             self._last.result()
             self._last = None
-            self._behind = False
+            self.transports.background = False
 
-    def _run(self, x: torch.Tensor, out: torch.Tensor | None, method: SumMethod) -> torch.Tensor:
+    def _sum_by(self, method: SumMethod, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         if method == "quantized":
-            return self._sum(x, out, Quantized(self.codec), one_shot=self.one_shot)
-        return self._plain(x, out, method)
-
-    def _plain(self, x: torch.Tensor, out: torch.Tensor | None, method: PlainMethod) -> torch.Tensor:
+            return self._exchange(x, out, Quantized(self.codec), one_shot=self.one_shot)
         self._plain_calls += 1
-        if method != "own" and not (
-            method == "one_shot" and x.is_cuda
-        ):  # a group of both kinds was measured on the CPU
-            return self._sum(x, out, Plain(), one_shot=method == "one_shot")
+        if method == "two_shot" or (method == "one_shot" and not x.is_cuda):  # measured on the CPU, in groups of both
+            return self._exchange(x, out, Plain(), one_shot=method == "one_shot")
         y = _result(x, out)
         if y is not x:
             y.copy_(x)
@@ -239,53 +234,32 @@ class QuantAllReduce:
         self.group.allreduce(x).wait()  # what dist.all_reduce comes to, without what it checks
         return x
 
-    def _measured(self) -> Thresholds:
-        device = _device_of(self.group)
-        messages = self.transport != "collectives" and device.type == "cpu"
-
-        def sums(nbytes: int) -> Mapping[SumMethod, Sum]:
-            by_method: dict[SumMethod, Sum] = {"own": self._own, "two_shot": lambda x: self._sum(x, x, Plain())}
-            if messages and nbytes * (self.world - 1) <= ONE_SHOT_BYTES:
-                by_method["one_shot"] = lambda x: self._sum(x, x, Plain(), one_shot=True)
-            return by_method | {"quantized": lambda x: self._sum(x, x, Quantized(self.codec), one_shot=self.one_shot)}
-
-        thresholds = measure(self.group, device, sums)
-        self._stats = Stats()
-        return thresholds
-
-    def _sum(self, x: torch.Tensor, out: torch.Tensor | None, wire: Wire, *, one_shot: bool = False) -> torch.Tensor:
+    def _exchange(
+        self, x: torch.Tensor, out: torch.Tensor | None, wire: Wire, *, one_shot: bool = False
+    ) -> torch.Tensor:
         y = _result(x, out)
         if self.world == 1 or not x.numel():
             return _deliver(y.copy_(x), out)
         stats = Stats()
-        values = x.contiguous().view(-1)
         layout = self.layout(x.numel(), x.dtype, wire, one_shot=one_shot)
-        self._exchange(values, y.view(-1), layout, wire, stats, one_shot=one_shot)
+        self.transports.run(x.contiguous().view(-1), y.view(-1), layout, wire, stats, one_shot=one_shot)
         if isinstance(wire, Quantized):
             self._stats += Stats(calls=1, value_bytes=x.nbytes) + stats
         return _deliver(y, out)
 
-    def _exchange(
-        self, x: torch.Tensor, out: torch.Tensor, layout: Layout, wire: Wire, stats: Stats, *, one_shot: bool
-    ) -> None:
-        if self._memory is not None and isinstance(wire, Quantized):
-            SymmetricExchange(self._memory, wire.codec, layout, x, out, stats, self.own_exact).two_shot()
-            return
-        collectives = self.transport == "collectives" or (self.transport != "p2p" and x.is_cuda)
-        if collectives and not one_shot:
-            if x.is_cuda and self._stream is None:
-                self._stream = torch.cuda.Stream(x.device)
-            stream = self._stream if x.is_cuda else None
-            CollectiveExchange(self.group, wire, layout, x, out, stream, stats, self.own_exact).two_shot()
-            return
-        if x.is_cuda:
-            raise UsageError("one_shot and transport p2p are for CPU tensors; leave both out for CUDA")
-        if one_shot and isinstance(wire, Plain) and self.transport == "auto" and not self._behind:
-            one_shot_at_once(self.group, wire, x, out, workspace=self._workspace, stats=stats)
-            return
-        x = x.clone() if one_shot and x.data_ptr() == out.data_ptr() else x
-        exchange = Exchange(self.group, wire, layout, x, out, self._tag, self._workspace, stats, self.own_exact)
-        exchange.one_shot() if one_shot else exchange.two_shot()
+    def _measured(self) -> Thresholds:
+        device = _device_of(self.group)
+        messages = self.transports.kind != "collectives" and device.type == "cpu"
+
+        def sums(nbytes: int) -> Mapping[SumMethod, Sum]:
+            by_method: dict[SumMethod, Sum] = {"own": self._own, "two_shot": lambda x: self._exchange(x, x, Plain())}
+            if messages and nbytes * (self.world - 1) <= ONE_SHOT_BYTES:
+                by_method["one_shot"] = lambda x: self._exchange(x, x, Plain(), one_shot=True)
+            return by_method | {"quantized": lambda x: self._sum_by("quantized", x, x)}
+
+        thresholds = measure(self.group, device, sums)
+        self._stats = Stats()
+        return thresholds
 
     def layout(self, numel: int, dtype: torch.dtype, wire: Wire, *, one_shot: bool = False) -> Layout:
         """How a message is split among ranks and chunks."""

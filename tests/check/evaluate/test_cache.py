@@ -9,8 +9,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from ptqpipe.check.evaluate import divergence, perplexity, score, windows
 from ptqpipe.check.evaluate.cache import CachedLogits, decode, encode, open_cache, store_bytes
+from ptqpipe.check.evaluate.measures import divergence, perplexity
+from ptqpipe.check.evaluate.scores import score, windows
 from ptqpipe.errors import CheckpointError, NumericsError
 
 VOCABULARY = 40

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.check.evaluate import score
 from ptqpipe.check.evaluate.harness import LOCAL_TASKS, TaskMetric, TaskRequest, check_tasks, compare, run_tasks
+from ptqpipe.check.evaluate.scores import score
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime import load_model
 from ptqpipe.runtime.loading import load_tokenizer

@@ -11,7 +11,9 @@ import transformers
 from hypothesis import given, settings, strategies as st
 from transformers import AutoModelForCausalLM
 
-from ptqpipe.check.evaluate import Scores, Window, divergence, perplexity, score, scores as module, windows
+from ptqpipe.check.evaluate import scores as module
+from ptqpipe.check.evaluate.measures import divergence, perplexity
+from ptqpipe.check.evaluate.scores import Scores, Window, score, windows
 from ptqpipe.errors import NumericsError, UsageError
 
 

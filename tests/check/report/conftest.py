@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ptqpipe.check.report.command import gather
 from ptqpipe.check.report.content import Report
+from ptqpipe.check.report.gather import gather
 from tests.check.report.pages import NASTY, converted
 from tests.tiny import Tensors, llama
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ptqpipe.check.report.command import gather
+from ptqpipe.check.report.gather import gather
 from ptqpipe.check.report.pages import render_html, render_markdown
 from tests.check.report.pages import Page, converted
 from tests.tiny import fused_moe, llama

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptqpipe.check.report.command import gather
 from ptqpipe.check.report.content import Report
+from ptqpipe.check.report.gather import gather
 from ptqpipe.check.report.pages import render_html, render_markdown
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.prepare import prepare

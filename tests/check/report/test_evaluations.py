@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ptqpipe.check.report.command import gather, make_report
+from ptqpipe.check.report.command import make_report
 from ptqpipe.check.report.compare_command import compare
+from ptqpipe.check.report.gather import gather
 from ptqpipe.check.report.pages import render_html, render_markdown
 from ptqpipe.check.report.quality import sample_texts
 from ptqpipe.cli import main

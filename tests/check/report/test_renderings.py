@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ptqpipe.check.report import error_charts as errors, roles
-from ptqpipe.check.report.command import gather
 from ptqpipe.check.report.content import Report
+from ptqpipe.check.report.gather import gather
 from ptqpipe.check.report.pages import render_html, render_markdown
 from ptqpipe.models.source import Source
 from ptqpipe.run.machine import Machine

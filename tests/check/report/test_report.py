@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ptqpipe.check.report.command import gather, make_report
+from ptqpipe.check.report.command import make_report
+from ptqpipe.check.report.gather import gather
 from ptqpipe.cli import main
 from ptqpipe.errors import OutputError, UsageError
 from tests.tiny import LLAMA_CONFIG, Tensors, save

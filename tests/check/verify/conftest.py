@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def good(model: Path) -> Path:
     """An NVFP4 W4A4 conversion in several files, so that every kind of stored tensor and an index are there."""
     out = model.parent / "good"
-    ptqpipe.convert(model, format="nvfp4_w4a4", out=out, shard_bytes=60_000, workers=1)
+    ptqpipe.convert(model, format="nvfp4_w4a4", out=out, shard_size=60_000, workers=1)
     return out
 
 

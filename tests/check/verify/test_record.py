@@ -60,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     inputs = {name: x for name, x in inputs_of_llama(tiny.llama()).items() if ".0." in name}
     stats = write_statistics(folder / "stats", model, inputs)
     ptqpipe.convert(model, format="nvfp4_w4a4", out=folder / "rtn", workers=1)
-    run(model, stats, folder / "gptq", scheme="nvfp4_w4a4", algorithm="gptq")
+    run(model, stats, folder / "gptq", format="nvfp4_w4a4", algorithm="gptq")
     relayout(folder / "gptq", folder / "relayout", container="modelopt")
     other = ptqpipe.convert(model, format="nvfp4", out=folder / "other", workers=1).out
     (other / "ptqpipe.json").unlink()

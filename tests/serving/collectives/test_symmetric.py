@@ -64,7 +64,7 @@ def refused(rank: int, world: int) -> tuple[str, bool]:
     try:
         QuantAllReduce(min_bytes=0, transport="symmetric")
     except UsageError as error:
-        return str(error), QuantAllReduce(min_bytes=0)._memory is None
+        return str(error), QuantAllReduce(min_bytes=0).transports.memory is None
     return "", False
 
 

@@ -1,15 +1,16 @@
-"""The commands that write a quantized checkpoint another way, as functions of the same names."""
+"""The commands that write a checkpoint another way, as functions of the same names."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.api.calls import command, machine_of, options_from
-from ptqpipe.api.commands import checkpoint
-from ptqpipe.api.result import Result
+from ptqpipe.api.calls import command, machine_of, names_in, options_from
+from ptqpipe.api.result import Result, of_checkpoint
 from ptqpipe.checkpoint import name_of
 from ptqpipe.conversion import dequantize as dequantize_stage
-from ptqpipe.conversion.options import DequantizeCommand, RelayoutCommand
+from ptqpipe.conversion.options import DequantizeCommand, RelayoutCommand, TransformCommand, TransformOptions
 from ptqpipe.conversion.relayout import command as relayout_stage
+from ptqpipe.conversion.transform import command as transform_stage
 
 
 @command(RelayoutCommand, progress=True)
@@ -26,7 +27,7 @@ def relayout(ckpt: str | Path, container: str, out: str | Path | None = None, **
     target = chosen.out or Path(f"{name_of(chosen.ckpt)}-{container.lower().replace('_', '-')}")
     machine = machine_of(chosen, options.get("progress"))
     done = relayout_stage.relayout(chosen.ckpt, target, container=container, mode=chosen.mode, machine=machine)
-    return checkpoint("relayout", done, relayout_stage.render)
+    return of_checkpoint("relayout", done, relayout_stage.render)
 
 
 @command(DequantizeCommand, progress=True)
@@ -44,4 +45,36 @@ def dequantize(ckpt: str | Path, out: str | Path | None = None, *, dtype: str = 
     target = chosen.out or Path(f"{name_of(chosen.ckpt)}-{chosen.dtype}")
     machine = machine_of(chosen, options.get("progress"))
     done = dequantize_stage.dequantize(chosen.ckpt, target, dtype=chosen.dtype, mode=chosen.mode, machine=machine)
-    return checkpoint("dequantize", done, dequantize_stage.render)
+    return of_checkpoint("dequantize", done, dequantize_stage.render)
+
+
+@command(TransformCommand, progress=True)
+def transform(
+    model: str | Path,
+    transforms: str | Iterable[str],
+    out: str | Path,
+    *,
+    stats: str | Path | None = None,
+    **options: Any,
+) -> Result:
+    """Folds smoothing factors or rotations into a float model, which then computes the same and quantizes better.
+
+    transforms  in their order: smoothquant, awq, aqas, smooth_swiglu, rotate
+    stats    folder of `calibrate`; only rotations need none
+    options  as ``ptqpipe transform`` has them: ``alpha``, ``power_of_two``, ``fold_at``, ``rotation_size``, ``untie``,
+             ``format``, ``dtype``, ``shard_size``, and those of the machine
+
+    >>> ptqpipe.transform("MODEL", "smoothquant", "SMOOTH", stats="STATS")
+    <transform SMOOTH: weights 21, size 4.47 MB, time ... s>
+    """
+    named = {"model": str(model), "transforms": ",".join(names_in(transforms)), "out": out, "stats": stats}
+    chosen = options_from(TransformCommand, options, **named)
+    done = transform_stage.transform(
+        model,
+        chosen.out,
+        stats=chosen.stats,
+        options=chosen.part(TransformOptions),
+        mode=chosen.mode,
+        machine=machine_of(chosen, options.get("progress")),
+    )
+    return of_checkpoint("transform", done, transform_stage.render)
