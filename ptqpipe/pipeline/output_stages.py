@@ -73,7 +73,7 @@ def convert_stage(run: Pipeline) -> None:
     codes = run.folder / "codes" if run.preset is not None and run.preset.method else None
     stats = run.stats if codes is None or run.static else None
     path = run.recipe_file if codes is None else None
-    where: dict[str, Any] = {"recipe_path": path, "stats": stats, "rounding": codes}
+    where: dict[str, Any] = {"recipe_path": path, "stats": stats, "codes": codes}
     options = RecipeOptions() if codes is not None else best_with(run.recipe, **where)
     paths = Paths.of(run.out)
     mode: Mode = "overwrite" if run.ledger.replaces(paths.out) and not has_begun(paths) else "resume"
