@@ -18,7 +18,6 @@ from ptqpipe.pipeline import messages as pipeline_text
 from ptqpipe.pipeline.command import PipelineResult, pipeline
 from ptqpipe.pipeline.options import ConvertCommand
 from ptqpipe.pipeline.prepare_alone import prepare_alone
-from ptqpipe.pipeline.validate import check_alone
 from ptqpipe.recipe.options import PipelineOptions
 from ptqpipe.run.machine import Machine
 from ptqpipe.run.quantities import disk_size
@@ -65,7 +64,6 @@ def convert(
         chosen = options_from(ConvertCommand, options, model=str(model), data=tuple(names), eval=texts, **named)
         machine, progress = machine_of(chosen, options.get("progress")), watched(options.get("progress"))
         if chosen.has_stages:
-            check_alone(stats=stats, codes=codes)
             done = pipeline(
                 model,
                 recipe=chosen.recipe_options,

@@ -1,4 +1,4 @@
-"""The commands convert and demo."""
+"""The convert command."""
 
 import json
 import signal
@@ -13,9 +13,8 @@ import click
 from ptqpipe.cli import next_steps
 from ptqpipe.cli.common import Terminal, command, ranks_of, resume_hint, this_call
 from ptqpipe.errors import UsageError, arg
-from ptqpipe.pipeline.options import ConvertCommand, DemoCommand
+from ptqpipe.pipeline.options import ConvertCommand
 from ptqpipe.recipe.options import PipelineOptions
-from ptqpipe.run.options import MachineOptions
 
 if TYPE_CHECKING:
     from ptqpipe.conversion.conversion import Conversion
@@ -97,10 +96,9 @@ def _upload(options: ConvertCommand, terminal: Terminal, out: Path) -> None:
 def _pipeline(options: ConvertCommand, terminal: Terminal) -> None:
     """All stages that the call needs, in one run."""
     from ptqpipe.conversion.push import also_complete
-    from ptqpipe.pipeline import command as stage, messages as text, validate
+    from ptqpipe.pipeline import command as stage, messages as text
     from ptqpipe.pipeline.prepare_stages import prepare
 
-    validate.check_alone(stats=options.stats, codes=options.codes, dry_run=options.dry_run)
     if ranks_of().world > 1:
         raise UsageError(
             f"with {arg('data')}, {arg('budget')}, {arg('eval')} or {arg('report')} convert is a single process; start "
@@ -131,24 +129,3 @@ def _stop_is_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@command(
-    DemoCommand,
-    example="ptqpipe demo -o ptqpipe-demo",
-    json=False,
-    quiet=False,
-    leaves=lambda options: (
-        f"the formats that are finished are kept in {options.out}; another demo starts from the beginning"
-    ),
-)
-def demo(options: DemoCommand, terminal: Terminal) -> None:
-    """Convert a small built-in model to three formats.
-
-    The checkpoints are verified, and a table shows what each format costs.
-    """
-    from ptqpipe.pipeline import demo as stage
-    from ptqpipe.run.machine import machine_for
-
-    stage.run_demo(options.out, machine=machine_for(MachineOptions()), show=terminal.show)
-    next_steps.say_next(terminal, next_steps.demo(options, stage.SCHEMES[0]))

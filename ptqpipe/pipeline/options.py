@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.run.options import MachineOptions, Options, WritingOptions, argument, option, required
 
@@ -26,6 +27,13 @@ class ConvertCommand(RecipeOptions, PipelineOptions, WritingOptions):
     push: str | None = option(None, "Repository on the hub to which the result is uploaded.", metavar="OWNER/NAME")
     device: str = option("cpu", "Device that computes: cpu, cuda or cuda:N.", metavar="DEVICE")
     dry_run: bool = option(False, "Print what would be done and the exact size; read and write no weights.", shell=True)
+
+    def __post_init__(self) -> None:
+        names = ("stats", "codes", "dry_run") if self.has_stages else ()
+        alone = next((name for name in names if getattr(self, name)), None)
+        if alone is not None:
+            stages = ", ".join(map(arg, ("data", "budget", "eval")))
+            raise UsageError(f"{arg(alone)} is for a conversion alone; leave it out, or {stages} and {arg('report')}")
 
     @property
     def recipe_options(self) -> RecipeOptions:

@@ -17,16 +17,6 @@ SELF = "self"
 _BY_QUALITY = ("algorithm", "objective", "damping", "refine_passes")
 
 
-def check_alone(**alone: object) -> None:
-    """UsageError for options of a conversion alone that are given to a run of several stages."""
-    first = next((name for name, value in alone.items() if value), None)
-    if first is not None:
-        raise UsageError(
-            f"{arg(first)} is for a conversion alone; leave it out, or {arg('data')}, {arg('budget')}, {arg('eval')} "
-            f"and {arg('report')}"
-        )
-
-
 def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path | None) -> None:
     """UsageError for options that contradict each other, and for texts that do not exist."""
     if work.quality is not None and not work.data:
