@@ -8,9 +8,8 @@ from typing import Unpack
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.job import Run, WriteResult, write_checkpoint
 from ptqpipe.conversion.unit_job import QuantizeUnit
-from ptqpipe.errors import UsageError, arg
+from ptqpipe.errors import arg
 from ptqpipe.run.machine import Machine
-from ptqpipe.run.quantities import option_size, option_size_above
 
 
 def convert(conversion: Conversion, **run: Unpack[Run]) -> WriteResult | None:
@@ -25,16 +24,11 @@ def convert(conversion: Conversion, **run: Unpack[Run]) -> WriteResult | None:
 
 def _check_memory(conversion: Conversion, machine: Machine) -> None:
     least, job = conversion.least_memory()
-    if not isinstance(job, QuantizeUnit) or least <= machine.memory_bytes:
+    if not isinstance(job, QuantizeUnit):
         return
-    why, remedy = (
-        f"whose weights share one scale in {job.unit.scheme.fmt.name}",
-        "a format with a scale for each row",
-    )
+    why = f"whose weights share one scale in {job.unit.scheme.fmt.name}"
+    remedy = "a format with a scale for each row"
     if job.unit.rule.calibrated:
         why = "whose second moment is factored in memory"
         remedy = f"{arg('algorithm', 'rtn')}, {arg('objective', 'diagonal')}"
-    raise UsageError(
-        f"{arg('max_memory', option_size(machine.memory_bytes))} is too small for {job.id}, {why}; "
-        f"give {arg('max_memory', option_size_above(least))}, or {remedy}"
-    )
+    machine.require(least, f"{job.id}, {why}", otherwise=remedy)

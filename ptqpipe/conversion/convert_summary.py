@@ -29,7 +29,7 @@ from ptqpipe.run.quantities import disk_size, memory_size, number, option_size, 
 
 def header_text(work: Conversion, machine: Machine) -> str:
     """What is about to happen, in a few lines, with everything that is kept."""
-    return "\n".join([*_what(work), *_how(work, machine), *_kept(work)])
+    return "\n".join([*_what(work), *_slowdowns(work, machine), *_kept(work)])
 
 
 def _what(work: Conversion) -> list[str]:
@@ -71,7 +71,7 @@ def _input_scale(work: Conversion) -> list[str]:
     return lines
 
 
-def _how(work: Conversion, machine: Machine) -> list[str]:
+def _slowdowns(work: Conversion, machine: Machine) -> list[str]:
     """What makes the run slower than was asked for: fewer workers than ``workers``, no compiled kernels."""
     lines = []
     share = work.share_of(machine, work.jobs)
@@ -174,7 +174,7 @@ def plan_text(work: Conversion, machine: Machine) -> str:
     short = []
     if neediest is not None and least > machine.memory_bytes:
         short = [f"needs {arg('max_memory', option_size_above(least))}, for {neediest.id}"]
-    return "\n".join([*_what(work), *_how(work, machine), fates, *_kept(work), tail, *short])
+    return "\n".join([*_what(work), *_slowdowns(work, machine), fates, *_kept(work), tail, *short])
 
 
 def plan_json(work: Conversion, machine: Machine) -> dict[str, Any]:

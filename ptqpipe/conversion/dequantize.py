@@ -25,7 +25,6 @@ from ptqpipe.conversion.job import (
     WriteResult,
     merged,
     named_source,
-    parts_of_stage,
     write_checkpoint,
 )
 from ptqpipe.errors import NumericsError, UsageError, arg
@@ -111,13 +110,14 @@ class Dequantization(FloatCheckpoint):
     made_by  the run that wrote the checkpoint, where its record names one
     """
 
+    stage = "dequantize"
+
     dtype: str
     dropped: tuple[str, ...]
     made_by: str | None
 
     @property
     def head(self) -> dict[str, Any]:
-        """The head of the record: what this run was to do, and with what."""
         return {
             "ptqpipe": __version__,
             "dequantized_from": self.made_by,
@@ -125,10 +125,6 @@ class Dequantization(FloatCheckpoint):
             "container": "plain",
             "dtype": self.dtype,
         }
-
-    @property
-    def run_parts(self) -> Mapping[str, str]:
-        return parts_of_stage("dequantize", self.head, layout=self.layout.digest)
 
     def configs(self) -> dict[str, dict[str, Any]]:
         return {"config.json": with_dtype(without_quantization(self.source.reader.config), self.dtype)}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 import torch
 
@@ -91,7 +91,10 @@ class CheckpointJob(ABC, Generic[J]):
 
     out     the output folder, which is not there yet
     source  what the jobs read; whoever opened it closes it
+    stage   the command, where `head` decides the bytes
     """
+
+    stage: ClassVar[str] = ""
 
     out: Path
     source: Source
@@ -99,9 +102,14 @@ class CheckpointJob(ABC, Generic[J]):
     jobs: tuple[J, ...]
 
     @property
-    @abstractmethod
+    def head(self) -> dict[str, Any]:
+        """The head of the record: what this run is to do, and with what."""
+        return {}
+
+    @property
     def run_parts(self) -> Mapping[str, str]:
         """What decides the bytes, by name: an unfinished run is continued only by one with the same parts."""
+        return parts_of_stage(self.stage, self.head, layout=self.layout.digest)
 
     def before_jobs(self, writer: CheckpointWriter, machine: Machine) -> None:
         """Called on each rank when it is clear that the output may be written, before any job, on the first rank before

@@ -143,7 +143,7 @@ def run(run: Pipeline, *, say: Say = lambda line: None) -> PipelineResult:
 
 
 def _open(run: Pipeline, paths: Paths, stack: ExitStack) -> RankLock:
-    """Refuses or accepts what lies at the output and beside it, and makes the hidden folder of the run. ``held`` gets
+    """Refuses or accepts what lies at the output and beside it, and makes the hidden folder of the run. ``stack`` gets
     its lock, which keeps other runs from every stage of this one, and its journal."""
     begun, identity = run.begun, run.identity
     refuse_held(paths.partial)
@@ -188,14 +188,14 @@ def _open(run: Pipeline, paths: Paths, stack: ExitStack) -> RankLock:
 
 
 def _changed(former: Mapping[str, Any], identity: Mapping[str, str]) -> str:
-    """What another call decided otherwise, in words; empty for nothing."""
+    """What another call decided otherwise, as a message has it; empty for nothing."""
     names = [*identity, *(name for name in former if name not in identity)]
     changed = [name for name in names if former.get(name) != identity.get(name)]
     return described(changed[0]).removeprefix("the ") if changed else ""
 
 
 def _keep(run: Pipeline, stack: ExitStack) -> None:
-    """Makes the folder of ``work_dir`` one of this call, since what lies there is used as this call's own. ``held``
+    """Makes the folder of ``work_dir`` one of this call, since what lies there is used as this call's own. ``stack``
     gets its lock.
     UsageError for a folder with other files, for that of a call that decided otherwise, and for one in the model or the
     output."""

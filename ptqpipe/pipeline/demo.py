@@ -20,11 +20,9 @@ from ptqpipe.checkpoint import RECORD_FILE, Paths, check_place, locked, output_e
 from ptqpipe.checkpoint.regular_file import read_json
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.convert_summary import by_role
-from ptqpipe.conversion.job import WriteResult
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import CheckpointError, OutputExists, arg
 from ptqpipe.models.source import Source
-from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine, one_thread_each
@@ -82,7 +80,9 @@ def _run(out: Path, machine: Machine, show: Callable[[str], None]) -> list[DemoR
     rows = [measured("bf16", size, None, "the source")]
     show(row_text(rows[0], rows[0]))
     for scheme in SCHEMES:
-        done = _convert(scheme, out / scheme, machine)
+        with prepare(MODEL, options=RecipeOptions(format=scheme), out=out / scheme) as prepared:
+            done = convert(prepared, mode="overwrite", machine=machine)
+        assert done is not None  # rank 0 always has a result
         proof = get_scheme(scheme).fmt.scale.enumerable  # brute force over bfloat16 scales would take a minute
         report = verify(done.out, source=MODEL, optimal=proof)
         if report.faults:
@@ -114,22 +114,12 @@ def _check_place(out: Path) -> None:
             raise OutputExists(f"{out} holds {path.name!r}, which no demo has written; give another {arg('out')}")
 
 
-def _convert(scheme: str, out: Path, machine: Machine) -> WriteResult:
-    prepared = prepare(MODEL, options=RecipeOptions(format=scheme), out=out)
-    with prepared:
-        done = convert(prepared, mode="overwrite", machine=machine)
-    if done is None:
-        raise AssertionError("rank 0 always has a result")
-    return done
-
-
 def load_decoded(model: Any, ckpt: Path) -> None:
     """Puts the decoded weights of a checkpoint into a model of the same architecture."""
     state = model.state_dict()
     with Source.open(ckpt) as source:
         for name in source.stored:
-            q: QTensor = source.quantized(name)
-            state[name].copy_(q.dequantize())
+            state[name].copy_(source.quantized(name).dequantize())
 
 
 @torch.no_grad()

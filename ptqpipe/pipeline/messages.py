@@ -27,7 +27,7 @@ def header(run: "Pipeline", steps: Sequence["Step"]) -> Iterator[str]:
 
 
 def render(result: "PipelineResult") -> str:
-    """The closing lines: what was measured, in words, and where everything lies."""
+    """The closing lines: what was measured, and where everything lies."""
     lines = [*judgement(result.record), *kept_damaged(result.record)]
     judged = None if result.evaluation is None else verdict(result.evaluation)
     if judged is not None:

@@ -13,7 +13,7 @@ from ptqpipe.pipeline.run_plan import Pipeline
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A stage of the run: its name, what it will do in words, and what does it."""
+    """A stage of the run: its name, what the header says of it, and what does it."""
 
     name: str
     words: str

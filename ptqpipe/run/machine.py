@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from ptqpipe.errors import UsageError, arg, printable
 from ptqpipe.run.options import MachineOptions
-from ptqpipe.run.quantities import disk_size, memory_size, option_size, three_digits
+from ptqpipe.run.quantities import disk_size, memory_size, option_size, option_size_above, three_digits
 
 # What a process holds before any weight, and what one worker holds beside a cached unit (chunks, samples, temporaries).
 BASE_BYTES = 420 << 20
@@ -123,6 +123,14 @@ class Machine:
             raise UsageError(
                 f"{arg('max_memory', option_size(self.memory_bytes))} is too small; one worker needs "
                 f"{option_size(least)}"
+            )
+
+    def require(self, nbytes: int, what: str, *, otherwise: str = "") -> None:
+        """UsageError where ``what`` needs more memory than there is. ``otherwise``: another remedy."""
+        if nbytes > self.memory_bytes:
+            raise UsageError(
+                f"{arg('max_memory', option_size(self.memory_bytes))} is too small for {what}; give "
+                f"{arg('max_memory', option_size_above(nbytes))}{otherwise and ', or '}{otherwise}"
             )
 
     def divide_memory(self, largest_unit_bytes: int, jobs: int, *, reserved_bytes: int = 0) -> "WorkerBudget":

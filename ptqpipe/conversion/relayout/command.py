@@ -22,7 +22,6 @@ from ptqpipe.conversion.job import (
     WriteResult,
     merged,
     named_source,
-    parts_of_stage,
     write_checkpoint,
 )
 from ptqpipe.conversion.planned_outputs import check_read_back
@@ -57,6 +56,8 @@ class Relayout(CheckpointJob[MoveWeight | CopyTensor]):
     old_record  ptqpipe.json of the source; empty where it has none
     """
 
+    stage = "relayout"
+
     container: Container
     container_name: str
     dropped: tuple[str, ...]
@@ -64,7 +65,6 @@ class Relayout(CheckpointJob[MoveWeight | CopyTensor]):
 
     @property
     def head(self) -> dict[str, Any]:
-        """The head of the record: what this run was to do, and what came before it."""
         old, source = self.old_record, named_source(self.source)
         # The plan does not follow from the recipe any more: "recipe" is not at the top, where verify would replan it.
         was = {key: old[key] for key in ("recipe", "container", "run_id", "ptqpipe") if key in old}
@@ -78,10 +78,6 @@ class Relayout(CheckpointJob[MoveWeight | CopyTensor]):
             **({"converted_as": converted} if converted else {}),
             **{key: old[key] for key in ("statistics", "rounding", "transformed") if key in old},
         }
-
-    @property
-    def run_parts(self) -> Mapping[str, str]:
-        return parts_of_stage("relayout", self.head, layout=self.layout.digest)
 
     @property
     def warnings(self) -> tuple[str, ...]:

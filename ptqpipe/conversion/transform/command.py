@@ -22,7 +22,7 @@ from ptqpipe.models.folding import ROTATIONS, find_structure, get_rotation
 from ptqpipe.models.source import Source
 from ptqpipe.quantization.transforms import SCALINGS, transform_names
 from ptqpipe.run.machine import Machine
-from ptqpipe.run.quantities import option_size, option_size_above, scientific
+from ptqpipe.run.quantities import scientific
 
 FLOAT32_ROUNDING = 1e-12  # relative MSE below which an error is float32's own: not worth a number
 
@@ -82,11 +82,8 @@ def prepare(
 def check_memory(work: Transformation, machine: Machine) -> None:
     """UsageError where the pairs that rotations are learned from do not fit."""
     least, _ = work.least_memory()
-    if work.units and least > machine.memory_bytes:
-        raise UsageError(
-            f"{arg('max_memory', option_size(machine.memory_bytes))} is too small for the pairs that rotations are "
-            f"learned from; give {arg('max_memory', option_size_above(least))}, or calibrate fewer tokens"
-        )
+    if work.units:
+        machine.require(least, "the pairs that rotations are learned from", otherwise="calibrate fewer tokens")
 
 
 def _open_statistics(

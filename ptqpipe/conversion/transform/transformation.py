@@ -18,7 +18,7 @@ from ptqpipe._version import __version__
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointWriter, TensorSpec
 from ptqpipe.conversion.dequantize import FloatCheckpoint, WriteFloats, with_dtype
-from ptqpipe.conversion.job import CopyTensor, merged, named_source, parts_of_stage
+from ptqpipe.conversion.job import CopyTensor, merged, named_source
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform import plan
 from ptqpipe.conversion.transform.learn import LearningUnit, learn_units, learning_bytes
@@ -49,6 +49,8 @@ class Transformation(FloatCheckpoint):
     transformed the source with all of it folded in, once it is found
     """
 
+    stage = "transform"
+
     options: TransformOptions
     names: tuple[str, ...]
     structure: Structure
@@ -63,7 +65,6 @@ class Transformation(FloatCheckpoint):
 
     @property
     def head(self) -> dict[str, Any]:
-        """The head of the record: what this run was to do, and with what."""
         options = self.options
         return {
             "ptqpipe": __version__,
@@ -84,10 +85,6 @@ class Transformation(FloatCheckpoint):
             "dtype": self.dtype,
             "untied": sorted(self.origins),
         }
-
-    @property
-    def run_parts(self) -> Mapping[str, str]:
-        return parts_of_stage("transform", self.head, layout=self.layout.digest)
 
     @property
     def view(self) -> FoldedTensors:

@@ -25,7 +25,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 
@@ -38,14 +37,12 @@ from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.rotation import rotated
-from ptqpipe.numerics.schemes import Activation, Scheme
-from ptqpipe.pipeline.budget.error_metric import ByTokens, ByWindows, Total, joint
+from ptqpipe.numerics.schemes import Scheme
+from ptqpipe.pipeline.budget.error_metric import ByTokens, ByWindows, Total, input_noise, joint
 from ptqpipe.pipeline.budget.plan_units import Group, quantize_as
 from ptqpipe.quantization import gathered_bytes
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine, MemoryPool, counting_bar, one_thread_each
-from ptqpipe.run.quantities import option_size, option_size_above
-from ptqpipe.runtime.input_quantizers import InputQuantizer
 
 Costs = Mapping[tuple[str, str], float]
 """(group id, option name) -> cost. Keeping costs nothing and is left out."""
@@ -104,12 +101,7 @@ def estimate(
         return {}
     needs = {unit.id: _bytes(group, unit, stats, moment) for group, unit in jobs}
     most = max(needs, key=lambda name: needs[name])
-    least = BASE_BYTES + WORKER_BYTES + needs[most]
-    if least > machine.memory_bytes:
-        raise UsageError(
-            f"{arg('max_memory', option_size(machine.memory_bytes))} is too small for {most}; give "
-            f"{arg('max_memory', option_size_above(least))}"
-        )
+    machine.require(BASE_BYTES + WORKER_BYTES + needs[most], most)
     share = machine.divide_memory(0, len(jobs), reserved_bytes=needs[most])
     memory = MemoryPool(share.pool_bytes)
 
@@ -276,15 +268,6 @@ def _scheme_errors(
 def _diagonal(moment: torch.Tensor) -> torch.Tensor:
     """The second moment [K] of each input, from what `output_error` takes."""
     return moment if moment.dim() == 1 else torch.diagonal(moment, dim1=-2, dim2=-1).flatten()
-
-
-@cache
-def input_noise(activation: Activation) -> float:
-    """The squared error of normally distributed inputs that are quantized so, relative to their squares: 0 to 1."""
-    if activation is Activation.NONE:
-        return 0.0
-    x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
-    return float((InputQuantizer.fitted(activation, x)(x) - x).double().square().sum() / x.double().square().sum())
 
 
 def _sum(errors: Sequence[_Error], *, relative: bool, both: bool) -> dict[tuple[str, str], float]:

@@ -18,7 +18,7 @@ from ptqpipe.models.source import Source
 from ptqpipe.numerics.rotation import rotated
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.pipeline.budget import cost
-from ptqpipe.pipeline.budget.error_metric import ByTokens, ByWindows
+from ptqpipe.pipeline.budget.error_metric import ByTokens, ByWindows, input_noise
 from ptqpipe.pipeline.budget.plan_units import Group, find_groups, schemes_of
 from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.runtime.input_quantizers import InputQuantizer
@@ -114,7 +114,7 @@ def test_a_limit_below_what_one_unit_needs_is_refused_with_what_it_needs(
 
 def test_a_format_that_quantizes_inputs_costs_what_these_add_to_the_output(model: Path, stats: Path) -> None:
     schemes = schemes_of(("mxfp8", "mxfp8a16"))
-    noise, inputs = cost.input_noise(get_scheme("mxfp8").activation), inputs_of_llama(tiny.llama())
+    noise, inputs = input_noise(get_scheme("mxfp8").activation), inputs_of_llama(tiny.llama())
     quantize = InputQuantizer(get_scheme("mxfp8").activation)
     with Source.open(model) as source, Statistics.open(stats) as opened:
         groups = [group for group in find_groups(source, schemes) if len(group.members) == 1]  # one role in a group
