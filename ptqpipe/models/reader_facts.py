@@ -201,7 +201,7 @@ class Output(NamedTuple):
     dtype: str
 
 
-_VERSIONS = {
+VERSIONS = {
     "vllm": f"vLLM {_EVIDENCE['vllm'].version}",
     "vllm_run": f"vLLM {_VLLM_RUN.version}",
     "sglang": f"SGLang {_EVIDENCE['sglang'].version}",
@@ -251,7 +251,7 @@ _UNNAMED = (_single_experts(*_NO_PER_EXPERT_NAMES - {"gpt_oss"}), _PER_EXPERT + 
 _UNNAMED_GPT_OSS = (_single_experts("gpt_oss"), _PER_EXPERT + "use the container gptoss_mxfp4")
 _UNNAMED_LLAMA4 = (_single_experts(*_LLAMA4), _PER_EXPERT + "use the container compressed_tensors")
 
-# Container -> (where, symptom; remedy). Names in braces are those of `_VERSIONS`, ``kind`` the model type, ``name`` the
+# Container -> (where, symptom; remedy). Names in braces are those of `VERSIONS`, ``kind`` the model type, ``name`` the
 # class that SGLang loads.
 # fmt: off
 LAYOUT_ISSUES: dict[str, tuple[tuple[Callable[[Output], object], str], ...]] = {
@@ -321,14 +321,15 @@ def layout_warnings(container: str, targets: Sequence[Target], config: Mapping[s
     """What readers get wrong about an output: one line each, with the remedy. ``config``: the source's config.json."""
     schemes = {id(target.scheme): target.scheme for target in targets}.values()
     singles = {t.scheme.name for t in targets if t.experts is None and experts_of(t.module)}
+    classes = config.get("architectures")
     out = Output(
         frozenset(scheme.name for scheme in schemes),
         frozenset(singles),
         any(scheme.fmt.scale.dtype is not None for scheme in schemes),
         any(scheme.rotation for scheme in schemes),
         str(config.get("model_type")),
-        frozenset(config.get("architectures") or ()),
+        frozenset(map(str, classes)) if isinstance(classes, list) else frozenset(),
         str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."),
     )
-    names = {"kind": out.kind, "name": min(out.classes & _SGLANG_LLAMAS, default=""), **_VERSIONS}
+    names = {"kind": out.kind, "name": min(out.classes & _SGLANG_LLAMAS, default=""), **VERSIONS}
     return [text.format_map(names) for where, text in LAYOUT_ISSUES.get(container, ()) if where(out)]
