@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.models.families import COMMON, FAMILIES, ReaderIssue
-from ptqpipe.models.reader_facts import LAYOUT_ISSUES, READERS, VERSIONS
+from ptqpipe.models.layout_issues import LAYOUT_ISSUES
+from ptqpipe.models.reader_facts import READERS, VERSIONS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 HEAD = """# Model families
 
 What ptqpipe knows about model families beyond tensor names and shapes. `python scripts/models_docs.py` writes this
-page from `ptqpipe/models/families/table.py` and `ptqpipe/models/reader_facts.py`, which `convert`, `verify`, `plan`,
+page from `ptqpipe/models/families/table.py` and `ptqpipe/models/layout_issues.py`, which `convert`, `verify`, `plan`,
 `calibrate` and `transform` also use. A family without a row here is converted by the rules for every model.
 
 Every row is tested with a tiny model in its vendor's layout: `convert`, `verify --source` and, if transformers supports

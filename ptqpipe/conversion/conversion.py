@@ -26,7 +26,7 @@ from ptqpipe.conversion.measured import Changes, certificate, changes_of, counti
 from ptqpipe.conversion.planned_outputs import MeanErrors, OutputJob, Outputs, QuantizeUnit
 from ptqpipe.conversion.units import learned_codes, quantize_unit
 from ptqpipe.errors import NumericsError
-from ptqpipe.models.reader_facts import layout_warnings
+from ptqpipe.models.layout_issues import layout_warnings
 from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Scratch, Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
