@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.models.families import COMMON, FAMILIES, ReaderIssue
-from ptqpipe.models.reader_facts import READERS
+from ptqpipe.models.layout_issues import LAYOUT_ISSUES
+from ptqpipe.models.reader_facts import READERS, VERSIONS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 HEAD = """# Model families
 
 What ptqpipe knows about model families beyond tensor names and shapes. `python scripts/models_docs.py` writes this
-page from `ptqpipe/models/families/table.py`, which `convert`, `verify`, `plan`, `calibrate` and `transform` also use. A
-family without a row here is converted by the rules for every model.
+page from `ptqpipe/models/families/table.py` and `ptqpipe/models/layout_issues.py`, which `convert`, `verify`, `plan`,
+`calibrate` and `transform` also use. A family without a row here is converted by the rules for every model.
 
 Every row is tested with a tiny model in its vendor's layout: `convert`, `verify --source` and, if transformers supports
 the family, both loaders (`tests/models/test_family_rows.py`). A rule of a recipe that names a part quantizes it even if
@@ -57,7 +58,18 @@ def page() -> str:
             if (missing := [family for family in FAMILIES if reader in family.missing])
         ),
     ]
-    return "\n".join([*lines, "", *_loaded(), "", *_commands()]).rstrip() + "\n"
+    return "\n".join([*lines, "", *_layouts(), "", *_loaded(), "", *_commands()]).rstrip() + "\n"
+
+
+def _layouts() -> list[str]:
+    """What readers get wrong about layouts, where weights or config are such that it matters."""
+    names = VERSIONS | {"kind": "MODEL_TYPE", "name": "CLASS"}
+    lines = ["## What readers get wrong, by container", "", "| container | warning |", "|---|---|"]
+    return lines + [
+        f"| {container} | {text.format_map(names).replace('|', chr(92) + '|')} |"
+        for container, issues in LAYOUT_ISSUES.items()
+        for _, text in issues
+    ]
 
 
 def _loaded() -> list[str]:

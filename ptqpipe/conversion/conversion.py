@@ -22,7 +22,7 @@ from ptqpipe.conversion.job import CheckpointJob, CopyTensor, merged, named_sour
 from ptqpipe.conversion.measured import certificate
 from ptqpipe.conversion.planned_outputs import OutputJob, Outputs
 from ptqpipe.conversion.unit_job import QuantizeUnit
-from ptqpipe.models.reader_facts import layout_warnings
+from ptqpipe.models.layout_issues import layout_warnings
 from ptqpipe.models.source import Source
 from ptqpipe.quantization.learned_codes import TRAINED_REASON, LearnedCodes
 

@@ -38,9 +38,9 @@ def check_kind(kind: str) -> None:
 def render(report: Report, *, kind: str) -> str:
     """The report as ``html`` or ``md``. UsageError as :func:`check_kind`."""
     check_kind(kind)
-    from ptqpipe.check.report import pages
+    from ptqpipe.check.report import rendering
 
-    return pages.render_html(report) if kind == "html" else pages.render_markdown(report)
+    return rendering.render_html(report) if kind == "html" else rendering.render_markdown(report)
 
 
 def render_comparison(reports: Sequence[Report], *, kind: str, notes: Sequence[str] = ()) -> str:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from ptqpipe.check.report import charts, numbers, plots
 from ptqpipe.check.report.content import Report, ReportedWeight, pooled_mse
 from ptqpipe.check.report.error_charts import LEAST_DB, Drawn, both
-from ptqpipe.check.report.pages import page
 from ptqpipe.check.report.quality import worst_text
+from ptqpipe.check.report.rendering import page
 from ptqpipe.check.report.roles import place, shown
 from ptqpipe.conversion.output_error import mean_known
 from ptqpipe.run.quantities import decibels

@@ -25,7 +25,7 @@ from ptqpipe.checkpoint.layouts import (
 )
 from ptqpipe.errors import PtqError
 from ptqpipe.models.families import check_config as check_names, doubts, fails_either_way, issues_of
-from ptqpipe.models.reader_facts import layout_warnings
+from ptqpipe.models.layout_issues import layout_warnings
 from ptqpipe.models.source import Source
 from ptqpipe.recipe.plan import conv1d_leaves, is_matrix
 from ptqpipe.recipe.recipe import matches, reader_issues

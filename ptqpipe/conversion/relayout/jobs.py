@@ -19,7 +19,7 @@ from ptqpipe.checkpoint.layouts import Container, Part, PartKind, StoredWeight, 
 from ptqpipe.conversion.job import CopyTensor, WriteJob
 from ptqpipe.errors import FormatError, NumericsError, arg
 from ptqpipe.models.families import family_of
-from ptqpipe.models.reader_facts import layout_warnings
+from ptqpipe.models.layout_issues import layout_warnings
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.formats import CODECS, Codec
 from ptqpipe.numerics.qtensor import scale_values

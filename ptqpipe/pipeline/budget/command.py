@@ -17,7 +17,7 @@ from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import check_file, name_of, resolve_source, write_file
 from ptqpipe.conversion.input_moments import check_model
 from ptqpipe.errors import UsageError, arg, argv
-from ptqpipe.models.reader_facts import layout_warnings
+from ptqpipe.models.layout_issues import layout_warnings
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline.budget.cost import Costs, choose_moment, estimate, knows_outputs
 from ptqpipe.pipeline.budget.measure import Measurement, measure, sensitivity

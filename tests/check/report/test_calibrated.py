@@ -10,7 +10,7 @@ import pytest
 from ptqpipe.check.report.command import make_report
 from ptqpipe.check.report.compare_command import compare
 from ptqpipe.check.report.gather import gather
-from ptqpipe.check.report.pages import render_html, render_markdown
+from ptqpipe.check.report.rendering import render_html, render_markdown
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.recipe.options import RecipeOptions

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ptqpipe.check.report.gather import gather
-from ptqpipe.check.report.pages import render_html, render_markdown
+from ptqpipe.check.report.rendering import render_html, render_markdown
 from tests.check.report.pages import Page, converted
 from tests.tiny import fused_moe, llama
 

@@ -8,7 +8,7 @@ import torch
 
 from ptqpipe.check.report.content import Report
 from ptqpipe.check.report.gather import gather
-from ptqpipe.check.report.pages import render_html, render_markdown
+from ptqpipe.check.report.rendering import render_html, render_markdown
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.models.source import Source

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from ptqpipe.check.report.command import make_report
 from ptqpipe.check.report.compare_command import compare
 from ptqpipe.check.report.gather import gather
-from ptqpipe.check.report.pages import render_html, render_markdown
 from ptqpipe.check.report.quality import sample_texts
+from ptqpipe.check.report.rendering import render_html, render_markdown
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, UsageError
 from tests.check.report.pages import EVAL, WHERE, Page, measured, titles

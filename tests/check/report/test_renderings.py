@@ -12,7 +12,7 @@ import pytest
 from ptqpipe.check.report import error_charts as errors, roles
 from ptqpipe.check.report.content import Report
 from ptqpipe.check.report.gather import gather
-from ptqpipe.check.report.pages import render_html, render_markdown
+from ptqpipe.check.report.rendering import render_html, render_markdown
 from ptqpipe.models.source import Source
 from ptqpipe.run.machine import Machine
 from tests.check.report.pages import NASTY, Page

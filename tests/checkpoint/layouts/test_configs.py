@@ -13,7 +13,7 @@ from compressed_tensors.utils.match import match_named_modules, match_targets
 from ptqpipe.checkpoint.layouts import ConfigRequest, Target, get_container
 from ptqpipe.checkpoint.layouts._config_groups import name_patterns
 from ptqpipe.errors import FormatError
-from ptqpipe.models.reader_facts import layout_warnings
+from ptqpipe.models.layout_issues import layout_warnings
 from ptqpipe.numerics.schemes import get_scheme
 
 LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")

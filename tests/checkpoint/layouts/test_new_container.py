@@ -17,7 +17,7 @@ from ptqpipe.check.verify.command import verify
 from ptqpipe.checkpoint import layouts as containers
 from ptqpipe.conversion.relayout.command import relayout
 from ptqpipe.errors import FormatError, UsageError
-from ptqpipe.models.reader_facts import LAYOUT_ISSUES
+from ptqpipe.models.layout_issues import LAYOUT_ISSUES
 from ptqpipe.run.machine import Machine
 from tests import tiny
 

@@ -15,7 +15,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from ptqpipe.checkpoint.layouts import ConfigRequest, Target, decode, encode_part, get_container
-from ptqpipe.models.reader_facts import _LLAMA4, _NO_PER_EXPERT_NAMES, READERS, evidence, layout_warnings
+from ptqpipe.models.layout_issues import _LLAMA4, _NO_PER_EXPERT_NAMES, layout_warnings
+from ptqpipe.models.reader_facts import READERS, evidence
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.runtime.hf import register, unregister
 from tests.checkpoint.layouts.builders import Checkpoint, absmax, quantize
