@@ -25,7 +25,6 @@ class InMemory:
         return self._batches[index]
 
     def put(self, index: int, x: torch.Tensor) -> None:
-        """Keeps a copy on the CPU."""
         self._batches[index] = x.detach().to("cpu", copy=True)
 
     def another(self) -> "InMemory":
@@ -33,7 +32,6 @@ class InMemory:
         return InMemory()
 
     def close(self) -> None:
-        """Forgets them."""
         self._batches = {}
 
 
@@ -50,7 +48,6 @@ class OnDisk:
             os.unlink(name)
 
     def get(self, index: int) -> torch.Tensor:
-        """A fresh tensor."""
         offset, shape, dtype = self._places[index]
         x = torch.empty(shape, dtype=dtype)
         view, done = bytes_of(x), 0
@@ -80,7 +77,6 @@ class OnDisk:
         return OnDisk(self._folder)
 
     def close(self) -> None:
-        """Closes the file, which is then gone."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -38,7 +38,6 @@ class Assembly:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every member of it."""
         return tuple(key for stack in self.stacks for key in stack)
 
     @property

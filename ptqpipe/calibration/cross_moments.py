@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ptqpipe.calibration.experts import Observer, is_stacked, observe, rows_of_token, stack_of
+from ptqpipe.calibration.experts import Observer, attached, is_stacked, observe, rows_of_token, stack_of
 from ptqpipe.calibration.moments import symmetric
 from ptqpipe.calibration.runner import Layer, Runner
 from ptqpipe.errors import NumericsError
@@ -100,11 +100,8 @@ class ActivationCache:
 
         hooks = {name: hook_of(name) for name in self.modules if batch in self.batches or not batch}
         handles = [layer.module.get_submodule(name).register_forward_pre_hook(hook) for name, hook in hooks.items()]
-        try:
+        with attached(handles):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def inputs(self, batch: int, modules: Sequence[str]) -> dict[str, torch.Tensor] | None:
         """Module -> its input in the float model; None unless all of them are known. They are forgotten then."""
@@ -145,10 +142,9 @@ class ActivationCache:
         for name, module in modules.items():
             vars(module)["forward"] = lambda *_args, out=ready[name], **_kwargs: out
         try:
-            yield
+            with attached(handles):
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
             for name, module in modules.items():
                 del module.forward
                 if own[name] is not None:
@@ -282,12 +278,8 @@ def arguments(
             layer.module.get_submodule(name).register_forward_pre_hook(hook_of(name), with_kwargs=True)
             for name in modules
         ]
-        try:
-            with contextlib.suppress(StopForward):
-                layer.forward(hidden, batch, parameters=parameters)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with attached(handles), contextlib.suppress(StopForward):
+            layer.forward(hidden, batch, parameters=parameters)
     return seen
 
 
@@ -339,10 +331,9 @@ def quantized_inputs(module: torch.nn.Module, quantizers: Mapping[str, Quantizer
     for name, of_stack in stacks.items():
         observe(module.get_submodule(name), _expert_quantizer(of_stack))
     try:
-        yield
+        with attached(handles):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         for name in stacks:
             observe(module.get_submodule(name), None)
 

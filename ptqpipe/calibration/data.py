@@ -70,7 +70,6 @@ class DataFile:
     every: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Its entry in a record."""
         left_out = {name for name in ("weight", "every") if getattr(self, name) is None}
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
@@ -118,7 +117,6 @@ class Samples:
 
     @property
     def shown(self) -> int:
-        """How many windows have images."""
         return sum(images is not None for images in self.images)
 
     @property
@@ -275,11 +273,9 @@ class _Pool:
 
     @property
     def candidates(self) -> int:
-        """How many windows there are."""
         return len(self.stream) // self.seqlen + len(self.shown)
 
     def choose(self, which: torch.Tensor) -> _Chosen:
-        """The windows of these numbers."""
         count = len(self.stream) // self.seqlen
         windows = _windows(self.stream, self.shown, self.seqlen, self.begin)
         begins = torch.arange(count) * self.seqlen

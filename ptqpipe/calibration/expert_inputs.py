@@ -114,7 +114,6 @@ class StackInputs:
         self.experts[batch], self.weights[batch] = experts[both].cpu(), weights[both].float().cpu()
 
     def close(self) -> None:
-        """Forgets the hidden states."""
         self.exact.close()
         self.seen.close()
 

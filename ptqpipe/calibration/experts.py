@@ -5,7 +5,8 @@ with the same arithmetic for whichever of its layouts (gate and up in one tensor
 4's, which declare nothing, get a run of rows each, one per token, zeros for the tokens of other experts.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,16 @@ def stack_of(place: str) -> str:
 def is_stacked(module: torch.nn.Module) -> bool:
     """Whether a module has its experts as 3-D parameters."""
     return any(getattr(getattr(module, name, None), "ndim", 0) == 3 for name in STACKS)
+
+
+@contextlib.contextmanager
+def attached(handles: Iterable[Any]) -> Iterator[None]:
+    """Removes the hooks of torch's handles at the end."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def rows_of_token(module: Any) -> int:

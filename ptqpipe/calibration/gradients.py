@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.collect import find_slots, rows_of_names
-from ptqpipe.calibration.experts import LEAST_TOKENS, OutputObserver, is_product, observe, product_name, stack_of
+from ptqpipe.calibration.experts import (
+    LEAST_TOKENS,
+    OutputObserver,
+    attached,
+    is_product,
+    observe,
+    product_name,
+    stack_of,
+)
 from ptqpipe.calibration.inputs import EXPERT_ROWS, OUT_ROWS, WeightGradients
 from ptqpipe.calibration.merge import merge_added, merge_windows
 from ptqpipe.calibration.moments import symmetric
@@ -77,7 +85,6 @@ class OutputSums:
 
     @property
     def tokens(self) -> int:
-        """How many gradients were added."""
         return int(self.parts[-1]) if self.parts else 0
 
     def add(self, g: torch.Tensor, energy: torch.Tensor) -> None:
@@ -166,7 +173,6 @@ class LayerSums:
 
     @classmethod
     def of(cls, layer: Layer, modules: Sequence[str], *, weights: bool) -> "LayerSums":
-        """Nothing yet."""
         squares = {name: WeightSums() for name in modules if weights}
         slots = find_slots(layer.name, layer.module, layer.origins) if weights else ()
         experts = {slot.id: ExpertSums() for slot in slots if is_product(slot.id)}
@@ -275,9 +281,8 @@ def watched(layer: Layer, windows: tuple[int, ...], sums: LayerSums) -> Iterator
     for stack, experts in stacks.items():
         observe(experts, None, outputs_of(stack))
     try:
-        yield
+        with attached(handles):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         for experts in stacks.values():
             observe(experts, None)

@@ -112,7 +112,6 @@ def _observed_cache(observer: KeyValueObserver) -> Any:
         def update(
             self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            """Shows keys and values, and returns them."""
             if key_states.ndim == 4 and value_states.ndim == 4:
                 observer.see(key_states, value_states)
             return key_states, value_states

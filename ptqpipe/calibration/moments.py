@@ -101,14 +101,12 @@ class RunningMoments:
         return [tensor for tensor in tensors if tensor is not None]
 
     def merge(self, other: "RunningMoments") -> None:
-        """Adds the rows that ``other`` has seen."""
         self.tokens += other.tokens
         self.amax = torch.maximum(self.amax, other.amax)
         for mine, theirs in zip(self.sums(), other.sums(), strict=True):
             mine += theirs
 
     def on(self, device: torch.device) -> "RunningMoments":
-        """The same on another device."""
         outer = (None if tensor is None else tensor.to(device) for tensor in (self.block_gram, self.gram))
         sums = (tensor.to(device) for tensor in (self.amax, self.total, self.squares, self.histogram))
         return RunningMoments(self.tokens, *sums, *outer)

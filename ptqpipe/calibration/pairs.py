@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.collect import find_slots
-from ptqpipe.calibration.experts import is_stacked
+from ptqpipe.calibration.experts import attached, is_stacked
 
 PAIRS = 32_768  # tokens of which pairs are kept, where so many are given
 LEAST, NUMBERS = 256, 1 << 30  # fewer where all of a model would have more numbers, but not below the least
@@ -111,11 +111,8 @@ class PairCollector:
 
         named = [(path, self._module.get_submodule(path)) for path in self._names]
         handles = [child.register_forward_pre_hook(hook_of(path, is_stacked(child))) for path, child in named]
-        try:
+        with attached(handles):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         for path, x in inputs.items():
             pair = (x.bfloat16().cpu(), gradients[path].bfloat16().cpu())
             self._found.setdefault(self._names[path], []).append(pair)

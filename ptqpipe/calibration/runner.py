@@ -54,7 +54,6 @@ class Layer:
 
     @property
     def batches(self) -> int:
-        """How many batches of samples there are."""
         return len(self._runner.batches)
 
     def inputs(self, batch: int) -> torch.Tensor:
@@ -240,12 +239,10 @@ class Runner:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the layers, in order."""
         return tuple(name for name, _ in self.skeleton.blocks)
 
     @property
     def tokens(self) -> int:
-        """How many tokens all batches have."""
         return sum(batch.numel() for batch in self.batches)
 
     def arguments_on(self, device: torch.device) -> dict[int, Arguments]:
@@ -350,7 +347,6 @@ class Runner:
         return self._around.head_input(self.batches[batch], x.to(self.device))
 
     def close(self) -> None:
-        """Gives hidden states and weights back."""
         self.activations.close()
         self.skeleton.free(tuple(self.skeleton.model.state_dict()))
 

@@ -134,7 +134,6 @@ class Statistics(OpenFolder):
         )
 
     def has_any(self, moment: str) -> bool:
-        """Whether any module has this moment."""
         return any(self.has(module, moment) for module in self.modules)
 
     def key(self, module: str) -> str:

@@ -41,7 +41,6 @@ class LayerRecord:
     sha256: str
 
     def to_json(self) -> dict[str, Any]:
-        """As a journal keeps it."""
         return {
             "modules": {name: dict(entry) for name, entry in self.modules.items()},
             "attention": {name: dict(entry) for name, entry in self.attention.items()},

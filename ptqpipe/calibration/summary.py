@@ -37,7 +37,6 @@ def described(
 
 
 def to_json(done: Finished) -> dict[str, Any]:
-    """The outcome as data."""
     content = done.content
     return {
         "out": str(done.out),
@@ -83,7 +82,6 @@ def stand_ins(content: Mapping[str, Any]) -> dict[str, int]:
 
 
 def render(done: Finished) -> str:
-    """The closing text."""
     content = done.content
     rows = [
         [

@@ -49,7 +49,6 @@ class Sums:
         self.squared = self.energy = self.absmax = self.weighted = self.output = 0.0
 
     def add(self, q: QTensor, w: torch.Tensor, judge: Moments | None, outputs: Sequence[torch.Tensor] | None) -> None:
-        """Adds a run of rows."""
         squared, energy = measure(q, w)
         self.squared, self.energy = self.squared + squared, self.energy + energy
         if judge is not None:

@@ -62,7 +62,6 @@ class Recheck:
         self._device = torch.device("cpu")
 
     def take(self, member: int, row: int, q: QTensor) -> None:
-        """As `RowWriter`."""
         self._sink(member, row, q)
         height = 1 if self._joint else self._fmt.block_extent(q.shape)[0]
         places = {r: c for r, c in self._places[member].items() if row <= r * height < row + q.shape[0]}

@@ -199,11 +199,9 @@ class LoadedWeight:
         self._w = w
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop)."""
         return self._w[start:stop]
 
     def quantized(self, start: int, stop: int) -> QTensor | None:
-        """None: it is numbers."""
         return None
 
 
@@ -245,12 +243,10 @@ class Task:
 
     @property
     def search(self) -> str:
-        """The search of the block scales."""
         return self.options.search_for(self.fmt.name)
 
     @property
     def search_global(self) -> bool:
-        """Whether the global scale is searched."""
         return self.options.global_scale == "search"
 
 

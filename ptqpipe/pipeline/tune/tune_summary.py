@@ -29,7 +29,6 @@ def described(prepared: Conversion, samples: Samples, options: TuneOptions, conf
 
 
 def to_json(done: Finished) -> dict[str, Any]:
-    """One object: the folder, what each decoder layer gained, the cost."""
     return {
         "out": str(done.out),
         "digest": done.content["digest"],

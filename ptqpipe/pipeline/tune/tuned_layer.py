@@ -39,7 +39,6 @@ class TunedLayer:
 
     @classmethod
     def of(cls, layer: Layer, prepared: Conversion, runner: Runner) -> "TunedLayer":
-        """Reads the weights of the layer's units."""
         tensors = {tensor for tensors_there in layer.origins.values() for tensor in tensors_there}
         units = tuple(u for u in prepared.outputs.plan.units if all(m.source.tensor in tensors for m in u.members))
         members = {m.key: m for unit in units for m in unit.members}

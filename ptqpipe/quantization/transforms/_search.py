@@ -5,16 +5,30 @@ error        E || (Q(W s) / s - W) x ||^2, by the best second moments that the s
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from ptqpipe.calibration.inputs import InputStatistics
-from ptqpipe.quantization.transforms.problem import Consumer, Problem, Quantize, SolveOptions, spread
+from ptqpipe.quantization.transforms.problem import Consumer, Problem, Quantize, Solution, SolveOptions, spread
 
 MAX_FULL = 4096  # columns up to which inputs are drawn with all their correlations
 TAILS = tuple(0.5 + 0.05 * i for i in range(51))  # 0.5 .. 3
 _SEED = 20231112
+
+
+def best_candidate(problem: Problem, options: SolveOptions, error: Callable[[torch.Tensor], float]) -> Solution:
+    """The candidate with the least error; factors of 1 where none is below them.
+
+    error  of the factors of all columns, float32 [K]
+    """
+    best: Solution | None = None
+    for factors, facts in candidates(problem, options):
+        own = error(factors[problem.channel_of].float())
+        if best is None or own < (best.error or 0.0):
+            best = Solution(factors, own, own if best is None else best.plain_error, facts)
+    assert best is not None
+    return best
 
 
 def candidates(problem: Problem, options: SolveOptions) -> Iterator[tuple[torch.Tensor, dict[str, float | str]]]:

@@ -9,7 +9,7 @@ bits the objective is that of ``awq``.
 import torch
 
 from ptqpipe.quantization.transforms import awq
-from ptqpipe.quantization.transforms._search import candidates, draw
+from ptqpipe.quantization.transforms._search import best_candidate, draw
 from ptqpipe.quantization.transforms.problem import Problem, Solution, SolveOptions
 
 EDGES: tuple[str, ...] = ("norm", "latent", "value", "up")
@@ -24,17 +24,14 @@ def solve(problem: Problem, options: SolveOptions) -> Solution:
         return awq.solve(problem, options)
     samples = [draw(consumer.inputs, options.samples) for consumer in problem.consumers]
     outputs = [x @ consumer.weights.T for x, consumer in zip(samples, problem.consumers, strict=True)]
-    best: Solution | None = None
-    for factors, facts in candidates(problem, options):
-        columns = factors[problem.channel_of].float()
-        error = 0.0
-        for consumer, x, y in zip(problem.consumers, samples, outputs, strict=True):
-            error += consumer.inputs.tokens * _error(consumer.weights, x, y, columns=columns, options=options)
-        if best is None or error < (best.error or 0.0):
-            plain = error if best is None else best.plain_error
-            best = Solution(factors, error, plain, facts)
-    assert best is not None
-    return best
+
+    def error(columns: torch.Tensor) -> float:
+        return sum(
+            consumer.inputs.tokens * _error(consumer.weights, x, y, columns=columns, options=options)
+            for consumer, x, y in zip(problem.consumers, samples, outputs, strict=True)
+        )
+
+    return best_candidate(problem, options, error)
 
 
 def _error(w: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, columns: torch.Tensor, options: SolveOptions) -> float:

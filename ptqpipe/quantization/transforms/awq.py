@@ -5,7 +5,7 @@
 with the second moments of the inputs in place of their samples. Activations count as not quantized (see ``aqas``).
 """
 
-from ptqpipe.quantization.transforms._search import candidates, weight_error
+from ptqpipe.quantization.transforms._search import best_candidate, weight_error
 from ptqpipe.quantization.transforms.problem import Problem, Solution, SolveOptions
 
 EDGES: tuple[str, ...] = ("norm", "latent", "value", "up")
@@ -16,15 +16,8 @@ ALWAYS_POWERS_OF_TWO = False
 
 def solve(problem: Problem, options: SolveOptions) -> Solution:
     """The best candidate; factors of 1 where none is below them."""
-    assert options.quantize is not None
-    best: Solution | None = None
-    for factors, facts in candidates(problem, options):
-        columns = factors[problem.channel_of].float()
-        error = sum(
-            consumer.inputs.tokens * weight_error(consumer, columns, options.quantize) for consumer in problem.consumers
-        )
-        if best is None or error < (best.error or 0.0):
-            plain = error if best is None else best.plain_error
-            best = Solution(factors, error, plain, facts)
-    assert best is not None
-    return best
+    quantize, consumers = options.quantize, problem.consumers
+    assert quantize is not None
+    return best_candidate(
+        problem, options, lambda columns: sum(c.inputs.tokens * weight_error(c, columns, quantize) for c in consumers)
+    )

@@ -104,7 +104,6 @@ class Variables:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What follows the gradient."""
         return {name: choice.v for name, choice in self.choices.items()} | {
             name: each.variable for name, each in self.floats.items()
         }
