@@ -321,13 +321,14 @@ def layout_warnings(container: str, targets: Sequence[Target], config: Mapping[s
     """What readers get wrong about an output: one line each, with the remedy. ``config``: the source's config.json."""
     schemes = {id(target.scheme): target.scheme for target in targets}.values()
     singles = {t.scheme.name for t in targets if t.experts is None and experts_of(t.module)}
+    classes = config.get("architectures")  # of a file: it may be anything
     out = Output(
         frozenset(scheme.name for scheme in schemes),
         frozenset(singles),
         any(scheme.fmt.scale.dtype is not None for scheme in schemes),
         any(scheme.rotation for scheme in schemes),
         str(config.get("model_type")),
-        frozenset(config.get("architectures") or ()),
+        frozenset(map(str, classes)) if isinstance(classes, list) else frozenset(),
         str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."),
     )
     names = {"kind": out.kind, "name": min(out.classes & _SGLANG_LLAMAS, default=""), **_VERSIONS}
