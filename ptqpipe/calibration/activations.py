@@ -28,6 +28,10 @@ class InMemory:
         """Keeps a copy on the CPU."""
         self._batches[index] = x.detach().to("cpu", copy=True)
 
+    def another(self) -> "InMemory":
+        """An empty place for hidden states of the same batches."""
+        return InMemory()
+
     def close(self) -> None:
         """Forgets them."""
         self._batches = {}
@@ -70,6 +74,10 @@ class OnDisk:
         with output_errors(self._folder):
             while done < len(view):
                 done += os.pwrite(self._fd, view[done:], offset + done)
+
+    def another(self) -> "OnDisk":
+        """An empty place for hidden states of the same batches, in a file of its own."""
+        return OnDisk(self._folder)
 
     def close(self) -> None:
         """Closes the file, which is then gone."""

@@ -3,7 +3,7 @@ parameters.
 
 Most parameters are one weight. Experts are stacked: a checkpoint may hold a matrix for each, a transformers module one
 3-D parameter, in either orientation, gate and up in one. Nothing is taken on trust: an assembly is only used when the
-weights of the source, put together so, are the loaded parameter to the bit. It must not know numbers formats.
+weights of the source, put together so, are the loaded parameter to the bit.
 """
 
 import re
@@ -130,7 +130,6 @@ def _candidates(
 
 
 def _rows(firsts: Sequence[Member]) -> torch.Tensor:
-    """Row of the concatenated members -> by row of the tensor that holds them."""
     places = torch.cat([m.source.start + m.source.step * torch.arange(m.shape[0]) for m in firsts])
     return torch.argsort(places)
 

@@ -16,7 +16,6 @@ from the nearest one before when it is needed.
 
 Source: the idea, and the product form with weights in both factors, YAQA (Tseng et al. 2025, arXiv 2505.22988). Weights
 of tokens in H, which GuidedQuant (Kim et al. 2025, arXiv 2505.07004) has, too, were tried and gained nothing here.
-It must not know formats, files or what the moments are for.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
+from ptqpipe.calibration.activations import Activations
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.experts import SIDES, is_stacked, product_name
 from ptqpipe.calibration.gradients import Gradients, LayerSums, nbytes, watched
@@ -182,10 +181,9 @@ def run_model_backward(
         streams=streams(count, step),
     )
     with runner, contextlib.ExitStack() as opened:
-        disk = isinstance(runner.activations, OnDisk)
 
         def store() -> Activations:
-            states: Activations = OnDisk(spill) if disk else InMemory()
+            states = runner.activations.another()
             opened.callback(states.close)
             return states
 
@@ -235,7 +233,6 @@ def _widths(module: torch.nn.Module) -> tuple[list[int], list[int]]:
 
 
 def _after(layer: Layer, entering: Activations) -> Callable[[int], torch.Tensor]:
-    """What makes the hidden states of a batch that leave the layer."""
     return lambda batch: layer.forward(entering.get(batch).to(layer.device), batch)
 
 
@@ -267,7 +264,6 @@ def draw_labels(chances: torch.Tensor, generator: torch.Generator) -> tuple[torc
 
 
 def _through_head(runner: Runner, gradients: Activations, seed: int, of_ranks: tuple[int, int]) -> None:
-    """Puts dLoss/dx of what the last layer returns in each batch into ``gradients``."""
     begun, (rank, world) = 0, of_ranks
     with runner.head():
         for batch, ids in enumerate(runner.batches):

@@ -1,7 +1,6 @@
 """Moments of a layer's inputs in two runs: on what the float model gives it, and on what a quantized one does.
 
-Sums as in ``moments.py``: float32 products over one batch, batches added in float64. It must not know formats, files or
-what the moments are for.
+Sums as in ``moments.py``: float32 products over one batch, batches added in float64.
 """
 
 import contextlib
@@ -256,7 +255,6 @@ def _inputs(
     batch: int,
     parameters: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Module -> its (quantized) input in one run, which ends when all are seen."""
     return {name: args[0] for name, args in arguments(layer, modules, quantizers, hidden, batch, parameters).items()}
 
 

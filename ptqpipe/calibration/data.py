@@ -40,7 +40,8 @@ from ptqpipe.calibration.rows import (
 from ptqpipe.checkpoint import file_sha256
 from ptqpipe.errors import UsageError, arg, usage
 from ptqpipe.models.images import decode_images, digest_of, read_image, split_content
-from ptqpipe.runtime.loading import load_tokenizer, read_config
+from ptqpipe.models.language_model import takes_images
+from ptqpipe.runtime.loading import default_length, load_tokenizer, read_config
 from ptqpipe.runtime.processor import Processor
 
 NO_TOKEN = -1
@@ -179,6 +180,13 @@ def load_samples(
     return _together(picked, pools)
 
 
+def samples_of_model(names: Sequence[str], model: Path, config: Any, *, seqlen: int | None, **options: Any) -> Samples:
+    """`load_samples` with images where the model of ``config`` takes them, and of its usual length where ``seqlen`` is
+    None."""
+    length = default_length(config) if seqlen is None else seqlen
+    return load_samples(names, model, seqlen=length, images=takes_images(config, model), **options)
+
+
 def _together(picked: "Sequence[tuple[int, _Chosen]]", pools: "Sequence[_Pool]") -> Samples:
     """The samples: of each pool so many windows, and those behind them held out; those of several pools mixed."""
     ends = list(itertools.accumulate(len(one.windows) for _, one in picked))
@@ -310,8 +318,6 @@ class _Thinned:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row, or a piece of a long text: the number of its file, where it is, and whether its row begins with it."""
-
     file: int
     where: str
     value: Any
@@ -377,7 +383,6 @@ def _read(
 
 
 def _check_asked(names: Sequence[str], samples: int, seqlen: int, holdout: int | None) -> None:
-    """UsageError for no data and for counts that are none."""
     if not names:
         raise UsageError(
             f"no data to calibrate on; give {arg('data', 'FILE')}: text like what the model will serve (.txt, .jsonl "
@@ -407,7 +412,6 @@ class _Shown:
 def _with_images(
     processor: Processor, tokenizer: Any, messages: Messages, where: str, *, folder: Path, seqlen: int, notes: Notes
 ) -> _Shown:
-    """A row of messages with images. UsageError for what is none."""
     split = [split_content(message.get("content"), where) for message in messages]
     raw = [read_image(place, folder, remedy="-", within=False) for _, places in split for place in places]
     shown = decode_images(raw, where)

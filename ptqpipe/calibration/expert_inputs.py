@@ -1,7 +1,7 @@
 """What stacked experts are given in two runs of a layer: in the float model, and in the one that is quantized so far.
 
 An expert's tokens are those that the quantized model sends to it. Each of them counts as much as the expert's output
-does in that of the layer. It must not know formats, files or what the inputs are for.
+does in that of the layer.
 """
 
 import bisect

@@ -151,7 +151,6 @@ def _seen(observer: Observer | None, expert: int, side: str, x: torch.Tensor) ->
 
 
 def _activated(module: Any, first: torch.Tensor) -> torch.Tensor:
-    """What the activation makes of an expert's first product."""
     if in_runs(module):
         gate, up = first.chunk(2, dim=-1)
         activated: torch.Tensor = up * module.act_fn(gate)

@@ -2,7 +2,7 @@
 
 Each text is the beginning-of-text token (where the model has one), a token drawn evenly from the vocabulary, so that
 texts differ from the start, or a prompt, and then tokens drawn from what the model predicts. A text that the model ends
-goes on with what it thinks comes next. Must not know files or statistics.
+goes on with what it thinks comes next.
 
 That a model's own text calibrates it about as well as real text is what LLM-QAT (Liu et al. 2023, arXiv 2305.17888)
 found for quantization-aware training.

@@ -104,7 +104,6 @@ def _kinds(config: Any) -> Sequence[str]:
 
 
 def _observed_cache(observer: KeyValueObserver) -> Any:
-    """transformers' cache that shows keys and values."""
     from transformers import DynamicCache
 
     class ObservedCache(DynamicCache):  # type: ignore[misc]

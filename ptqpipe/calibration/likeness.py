@@ -54,7 +54,6 @@ def likeness_of(runner: Runner, samples: Samples, *, share: slice = slice(None))
 
 
 def _names(samples: Samples) -> list[str]:
-    """Of every file its name; with a number where others have the same one."""
     all_names = [file.name for file in samples.files]
     return [
         name if all_names.count(name) == 1 else f"{name} ({all_names[:number].count(name) + 1})"
@@ -95,7 +94,6 @@ def lines_of(likeness: Mapping[str, Likeness], samples: Samples) -> list[str]:
 
 
 def _unused(samples: Samples) -> list[str]:
-    """A warning of the sources to which their weights give no window."""
     taken, count = set(samples.origin.tolist()), len(samples.windows)
     none = [
         n

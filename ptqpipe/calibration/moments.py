@@ -1,8 +1,8 @@
 """Streamed moments of the rows of one linear input: exact maxima, sums in float64, quantiles from a histogram.
 
-Pure tensor code: it must not know modules, names or files. Sums over the tokens of one call of `RunningMoments.add`
-are in float64 (mean, second moment) or in one float32 matrix product (outer products), and calls are added in float64:
-the error of an outer product is that of a float32 dot product of as many tokens as one batch has.
+Sums over the tokens of one call of `RunningMoments.add` are in float64 (mean, second moment) or in one float32 matrix
+product (outer products), and calls are added in float64: the error of an outer product is that of a float32 dot product
+of as many tokens as one batch has.
 
 Quantiles: |x| is counted in 32768 bins, those of its float32 bits without the lower 16 (eight bits of exponent, seven
 of mantissa). A bin is at most 1/128 of its value wide, which bounds the relative error of a quantile.

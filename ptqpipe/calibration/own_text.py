@@ -83,7 +83,6 @@ def generate(
 
 
 def _check_texts(options: GenerateOptions, seqlen: int) -> None:
-    """UsageError for temperatures and lengths that no text has."""
     for heat in options.temperature or (0.0,):
         if not 0.0 < heat <= HOTTEST:
             raise UsageError(f"{arg('temperature', heat)}: expected a number above 0, at most {HOTTEST:g}")

@@ -62,7 +62,6 @@ def nbytes(name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, 
 
 
 def _columns(name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]]) -> list[int]:
-    """Of the input of each module that is watched."""
     slots = {slot.id: slot.columns for slot in find_slots(name, module, origins)}
     return [
         slots.get(f"{name}.{path}") or slots[f"{name}.{path}[0].up"] for path in watched_modules(name, module, origins)

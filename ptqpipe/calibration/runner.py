@@ -7,9 +7,9 @@
         for x in runner.head_inputs(): ...  # what the language-model head sees
 
 Public for algorithms that need a layer with its inputs and outputs. How it works: the model itself is run over every
-batch with layers that only record their inputs (``capture.py``). The hidden states of every batch are kept; the
-further arguments once for each batch size where they depend on the shape alone, as masks and position embeddings do,
-else of every batch. Each layer is then run alone. It must not know statistics or files of its own.
+batch with layers that only record their inputs (``capture.py``). The hidden states of every batch are kept; the further
+arguments once for each batch size where they depend on the shape alone, as masks and position embeddings do, else of
+every batch. Each layer is then run alone.
 """
 
 import contextlib
@@ -301,7 +301,6 @@ class Runner:
         return self._around.entering(self.batches[batch])
 
     def _of_embedding(self) -> list[str]:
-        """Parameters and persistent buffers of the input embedding."""
         skeleton = self.skeleton
         embedding = skeleton.model.get_input_embeddings()
         return [name for name in skeleton.outside if skeleton.model.get_submodule(name.rpartition(".")[0]) is embedding]

@@ -4,7 +4,7 @@
     STATS/<layer>.safetensors       the tensors of one decoder layer, written when the layer is done
 
 A linear's input x is [tokens, K]. Modules that share an input (q, k and v) share one entry, its ``key``. Moments are
-means over tokens, so statistics of several processes merge by their counts. This file must not know models or formats.
+means over tokens, so statistics of several processes merge by their counts.
 """
 
 import itertools

@@ -1,15 +1,39 @@
-"""What `ptqpipe calibrate` prints when it is done: a table by role, what no sample reached, the digest."""
+"""What `ptqpipe calibrate` prints: a header, then a table by role, what no sample reached, the digest."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ptqpipe.calibration.data import Samples
+from ptqpipe.calibration.pairs import most_tokens, nbytes as pairs_bytes
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import Finished
 from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
-from ptqpipe.run.quantities import memory_size, number, table
+from ptqpipe.run.quantities import counted, disk_size, memory_size, number, table
+from ptqpipe.runtime.skeleton import Skeleton
 
 MOST_NAMES = 8  # of what no sample reached
+
+
+def described(
+    samples: Samples, skeleton: Skeleton, kinds: Sequence[str], sums: Sequence[int], *, seed: int, dtype: str
+) -> str:
+    """The header: which samples, how much there is to run, and what statistics take. Moments are stored in float32.
+
+    kinds  of moments
+    sums   bytes of the sums of each layer
+    """
+    (count, seqlen), held_out = samples.windows.shape, len(samples.held_out)
+    blocks = skeleton.blocks if "pairs" in kinds else ()
+    most = most_tokens(blocks, skeleton.origins)
+    pairs = [pairs_bytes(name, module, skeleton.origins, most) for name, module in blocks]
+    return (
+        f"{counted(count, 'sample')} of {counted(seqlen, 'token')}, {held_out} more held out (of "
+        f"{counted(samples.candidates, 'window')}{samples.thinned}, seed {seed})\n"
+        f"{(count + held_out) * seqlen:,} tokens through {counted(len(skeleton.blocks), 'layer')} in {dtype}\n"
+        f"moments {', '.join(kinds)}: at most {disk_size(sum(sums) / 2 + sum(pairs))} on disk, "
+        f"{memory_size(max([*sums, *pairs]))} in memory"
+    )
 
 
 def to_json(done: Finished) -> dict[str, Any]:

@@ -8,12 +8,13 @@ family of models stands in the table of families.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ptqpipe.checkpoint.layouts import Target
-from ptqpipe.checkpoint.tensor_names import experts_of
 from ptqpipe.errors import UsageError, arg
 from ptqpipe.numerics.schemes import Scheme
+
+if TYPE_CHECKING:  # the command line reads the table; importing layouts imports torch
+    from ptqpipe.checkpoint.layouts import Target
 
 _CT, _MODELOPT, _DEEPSEEK = "compressed_tensors", "modelopt", "deepseek_fp8"
 
@@ -317,8 +318,10 @@ LAYOUT_ISSUES: dict[str, tuple[tuple[Callable[[Output], object], str], ...]] = {
 # fmt: on
 
 
-def layout_warnings(container: str, targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
+def layout_warnings(container: str, targets: "Sequence[Target]", config: Mapping[str, Any]) -> list[str]:
     """What readers get wrong about an output: one line each, with the remedy. ``config``: the source's config.json."""
+    from ptqpipe.checkpoint.tensor_names import experts_of
+
     schemes = {id(target.scheme): target.scheme for target in targets}.values()
     singles = {t.scheme.name for t in targets if t.experts is None and experts_of(t.module)}
     classes = config.get("architectures")  # of a file: it may be anything

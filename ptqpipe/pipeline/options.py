@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ptqpipe.errors import UsageError, arg
-from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, same_option
 from ptqpipe.run.options import MachineOptions, Options, WritingOptions, argument, option, required
 
 STATS = "Folder of statistics that `ptqpipe calibrate` wrote."
@@ -47,18 +47,8 @@ class PlanCommand(MachineOptions):
 
     model: str = argument()
     budget: str = required("Bits per weight, or the size of all weights on disk.", metavar="4.75bits|9GB")
-    formats: tuple[str, ...] | None = option(
-        None,
-        "Formats to choose from, with commas.",
-        metavar="A,B,...",
-        kind="names",
-        shown="nvfp4,mxfp4a16,mxfp8a16,fp8_dynamic,keep",
-    )
-    reader: str | None = option(
-        None,
-        "Program that will load the result: chooses the container, and refuses formats that it does not run.",
-        choices=("vllm", "sglang", "trtllm", "transformers"),
-    )
+    formats: tuple[str, ...] | None = same_option(PipelineOptions, "formats")
+    reader: str | None = same_option(PipelineOptions, "reader")
     stats: Path | None = option(
         None,
         f"{STATS} The sensitivity of a layer is then the KL divergence that its error adds (with calibrate {{moments}} "

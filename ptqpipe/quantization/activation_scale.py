@@ -8,7 +8,7 @@ block scales are chosen at run time below it), 448 for FP8. What amax is, is the
     mse         of amax times 2^(-k/2), the one with the least squared error on columns that are normal, with the
                 moments that calibration saw, cut at the largest activation: a model of the input, not the input
 
-times ``headroom``, for activations that calibration did not see. Knows moments; must not know files or models.
+times ``headroom``, for activations that calibration did not see.
 """
 
 from collections.abc import Mapping

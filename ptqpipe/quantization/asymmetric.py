@@ -5,7 +5,7 @@ x. Its output should still be W x, on average over tokens. With H = E[x' x'^T] a
 
     E|W x - Q x'|^2 + d |Q - W|^2 = tr((T - Q) (H + d) (T - Q)^T) + const,    T = W + W (C - H) (H + d)^-1
 
-so the weight to quantize is T, in the metric of H. Knows moments and columns; must not know formats, files or models.
+so the weight to quantize is T, in the metric of H.
 
 Source: the asymmetric calibration of GPTAQ (Li et al. 2025, arXiv 2504.02692), which adds the difference of the two
 inputs column by column; here it is one solve before GPTQ, which then is GPTQ as it was.

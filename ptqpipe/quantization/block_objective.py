@@ -10,8 +10,7 @@ Exact over every scale of the format. Two arguments leave most of them out:
 * of a clipped element i at least |w_i| - max * s is left, and whatever the others do the cost is then at least that
   squared over (H^-1)_ii (the Schur complement). The bound grows as scales shrink, so a downward scan may stop.
 
-Costs are float64 sums of float32 residuals; ties go to the smaller scale. Knows tensors and formats; must not know
-statistics files.
+Costs are float64 sums of float32 residuals; ties go to the smaller scale.
 """
 
 import torch

@@ -217,14 +217,12 @@ def _promise(task: Task, moments: Moments, feedback: Feedback | None, *, reverte
 
 
 def _importance(moments: Moments, task: Task) -> torch.Tensor | None:
-    """Column weights of the scale search; None without weighting, or where the moment is zero."""
     if task.options.objective == "none" or not bool((moments.second_moment > 0).any()):
         return None
     return moments.second_moment
 
 
 def _nearest(moments: Moments, task: Task, scales: _Scales) -> Callable[[torch.Tensor], QTensor]:
-    """What gives the nearest codes of rows at scales that the moments of their input weight."""
     fmt, h = task.fmt, _importance(moments, task)
     if task.options.objective != "block":
         return lambda w: scales.nearest(w, fmt, task.search, h)
@@ -271,7 +269,6 @@ def _batches(task: Task, inputs: Sequence[Moments], most: int) -> list[list[tupl
 
 
 def _checked(task: Task, inputs: Sequence[Moments]) -> float:
-    """max |w| over the unit. NumericsError for unusable weights or moments, FormatError for another width."""
     for weight, moments, name in zip(task.weights, inputs, task.names, strict=True):
         _check_width(weight, moments, name)
     return largest(task)

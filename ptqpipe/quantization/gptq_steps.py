@@ -2,7 +2,7 @@
 
 All tensors lie as [columns, rows], so that one step works on adjacent numbers, and every product and sum is rounded by
 itself in the order written here: the kernels, where a device has them, give the same bits. `in_one` is for the loops
-around these steps. Knows codes and scales; must not know moments of a whole input, files or models.
+around these steps.
 """
 
 from typing import Any

@@ -10,7 +10,6 @@ so a group of rows is quantized as GPTQ would quantize it, after what the rows b
 rows that cost most come first. Within a group rows are taken as independent.
 
 Source: the same step on columns is LDLQ (``metric.py``); on both sides YAQA (Tseng et al. 2025, arXiv 2505.22988).
-Knows tensors and moments; must not know how a group of rows is quantized, statistics files or models.
 """
 
 import itertools

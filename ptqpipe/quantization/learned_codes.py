@@ -1,10 +1,8 @@
-"""Learned codes of a model's weights, as a folder: `ptqpipe tune` writes it and `ptqpipe convert --rounding` reads it.
+"""Learned codes of a model's weights, as a folder: `ptqpipe tune` writes it and `ptqpipe convert` reads it.
 
-    ROUNDING/rounding.json             model, recipe, data, settings, and for every weight its format and file
-    ROUNDING/<block>.safetensors       <weight>.data, .scales and, where the format has one, .global_scale
-    ROUNDING/trained.safetensors       tensors that stay floats and were trained with the codes, by their names
-
-This file must not know models, searches or containers.
+ROUNDING/rounding.json             model, recipe, data, settings, and for every weight its format and file
+ROUNDING/<layer>.safetensors       <weight>.data, .scales and, where the format has one, .global_scale
+ROUNDING/trained.safetensors       tensors that stay floats and were trained with the codes, by their names
 """
 
 import hashlib

@@ -116,7 +116,6 @@ def _loses_at_plain(task: Task, amax: float) -> bool:
 
 
 def _sampled(weight: Weight, fmt: Format) -> Iterator[torch.Tensor]:
-    """The sampled rows, run by run, decoded when they are asked for."""
     for run in sample_rows(weight.shape, fmt):
         q = weight.quantized(*run)
         assert q is not None  # `_places_of` has seen all of them

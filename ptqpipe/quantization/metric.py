@@ -1,8 +1,7 @@
 """The output metric of a linear layer: the second moment H = E[x x^T] of its input, prepared for error feedback.
 
 A weight error E = W - What costs tr(E H E^T) = E|E x|^2 at the layer's output. Damping adds a share of H's mean
-diagonal to the diagonal: it stands for the directions that calibration has not seen. Knows moments and columns; must
-not know formats, files or models.
+diagonal to the diagonal: it stands for the directions that calibration has not seen.
 
 Source: GPTQ (Frantar et al. 2022), section 3, in the form of LDLQ (Chee et al. 2023, theorem 1): with H = R R^T and R
 upper triangular, tr(E H E^T) = sum over columns i of R_ii^2 |e_i + sum_{j<i} e_j R_ji / R_ii|^2; no inverse is needed.

@@ -5,8 +5,6 @@ recorded as a proof. So `Recheck` stands between an algorithm and its sink: it k
 `check` finds their scales and codes again (``search/least.py``), with numpy on the CPU.
 Which blocks these are depends on a weight's name and shape alone: of a few rows (the first, the last, and one from each
 equal part between) a few blocks spread in the same way. Changes no byte.
-
-Knows tensors, formats and what an algorithm promises; must not know recipes or files.
 """
 
 import zlib
@@ -80,7 +78,6 @@ class Recheck:
             ]
 
     def _short(self, row: int, q: QTensor, places: dict[int, list[int]]) -> _Sent:
-        """The blocks at these places; their codes still packed where a block fills whole bytes."""
         bits, codes, scales = self._fmt.element.bits, [], []
         packed = self._fmt.block[1] * bits % 8 == 0
         for r, columns in places.items():
@@ -128,7 +125,6 @@ class Recheck:
         return [n if promise.scales or promise.codes else 0 for n, promise in zip(counted, promises, strict=True)]
 
     def _check(self, group: Sequence[tuple[int, _Sent]], promises: Sequence[Promise]) -> None:
-        """Scales and codes of these blocks, each with the number of its weight."""
         scales = [one for one in group if promises[one[0]].scales and not self._joint]
         codes = [one for one in group if promises[one[0]].codes]
         if not scales and not codes:
@@ -196,7 +192,6 @@ class Recheck:
         return _array(h.repeat(1, elements // width))
 
     def _fail(self, group: Sequence[tuple[int, _Sent]], k: int, actual: str, wanted: str) -> None:
-        """Raises NumericsError for block number ``k`` of the group."""
         member, (r, c) = [(i, position) for i, part in group for position in part.positions][k]
         name = self._names[member]
         height, width = (1, 1) if self._joint else self._fmt.block_extent(self._weights[member].shape)

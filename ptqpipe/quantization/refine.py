@@ -3,8 +3,7 @@
 With all other codes fixed, tr(E H E^T) is a parabola in one decoded value, so the code nearest to its minimum is the
 best one (``columns.descend``). With all other blocks fixed it is a quadratic form in one block, so a block's scale and
 codes are tried together, and taken where they are better than what there was. A sweep does the second for every block
-(for formats that have scales along rows) and then the first for every column. Knows tensors and formats; must not know
-statistics files.
+(for formats that have scales along rows) and then the first for every column.
 """
 
 from dataclasses import dataclass
@@ -89,7 +88,6 @@ def _in_one(
 
 
 def _window(fmt: Format) -> int:
-    """Scales tried on either side of a block's own."""
     return 2 if fmt.scale.power_of_two else 6
 
 

@@ -82,8 +82,6 @@ def quantize(task: Task) -> UnitResult:
 
 
 class _Rule(NamedTuple):
-    """The search of the block scales, and what the weights are multiplied by before."""
-
     search: str
     factor: float = 1.0
 

@@ -2,8 +2,7 @@
 
 Weights are read by runs of rows, as often as needed, and every run of quantized rows goes out as soon as it is made. A
 run is searched and encoded by the kernel of the device where there is one, else by its torch reference: the two give
-the same bits, so nothing above this file knows which one ran. Knows tensors and formats; must not know how an algorithm
-chooses codes.
+the same bits, so nothing above this file knows which one ran.
 """
 
 import math

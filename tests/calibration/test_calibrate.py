@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ptqpipe.calibration import command as calibrate_run, command as stage, runner
+from ptqpipe.calibration import run_layers, runner
 from ptqpipe.calibration.activations import OnDisk
 from ptqpipe.calibration.command import calibrate
 from ptqpipe.calibration.data import load_samples
@@ -167,7 +167,7 @@ def test_one_window_is_held_out_for_every_eight_where_the_data_have_them(tmp_pat
 
 @pytest.mark.slow
 def test_resuming_with_other_held_out_windows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = calibrate_run.write_layer
+    write = run_layers.write_layer
 
     def stops(folder: Path, name: str, *args: Any, **kwargs: Any) -> Any:
         if name.endswith(".1"):
@@ -175,7 +175,7 @@ def test_resuming_with_other_held_out_windows_is_refused(tmp_path: Path, monkeyp
         return write(folder, name, *args, **kwargs)
 
     whole = run(tmp_path, name="whole", samples=8, holdout=2)
-    monkeypatch.setattr(calibrate_run, "write_layer", stops)
+    monkeypatch.setattr(run_layers, "write_layer", stops)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, samples=8, holdout=2)
     monkeypatch.undo()
@@ -257,7 +257,7 @@ def test_samples_on_disk_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest
     spilled: list[int] = []
     put = OnDisk.put
     monkeypatch.setattr(OnDisk, "put", lambda self, i, x: (spilled.append(i), put(self, i, x))[1])
-    monkeypatch.setattr(stage, "BASE_BYTES", 2 << 30)  # so that a limit of 1 GiB leaves nothing
+    monkeypatch.setattr(run_layers, "BASE_BYTES", 2 << 30)  # so that a limit of 1 GiB leaves nothing
     plain = run(tmp_path, machine=Machine(workers=1, memory_bytes=4 << 30))
     assert not spilled
     small = run(tmp_path, name="small", machine=Machine(workers=1, memory_bytes=1 << 30))
@@ -304,7 +304,7 @@ def test_a_killed_run_continues_to_the_same_statistics(tmp_path: Path) -> None:
 
 def test_finished_blocks_are_not_watched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
-    write = calibrate_run.write_layer
+    write = run_layers.write_layer
 
     def stops_after_one(folder: Path, name: str, *args: Any, **kwargs: Any) -> Any:
         if written:
@@ -312,11 +312,11 @@ def test_finished_blocks_are_not_watched_again(tmp_path: Path, monkeypatch: pyte
         written.append(name)
         return write(folder, name, *args, **kwargs)
 
-    monkeypatch.setattr(calibrate_run, "write_layer", stops_after_one)
+    monkeypatch.setattr(run_layers, "write_layer", stops_after_one)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path)
     again: list[str] = []
-    monkeypatch.setattr(calibrate_run, "write_layer", lambda f, n, *a, **k: (again.append(n), write(f, n, *a, **k))[1])
+    monkeypatch.setattr(run_layers, "write_layer", lambda f, n, *a, **k: (again.append(n), write(f, n, *a, **k))[1])
     run(tmp_path, mode="resume")
     assert (written, again) == (["model.layers.0"], ["model.layers.1", "lm_head"])
 

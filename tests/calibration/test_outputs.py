@@ -161,7 +161,7 @@ def test_plan_costs_are_kl_to_second_order(model: Path, stats: Path, tmp_path: P
     """By hand, of nearest codes: what follows the weight in one sum with the others of their largest errors, the rest
     in squares."""
     plan = plan_mixed(model, Budget(bits=6), sensitivity=stats, machine=ONE)
-    assert plan.how == "KL divergence to second order of nearest codes, second moment of x"
+    assert plan.meaning == "KL divergence to second order of nearest codes, second moment of x"
     alone, follows = {}, {}
     ptqpipe.convert(model, format="nvfp4", out=tmp_path / "nearest", workers=1)
     with Statistics.open(stats) as opened, ptqpipe.load_tensors(tmp_path / "nearest") as nearest:
@@ -191,7 +191,7 @@ def test_experts_cost_what_all_of_them_add_to_the_kl(kind: str, text: Path, tmp_
     model = make_model(tmp_path / "model", kind)
     calibrate(model, [str(text)], tmp_path / "stats", options=OPTIONS, machine=ONE)
     plan = plan_mixed(model, Budget(bits=9), sensitivity=tmp_path / "stats", formats=("mxfp8a16", "keep"), machine=ONE)
-    assert plan.how == "KL divergence to second order of nearest codes, second moment of x"
+    assert plan.meaning == "KL divergence to second order of nearest codes, second moment of x"
     (group,) = [group for group in plan.groups if "1" in group.id and "experts" in group.id]
     assert len(group.members) >= 8
     expected = 0.0
@@ -373,4 +373,4 @@ def test_statistics_without_them_give_relative_costs(model: Path, text: Path, tm
     options = replace(OPTIONS, moments=("diagonal",))
     calibrate(model, [str(text)], tmp_path / "stats", options=options, machine=ONE)
     plan = plan_mixed(model, Budget(bits=6), sensitivity=tmp_path / "stats", machine=ONE)
-    assert plan.how == "output error of nearest codes relative to the output, second moment of x"
+    assert plan.meaning == "output error of nearest codes relative to the output, second moment of x"

@@ -434,7 +434,7 @@ def test_an_output_that_is_in_the_way_is_found_before_anything_is_announced(
     else:
         with monkeypatch.context() as stopped:
             stopped.setattr(
-                "ptqpipe.conversion.conversion.Conversion.do", lambda *_: (_ for _ in ()).throw(MemoryError)
+                "ptqpipe.conversion.unit_job.QuantizeUnit.run", lambda *_: (_ for _ in ()).throw(MemoryError)
             )
             assert call("convert", model, "-o", out).exit_code == 1
     done = call("convert", model, "-o", out)

@@ -21,7 +21,7 @@ from ptqpipe.pipeline import check_stages, command as stage, data_stages, disk_s
 from ptqpipe.pipeline.pair_rows import pair_samples
 from ptqpipe.pipeline.prepare_stages import prepare
 from ptqpipe.pipeline.stages import steps_of
-from ptqpipe.pipeline.tune import backwards, command as tune_stage
+from ptqpipe.pipeline.tune import backwards, layer_codes
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from tests import tiny
 from tests.pipeline.runs import LENGTH, ONE, made, work_of
@@ -89,7 +89,7 @@ def test_no_more_codes_lie_beside_the_output_than_the_header_says_and_no_copy_of
 
     looked_at = [(data_stages, name) for name in ("generate", "calibrate", "find_factors")]
     looked_at += [(output_stages, "tune"), (check_stages, "verify")]
-    inside = ((Transformation, "fold"), (QuantizeUnit, "run"), (tune_stage, "follow"), (backwards, "write_tensors"))
+    inside = ((Transformation, "fold"), (QuantizeUnit, "run"), (layer_codes, "follow"), (backwards, "write_tensors"))
     for where, name in (*looked_at, *inside):
         monkeypatch.setattr(where, name, looking(getattr(where, name)))
     said: list[str] = []

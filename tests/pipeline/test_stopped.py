@@ -16,7 +16,7 @@ from ptqpipe.conversion.transform.transformation import Transformation
 from ptqpipe.conversion.unit_job import QuantizeUnit
 from ptqpipe.errors import AlreadyComplete, UsageError, WrongOutput
 from ptqpipe.pipeline import check_stages, data_stages
-from ptqpipe.pipeline.tune import command as tune_stage
+from ptqpipe.pipeline.tune import layer_codes
 from ptqpipe.recipe.options import PipelineOptions
 from tests.pipeline.runs import few, files_of, made, ran, stops, work_of
 
@@ -30,7 +30,7 @@ STAGES = [  # in their order: each goes on where the one before was stopped
     (data_stages, "find_factors", 1),
     (Transformation, "fold", 2),
     (data_stages, "calibrate", 1),  # of the transformed model
-    (tune_stage, "follow", 2),
+    (layer_codes, "follow", 2),
     (QuantizeUnit, "run", 5),
     (Conversion, "record", 1),
     (check_stages, "verify", 1),
@@ -142,7 +142,7 @@ def test_the_call_that_continues_is_told_and_another_one_is_refused(
     words = ["convert", model, *few(text), "-o", tmp_path / "out"]
     monkeypatch.setattr(sys, "argv", ["ptqpipe", *map(str, words)])
     with monkeypatch.context() as patch:
-        patch.setattr(tune_stage, "follow", stops(tune_stage.follow, at=2))
+        patch.setattr(layer_codes, "follow", stops(layer_codes.follow, at=2))
         stopped = CliRunner().invoke(main, [*map(str, words)])
     assert stopped.exit_code == 130
     assert f"continue with: ptqpipe convert {model}" in stopped.output
@@ -165,7 +165,7 @@ def test_a_run_that_replaces_an_output_goes_on_where_it_was_stopped(
         made(model, tmp_path / "out", work, mode="resume")
     assert {path.name for path in tmp_path.iterdir()} == {"out"}  # it is told before any work
     with monkeypatch.context() as patch:
-        patch.setattr(tune_stage, "follow", stops(tune_stage.follow, at=2))
+        patch.setattr(layer_codes, "follow", stops(layer_codes.follow, at=2))
         with pytest.raises(KeyboardInterrupt):
             made(model, tmp_path / "out", work, mode="overwrite")
     assert files_of(tmp_path / "out") == former

@@ -81,7 +81,6 @@ def messages_of(turns: Sequence[Any], where: str) -> tuple[str, Messages]:
 
 
 def _content(value: Any, where: str) -> str | list[Any]:
-    """The text of a message; its parts where one is an image."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, Mapping):

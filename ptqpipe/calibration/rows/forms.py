@@ -128,7 +128,6 @@ def _stored(name: str, path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _check_no_rows(text: str, path: Path) -> None:
-    """UsageError for a plain text that is rows of JSON."""
     begun = text[: 1 << 20].lstrip().removeprefix("[").lstrip()
     if not begun.startswith("{"):
         return
@@ -163,7 +162,6 @@ def _in_object(value: Any, path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read(row: Any, field: str | None, where: str) -> Value:
-    """What a row is. UsageError for one of an unknown form."""
     if isinstance(row, str):
         return "text", row if row.strip() else None
     if isinstance(row, list) and row and all(is_turn(turn) for turn in row):

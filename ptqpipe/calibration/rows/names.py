@@ -52,7 +52,6 @@ def files_of(names: Iterable[str], *, option: str = "data") -> list[str]:
 
 
 def _in_folder(name: str, folder: Path) -> list[str]:
-    """The files with data in a folder, by name. UsageError for none."""
     files = sorted(file for file in folder.iterdir() if suffix_of(file) in DATA_SUFFIXES and file.is_file())
     files = [file for file in files if file.name not in _DESCRIPTIONS]
     if files:

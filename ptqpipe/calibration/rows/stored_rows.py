@@ -99,7 +99,6 @@ def _guarded(path: Path, rows: Iterator[tuple[int, Any]]) -> Iterator[tuple[int,
 
 @contextmanager
 def _bytes_of(path: Path) -> "Iterator[io.BufferedReader[Any]]":
-    """The file, unpacked where it is compressed."""
     with open_regular(path) as raw, io.BufferedReader(raw) as file:
         unpack = _COMPRESSED.get(path.suffix.lower())
         if unpack is None:
@@ -176,7 +175,6 @@ def _whole_text(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _rows_of_lines(path: Path, *, unit: str = "line") -> Iterator[tuple[int, Any]]:
-    """JSON lines; blank ones are left out."""
     with _text_of(path) as file:
         for number in itertools.count(1):
             line = file.readline(MAX_JSON_BYTES)

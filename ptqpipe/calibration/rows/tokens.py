@@ -143,13 +143,11 @@ def _words(text: str) -> str:
 
 
 def _names_of(tools: Sequence[Any]) -> list[str]:
-    """The names of functions."""
     inner = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
     return [one["name"] for one in inner if isinstance(one, dict) and isinstance(one.get("name"), str)]
 
 
 def _with_parts(messages: Messages) -> Messages:
-    """The messages with lists of parts as contents."""
     rendered = Messages(
         {
             **one,

@@ -60,7 +60,7 @@ def read_texts(
     names: Sequence[str], tokenizer: Callable[[], Any], *, field: str | None, max_tokens: int | None
 ) -> tuple[Text, ...]:
     """`read_text` of several. UsageError where one is given twice."""
-    check_once(names, arg("data"))
+    check_once(names, "data")
     return tuple(read_text(name, tokenizer, field=field, max_tokens=max_tokens) for name in names)
 
 

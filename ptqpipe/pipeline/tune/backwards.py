@@ -9,27 +9,32 @@ every file. Where one is damaged, the pass runs again.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ptqpipe.calibration.backward import Slopes, expert_products, linear_modules, run_model_backward, thinned
+from ptqpipe.calibration.backward import Slopes, expert_products, linear_modules, run_model_backward
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.gradients import Gradients
 from ptqpipe.calibration.inputs import from_lower_half, lower_half
 from ptqpipe.calibration.runner import in_batches
 from ptqpipe.checkpoint import CheckpointReader, file_sha256, output_errors, write_tensors
 from ptqpipe.conversion.conversion import Conversion
-from ptqpipe.pipeline.tune.in_order import divided
 from ptqpipe.pipeline.tune.tune_options import TuneOptions
+from ptqpipe.quantization import kronecker
 from ptqpipe.run.machine import BASE_BYTES, Machine, counting_bar
 from ptqpipe.runtime.compiled import pass_dtype
 from ptqpipe.runtime.skeleton import Skeleton
 
 PASS = "backwards"  # the pass as a unit of the journal: {"layers": {layer: sha256}, "slopes": sha256 or None}
 _BLOCK = "."  # where a module's name would be: the layer's own output
+
+
+def are_used(prepared: Conversion, options: TuneOptions) -> bool:
+    """Whether gradients are of use: of layers by themselves, where rows do not share scales."""
+    fits = any(kronecker.possible(unit.scheme.fmt) for unit in prepared.outputs.plan.units)
+    return options.by_kl and (options.follows or fits)
 
 
 def observe(
@@ -45,7 +50,7 @@ def observe(
     """A function that reads the gradients of a layer by its name from files in ``spill``, which are written first where
     they are missing.
 
-    samples       those of `learned_from`
+    samples       those of `tune_samples.learned_from`
     seed          of the labels
     done, commit  units of the journal that are done, and what notes another one
     """
@@ -125,21 +130,10 @@ def _has(file: Path, sha256: str | None) -> bool:
 
 
 def _clear(folder: Path, keep: Path | None = None) -> None:
-    """Removes the files of a folder but one."""
     with output_errors(folder):
         for file in folder.iterdir():
             if file != keep:
                 file.unlink()
-
-
-def learned_from(samples: Samples, options: TuneOptions) -> Samples:
-    """The samples that are run backwards; none that are held out, or of GPTQ in order none of the batches that only
-    judge, as `divided` says by their share."""
-    held_out = options.settings.held_out
-    if not options.follows:
-        return thinned(replace(samples, held_out=samples.held_out[:0]))
-    batches = [*in_batches(samples.windows), *in_batches(samples.held_out)]
-    return thinned(samples.first(sum(len(batches[i]) for i in divided(len(batches), held_out)[0])))
 
 
 def _file(folder: Path, layer: str) -> Path:

@@ -112,12 +112,10 @@ def _product_inputs(work: TunedLayer, place: str, inputs: ExpertInputs) -> Exper
 
 
 def _first(work: TunedLayer, stack: str, expert: int, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """The first matrix of an expert as the module has it, made of decoded weights; None where it is not quantized."""
     name = first_stack(work.layer.module.get_submodule(stack))
     assembly = next((a for a in work.assemblies if a.parameter == f"{stack}.{name}"), None)
     return None if assembly is None else assembly.part(assembly.stacks[0][expert]).build(weights)[0]
 
 
 def _second_inputs(module: torch.nn.Module, expert: int, x: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
-    """`second_input` of rows [n, K], some of them at a time."""
     return torch.cat([second_input(module, expert, rows, first) for rows in torch.split(x, BATCH_TOKENS)])

@@ -3,7 +3,7 @@
 The target is what the float layer computed (``algorithms.asymmetric``); the weight is quantized in the metric of the
 input that the quantized layers before it give. Where a few of its rows so quantized lose more on inputs that were held
 out than with the nearest codes, it is quantized without such a target, and where they still do, it keeps the nearest
-codes. Knows units and moments; must not know how inputs were found.
+codes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,8 @@ from ptqpipe.calibration.inputs import Moments
 from ptqpipe.models.slices import Member
 from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
-from ptqpipe.pipeline.tune.tuned_layer import TunedLayer, by_data
+from ptqpipe.pipeline.tune.start_codes import by_data
+from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
 from ptqpipe.quantization import LoadedWeight, Task, asymmetric, gptq, joined, kronecker
 from ptqpipe.quantization.metric import Metric
 from ptqpipe.recipe.plan import Unit

@@ -4,8 +4,6 @@
 for the error of earlier ones. For each, both models are run up to it: the float one, and the one that is quantized so
 far, inputs quantized as the scheme says; ``feedback.py`` chooses the codes. None of them is taken where the layer's
 output on held-out samples is not better than with the nearest codes.
-
-Must not know where codes are kept.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +21,7 @@ from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline.tune.expert_feedback import follow_stack
 from ptqpipe.pipeline.tune.feedback import LayerInputs, LayerState, chosen, outputs_of
+from ptqpipe.pipeline.tune.tune_samples import divided
 from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
 from ptqpipe.recipe.plan import Unit
 
@@ -82,14 +81,6 @@ def follow(
     return {**start, **better} if after < before else start, before, after
 
 
-def divided(batches: int, held_out: float) -> tuple[list[int], list[int]]:
-    """(numbers of the batches that are learned from, of those that judge): the last ones, as many as the share says; of
-    a single batch both."""
-    every = list(range(batches))
-    judged = every[-max(1, round(batches * held_out)) :] if batches > 1 else every
-    return every[: -len(judged)] or every, judged
-
-
 @dataclass(frozen=True, slots=True)
 class _Step:
     """A unit of linear layers, or all those of a stack of experts, and the modules that have them."""
@@ -109,7 +100,6 @@ class _Step:
 
 
 def _linear(work: TunedLayer, unit: Unit, state: LayerState) -> dict[str, QTensor]:
-    """Key -> the codes of a unit of linear layers."""
     places = work.places
     modules = [places[m.key] for m in unit.members]
     each, leaders = list(dict.fromkeys(modules)), dict[str, str]()

@@ -9,21 +9,23 @@ from ptqpipe.checkpoint import Finished, name_of
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.output_error import samples_text
 from ptqpipe.errors import arg
+from ptqpipe.models.language_model import with_note
 from ptqpipe.pipeline.tune.tune_options import TuneOptions
 from ptqpipe.run.quantities import counted, memory_size, number, table
 
 
-def described(prepared: Conversion, samples: Samples, options: TuneOptions) -> str:
+def described(prepared: Conversion, samples: Samples, options: TuneOptions, config: Any) -> str:
     """The header: the model, the method, and the samples."""
     units = prepared.outputs.plan.units
     count, seqlen = samples.windows.shape
     schemes = ", ".join(sorted({unit.scheme.name for unit in units}))
     held_out = f", {len(samples.held_out)} more held out" if len(samples.held_out) else ""
-    return (
+    header = (
         f"{name_of(prepared.source.reader.path)} in {schemes}, {sum(len(unit.members) for unit in units)} weights, by "
         f"{options.method}\n{counted(count, 'sample')} of {counted(seqlen, 'token')}{held_out} (of "
         f"{counted(samples.candidates, 'window')}{samples.thinned}, seed {options.seed})"
     )
+    return with_note(header, config, images=samples.shown)
 
 
 def to_json(done: Finished) -> dict[str, Any]:

@@ -1,33 +1,20 @@
-"""One decoder layer as tune sees it: the units of the plan in it, their weights, and what its quantized form computes.
-
-Knows plans, assemblies and runners; must not know where codes are kept.
-"""
+"""One decoder layer as tune sees it: units of the plan, their weights, and what its quantized form computes."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ptqpipe.calibration.assembly import Assembly, assemble
-from ptqpipe.calibration.collect import Collector
 from ptqpipe.calibration.cross_moments import ActivationCache, quantized_inputs
 from ptqpipe.calibration.experts import is_product, product_name, stack_of
-from ptqpipe.calibration.gradients import Gradients, by_checkpoint
 from ptqpipe.calibration.runner import Layer, Runner
-from ptqpipe.calibration.statistics import MomentSource
-from ptqpipe.calibration.store import LayerStatistics
 from ptqpipe.conversion.conversion import Conversion
-from ptqpipe.conversion.input_moments import module_of
-from ptqpipe.conversion.units import check_kept_alive, quantize_unit
 from ptqpipe.models.slices import Member, Slice
 from ptqpipe.models.source import SourceRows
-from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.schemes import Activation
-from ptqpipe.quantization import LoadedWeight, joined
-from ptqpipe.recipe.options import ALGORITHMS
 from ptqpipe.recipe.plan import Unit
-from ptqpipe.recipe.recipe import Rule
 from ptqpipe.runtime.input_quantizers import InputQuantizer
 
 
@@ -105,81 +92,9 @@ class TunedLayer:
         with reusing, quantized_inputs(self.layer.module, left):
             return self.layer.forward(x, batch, parameters=parameters)
 
-    def start(self, inputs: MomentSource | None = None, *, followed: bool = False) -> dict[str, QTensor]:
-        """Key -> the weight as convert would write it: with ``inputs``, the statistics of the layer, as convert --stats
-        would by the full moments. A weight that no sample reached has its nearest codes.
-
-        followed  whether GPTQ in order comes next: then what it finds codes of has its nearest ones, which cost little
-        """
-        later = self.followed if followed else ()
-        return {key: q for unit in self.units for key, q in self._start(unit, inputs, plain=unit in later).items()}
-
-    def _start(self, unit: Unit, inputs: MomentSource | None, *, plain: bool) -> dict[str, QTensor]:
-        runs: dict[tuple[int, int], QTensor] = {}
-        statistics: MomentSource | None = self.prepared.statistics
-        if plain:
-            unit = replace(unit, rule=nearest(unit))
-        elif inputs is not None:
-            reached = all(inputs.has(module_of(member), "second_moment") for member in unit.members)
-            statistics = inputs if reached else None
-            unit = replace(unit, rule=by_data(unit) if reached else nearest(unit))
-        done = quantize_unit(
-            unit,
-            [LoadedWeight(self.weights[m.key]) for m in unit.members],
-            lambda member, row, q: runs.__setitem__((member, row), q),
-            statistics=statistics,
-            device=self.layer.device,
-        )
-        check_kept_alive(unit, done.errors)  # convert takes the codes as they come
-        return {m.key: joined(runs, i) for i, m in enumerate(unit.members)}
-
 
 def _read(prepared: Conversion, member: Member, where: Slice, device: torch.device) -> torch.Tensor:
     return SourceRows(prepared.source, where, shape=member.shape).rows(0, member.shape[0]).to(device)
-
-
-def by_data(unit: Unit) -> Rule:
-    """The unit's rule where it reads moments, else GPTQ with the weighting that `convert --stats` takes."""
-    rule = unit.rule
-    return rule if rule.calibrated else replace(rule, algorithm="gptq", objective=ALGORITHMS["gptq"].objective)
-
-
-def nearest(unit: Unit) -> Rule:
-    """The unit's rule without what reads moments."""
-    return replace(unit.rule, algorithm="rtn", objective="none")
-
-
-def observe(
-    layer: Layer,
-    runner: Runner,
-    run: Callable[[Callable[[int], None]], None],
-    *,
-    units: Iterable[Unit],
-    gradients: Gradients | None = None,
-) -> LayerStatistics:
-    """Statistics of the inputs of some of the layer's weights, full moments and those of held-out windows apart, as
-    `calibrate` has them, but for quantiles; with ``gradients`` what these say of outputs.
-
-    run    runs the float layer over all batches, and calls what it is given with the number of each before it runs
-    units  that have the weights
-    """
-    collector = Collector(
-        layer.name,
-        layer.module,
-        layer.origins,
-        block=False,
-        full=True,
-        device=runner.device,
-        quantiles=False,
-        wanted=frozenset(module_of(member) for unit in units for member in unit.members),
-    )
-
-    def before(batch: int) -> None:
-        collector.holding_out = batch >= runner.held_from
-
-    with collector:
-        run(before)
-    return LayerStatistics(layer.name, collector, by_checkpoint(layer, gradients.outputs) if gradients else None)
 
 
 def _parameters(layer: Layer, runner: Runner) -> dict[str, torch.Tensor]:
@@ -192,7 +107,6 @@ def _is_parameter(runner: Runner, name: str) -> bool:
 
 
 def _places(assemblies: Sequence[Assembly]) -> dict[str, str]:
-    """As `TunedLayer` has them."""
     places = {key: a.module for a in assemblies if not a.stacked for key in a.keys}
     for a in assemblies:
         side = "down" if a.parameter.endswith(".down_proj") else "up"

@@ -38,7 +38,6 @@ def solve(problem: Problem, options: SolveOptions) -> Solution:
 
 
 def _error(w: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, columns: torch.Tensor, options: SolveOptions) -> float:
-    """Mean over the samples x [T, K] of || Q_w(W s) Q_x(x / s) - y ||^2."""
     assert options.quantize is not None
     assert options.quantize_inputs is not None
     output = options.quantize_inputs(x / columns) @ options.quantize(w * columns).T

@@ -13,7 +13,7 @@ directions, on pairs (x, h) of tokens. Rounding has no gradient, so e^2 counts a
 the square of its local step, x^2 + floor * amax^2, which has one; the multiple is found anew where the loss is judged.
 
 Source: the idea, with activations alone quantized, SpinQuant (Liu et al. 2024, arXiv 2405.16406), which descends on the
-loss of the whole model instead. Must not know formats or files.
+loss of the whole model instead.
 """
 
 import math
@@ -142,8 +142,6 @@ def learn(
 
 
 class _Descent:
-    """Some matrices on their way."""
-
     def __init__(self, count: int, block: int) -> None:
         self.matrices = torch.eye(block, dtype=torch.float64).repeat(count, 1, 1)
         self._mean, self._square = torch.zeros_like(self.matrices), torch.zeros_like(self.matrices)
@@ -170,7 +168,6 @@ def _in_turn(order: torch.Tensor, batch: int, step: int) -> torch.Tensor:
 
 
 def _kept(inputs: int) -> int:
-    """How many of so many inputs are kept to judge by."""
     return max(1, inputs // _JUDGED, min(inputs // 4, _FEW))
 
 
@@ -227,7 +224,6 @@ def _judge(
     *,
     rounding: Rounding,
 ) -> _Judgement:
-    """By the last ``kept`` inputs of each reader."""
     rotated = matrices.float()
 
     def of(reader: Reader, last: int) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import ptqpipe
 from ptqpipe.api.matrices import load_tensors
-from ptqpipe.calibration import backward as reverse, runner
+from ptqpipe.calibration import activations, backward as reverse, runner
 from ptqpipe.calibration.activations import OnDisk
 from ptqpipe.calibration.command import calibrate
 from ptqpipe.calibration.data import Samples, load_samples
@@ -32,7 +32,17 @@ from ptqpipe.errors import NumericsError, OutputError, UsageError
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.pipeline import demo
-from ptqpipe.pipeline.tune import backwards, command as tune, feedback, in_order
+from ptqpipe.pipeline.tune import (
+    backwards,
+    codes_folder,
+    command as tune,
+    feedback,
+    in_order,
+    layer_codes,
+    open_runner,
+    tune_samples,
+)
+from ptqpipe.pipeline.tune.start_codes import start_codes
 from ptqpipe.pipeline.tune.tune_options import TuneOptions
 from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
 from ptqpipe.quantization.learned_codes import LearnedCodes
@@ -252,7 +262,7 @@ def test_error_feedback_that_was_stopped_goes_on_to_the_same_codes(
 ) -> None:
     options = of_method("gptq")
     whole = content_of(codes_of_run("nvfp4", "gptq"))
-    real, calls = tune.follow, []
+    real, calls = layer_codes.follow, []
 
     def stops(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -260,7 +270,7 @@ def test_error_feedback_that_was_stopped_goes_on_to_the_same_codes(
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(tune, "follow", stops)
+    monkeypatch.setattr(layer_codes, "follow", stops)
     with pytest.raises(KeyboardInterrupt):
         tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, machine=ONE)
     with pytest.raises(OutputError, match="settings"):
@@ -284,12 +294,12 @@ def test_a_run_that_was_killed_while_it_wrote_a_layer_goes_on_to_the_same_codes(
             monkeypatch.setattr(tensor_file, "bytes_of", lambda _: 1 / 0)
         return write(folder, block, codes)
 
-    write = tune.codes_of.write
-    monkeypatch.setattr(tune.codes_of, "write", killed)
+    write = codes_folder.write
+    monkeypatch.setattr(codes_folder, "write", killed)
     with pytest.raises(ZeroDivisionError):
         tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, machine=ONE)
     monkeypatch.setattr(tensor_file, "bytes_of", real)
-    monkeypatch.setattr(tune.codes_of, "write", write)
+    monkeypatch.setattr(codes_folder, "write", write)
     again = tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, mode="resume", machine=ONE)
     assert again.content["digest"] == whole["digest"]
     assert {path.name for path in (tmp_path / "cut").iterdir()} == {path.name for path in undisturbed.iterdir()}
@@ -304,7 +314,7 @@ def test_a_reverse_pass_that_has_ended_runs_again_only_where_a_file_of_it_is_los
     assert whole.content["metric"] == "kl"
     names = {file.name for file in (tmp_path / "whole").iterdir()}
     assert names == {"rounding.json", *(f"{block}.safetensors" for block in whole.content["blocks"])}
-    real, follow = backwards.run_model_backward, tune.follow
+    real, follow = backwards.run_model_backward, layer_codes.follow
 
     def run(*args: Any, **kwargs: Any) -> Any:
         passes.append(1)
@@ -317,7 +327,7 @@ def test_a_reverse_pass_that_has_ended_runs_again_only_where_a_file_of_it_is_los
         return follow(*args, **kwargs)
 
     monkeypatch.setattr(backwards, "run_model_backward", run)
-    monkeypatch.setattr(tune, "follow", stops)
+    monkeypatch.setattr(layer_codes, "follow", stops)
     for runs in (1, 1):
         with pytest.raises(KeyboardInterrupt):
             tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, mode="resume", machine=ONE)
@@ -334,7 +344,7 @@ def reverse_pass(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("ptqpipe.calibration.runner.BATCH_TOKENS", 2 * 32)  # several batches
     with prepare(DEMO, options=RecipeOptions("nvfp4"), out=tmp_path / "codes", stats=None, collected=True) as made:
         samples = load_samples([str(text)], DEMO, samples=6, seqlen=32)
-        learned_from = backwards.learned_from(samples, of_method("gptq"))
+        learned_from = tune_samples.learned_from(samples, of_method("gptq"))
 
         def observe(folder: Path, journal: dict[str, Any], stop: str = "") -> list[str]:
             """Runs the pass; ``stop``: the event that kills it. Every event: files and lines of the journal."""
@@ -415,7 +425,7 @@ def test_gradients_are_those_of_samples_that_do_not_judge_and_of_no_more_than_ar
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of sixteen windows the last two judge; of the others all are run backwards, or five."""
-    for module in (runner, tune):
+    for module in (runner, tune_samples):
         monkeypatch.setattr(module, "BATCH_TOKENS", 4 * 32)
     ran, real = [], backwards.run_model_backward
 
@@ -459,7 +469,7 @@ def test_a_reverse_pass_in_bfloat16_finds_the_moments_of_one_in_float32(
         folder.mkdir()
         with prepare(DEMO, options=RecipeOptions("nvfp4"), out=folder / "codes", stats=None, collected=True) as made:
             samples = load_samples([str(text)], DEMO, samples=16, seqlen=32)
-            learned_from = backwards.learned_from(samples, of_method("gptq"))
+            learned_from = tune_samples.learned_from(samples, of_method("gptq"))
             at = backwards.observe(made, learned_from, folder, ONE, seed=seed, done={}, commit=lambda *_: None)
             every = [at(name) for name, _ in Skeleton.of(made.source, dtype=torch.float32).blocks]
         found[fast, seed] = [g for of in every for runs in (*of.outputs.values(), of.last) for g in runs]
@@ -507,7 +517,7 @@ def test_the_tuned_block_computes_what_the_converted_checkpoint_does(kind: str, 
         with Runner.open(Skeleton.of(source, dtype=torch.float32), windows) as runner:
             block = next(runner.layers())
             work = TunedLayer.of(block, prepared, runner)
-            decoded = {key: q.dequantize() for key, q in work.start().items()}
+            decoded = {key: q.dequantize() for key, q in start_codes(work).items()}
             with torch.no_grad():
                 found = work.outputs(block.inputs(0), 0, work.parameters(decoded))
                 plain = block.forward(block.inputs(0), 0, parameters=work.parameters(decoded))
@@ -578,12 +588,12 @@ def test_hidden_states_that_do_not_fit_in_memory_wait_on_disk(
             made.append(folder)
             super().__init__(folder)
 
-    for module in (tune, reverse, runner):
+    for module in (activations, runner):
         monkeypatch.setattr(module, "OnDisk", Noted)
     roomy = tune.tune(DEMO, [str(text)], tmp_path / "roomy", options=of_method("gptq"), machine=ONE)
     assert not made
     least = Machine(workers=1, memory_bytes=548 << 20)
-    for module in (tune, backwards):
+    for module in (open_runner, backwards):
         monkeypatch.setattr(module, "BASE_BYTES", least.memory_bytes)
     small = tune.tune(DEMO, [str(text)], tmp_path / "small", options=of_method("gptq"), machine=least)
     backward, forward = 1 + len(small.content["blocks"]), 3
@@ -614,7 +624,7 @@ def test_one_window_of_eight_judges_gptq_in_order_where_the_data_have_no_more_th
 ) -> None:
     """Of two batches of eight windows not one, but two windows, which lead to no code: others in their place change
     what is judged alone, until it is judged otherwise."""
-    for module in (runner, tune):
+    for module in (runner, tune_samples):
         monkeypatch.setattr(module, "BATCH_TOKENS", 8 * 32)
     lines = rows.read_text().splitlines()
     other = tmp_path / "other.jsonl"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ptqpipe.calibration.activations import OnDisk
+from ptqpipe.calibration.activations import InMemory, OnDisk
 from ptqpipe.pipeline.tune import command as tune, in_order
 from ptqpipe.pipeline.tune.tune_options import TuneOptions
 from ptqpipe.recipe.options import RecipeOptions
@@ -89,7 +89,7 @@ def test_experts_are_done_in_order_whatever_their_layout(
         ("on disk", OPTIONS),
     ):
         if name == "on disk":
-            monkeypatch.setattr(tune, "_open_stream", lambda runner, spill: OnDisk(spill))
+            monkeypatch.setattr(InMemory, "another", lambda self: OnDisk(tmp_path))
         tune.tune(model, [str(tokens)], tmp_path / name, recipe=recipe, options=options, machine=ONE)
         found[name] = codes_of(tmp_path / name)
     experts = [name for name in found["gptq"] if ".experts" in name and name.endswith(".data")]

@@ -20,8 +20,8 @@ from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.pipeline import demo
-from ptqpipe.pipeline.tune import codes as codes_of, command as tune
-from ptqpipe.pipeline.tune.kl import end_to_end
+from ptqpipe.pipeline.tune import codes_folder, command as tune
+from ptqpipe.pipeline.tune.kl import end_to_end, judging_text, learn
 from ptqpipe.pipeline.tune.kl.descent import DescentResult, Variables
 from ptqpipe.pipeline.tune.tune_options import Settings, TuneOptions
 from ptqpipe.pipeline.tune.tune_summary import render
@@ -83,7 +83,7 @@ def stopped(home: Any, name: str, number: int, text: Path, out: Path) -> None:
 def begun(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a run into "codes" was stopped before its descent: GPTQ's codes are there."""
     home = tmp_path_factory.mktemp("begun")
-    stopped(end_to_end, "descend", 1, text, home / "codes")
+    stopped(learn, "descend", 1, text, home / "codes")
     return home
 
 
@@ -135,7 +135,7 @@ def test_each_of_several_data_is_judged_by_itself(tmp_path: Path, monkeypatch: p
         judged.append(judge())
         raise Stop
 
-    monkeypatch.setattr(end_to_end, "descend", descend)
+    monkeypatch.setattr(learn, "descend", descend)
     with pytest.raises(Stop):
         tune.tune(DEMO, [str(f) for f in files], tmp_path / "out", recipe=FORMAT, options=OPTIONS, machine=ONE)
     assert judged[0].keys() == {"held-out samples of --data 1", "held-out samples of --data 2", "sample text"}
@@ -143,7 +143,7 @@ def test_each_of_several_data_is_judged_by_itself(tmp_path: Path, monkeypatch: p
     two = (DataFile("one", None, 1, 1), DataFile("two", None, 1, 1))
     origin = torch.tensor([0, 1, 1, 0, 0, 0, 1])
     samples = Samples(torch.zeros(5, 4), torch.zeros(2, 4), "", two, 7, origin=origin)
-    of = end_to_end._sources(samples, [1, 3], [2, 2, 1, 2])
+    of = judging_text.held_out_sources(samples, [1, 3], [2, 2, 1, 2])
     assert {name: windows.tolist() for name, windows in of.items()} == {
         "held-out samples of --data 1": [1, 2],
         "held-out samples of --data 2": [0, 3],
@@ -163,7 +163,7 @@ def test_the_codes_that_descent_ends_with_are_the_codes_that_are_written(
         texts = {"held-out samples": 2e-3, "sample text": 3e-3}
         return DescentResult(dict(wanted), {}, texts, {name: 0.5 * kl for name, kl in texts.items()}, 8, 7, 0.0123)
 
-    monkeypatch.setattr(end_to_end, "descend", descend)
+    monkeypatch.setattr(learn, "descend", descend)
     codes, out = copied(begun, tmp_path / "begun"), tmp_path / "out"
     content = run(text, codes, mode="resume")
     assert (
@@ -190,8 +190,8 @@ def test_a_run_that_is_stopped_again_and_again_goes_on_to_the_same_codes(
 ) -> None:
     """Before the first step, where a state is written, and between two layers that are written."""
     out = copied(begun, tmp_path / "begun")
-    stopped(end_to_end, "_save", 2, text, out)
-    stopped(codes_of, "write", 2, text, out)
+    stopped(learn, "save_state", 2, text, out)
+    stopped(codes_folder, "write", 2, text, out)
     again = run(text, out, mode="resume")
     assert again["digest"] == whole[1]["digest"]
     assert again["end_to_end"] == whole[1]["end_to_end"]
@@ -214,7 +214,7 @@ def test_a_run_that_is_stopped_again_and_again_goes_on_to_the_same_codes(
 def test_what_cannot_be_learned_from_is_one_line(
     changes: dict[str, Any], message: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(end_to_end, "_BYTES", 2000)
+    monkeypatch.setattr(learn, "_BYTES", 2000)
     with pytest.raises(UsageError, match=message):
         run(text, tmp_path / "out", **changes)
     assert not (tmp_path / "out").exists()
@@ -225,6 +225,6 @@ def test_a_window_longer_than_the_sample_text_is_one_line(
 ) -> None:
     short = tmp_path / "sample.txt"
     short.write_text("Too short.")
-    monkeypatch.setattr(end_to_end, "SAMPLE", short)
+    monkeypatch.setattr(judging_text, "SAMPLE", short)
     with pytest.raises(UsageError, match="less than seqlen=64; lower seqlen"):
         run(text, tmp_path / "out")

@@ -19,7 +19,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import command as tune
-from ptqpipe.pipeline.tune.kl import end_to_end
+from ptqpipe.pipeline.tune.kl import end_to_end, learn
 from ptqpipe.pipeline.tune.kl.descent import DescentResult, Variables
 from ptqpipe.pipeline.tune.kl.floats import Trained, find_kept
 from ptqpipe.pipeline.tune.kl.model_divergence import ModelPair
@@ -75,7 +75,7 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     """Codes, and the checkpoint that is made of them beside it ("out")."""
     home = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(end_to_end, "descend", made_up)
+        patch.setattr(learn, "descend", made_up)
         content = run(text, home / "codes")
     done = invoke("convert", DEMO, "--codes", home / "codes", "-o", home / "out")
     assert done.exit_code == 0, done.output
@@ -279,7 +279,7 @@ def test_a_run_that_is_stopped_while_floats_are_trained_goes_on_to_the_same_valu
         samples=40, seqlen=64, method="kl", metric="output", train=ALL[:2], settings=Settings(steps=8, rate=1e-4)
     )
     saved: list[str] = []
-    real, descend = end_to_end._save, end_to_end.descend
+    real, descend = learn.save_state, learn.descend
 
     def of_floats(variables: Variables, **how: Any) -> DescentResult:
         return made_up(variables) if variables.choices else descend(variables, **how)
@@ -292,8 +292,9 @@ def test_a_run_that_is_stopped_while_floats_are_trained_goes_on_to_the_same_valu
         real(folder, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(end_to_end, "_save", copies)
-        patch.setattr(end_to_end, "descend", of_floats)
+        for module in (learn, end_to_end):
+            patch.setattr(module, "save_state", copies)
+        patch.setattr(learn, "descend", of_floats)
         whole = run(text, tmp_path / "whole" / "codes", options=options)
         assert not (tmp_path / "again" / "codes").exists()
         steps = len(saved)

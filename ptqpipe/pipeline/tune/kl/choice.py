@@ -4,8 +4,6 @@ A weight moves to the neighbour where p + v >= 1/2: p is the float weight's plac
 left it more than half a step away, on purpose), and v in [-1/2, 1/2] is learned, by the straight-through gradient. The
 scales are the start's and stay. After AdaRound (Nagel et al., arXiv 2004.10568) and SignRound (Cheng et al., arXiv
 2309.05516); what differs: any start, and scales that are proven optimal instead of learned clips.
-
-Must not know files, models or what a gradient is of; it knows formats.
 """
 
 import torch

@@ -12,8 +12,6 @@ still large does not count.
 Sources: AdaRound (Nagel et al., arXiv 2004.10568) for the choice between two neighbours, learned there layer by layer;
 the divergence to the float model as the loss is that of quantization-aware distillation (NVIDIA, arXiv 2601.20088). The
 gate on several kinds of text, and descent from codes that are already optimized, are this file's.
-
-It must not know models or files; a model is a function that gives gradients and divergences.
 """
 
 import contextlib
@@ -76,8 +74,6 @@ class DescentResult:
 
 @dataclass(slots=True)
 class _Progress:
-    """How far descent is, and what was best so far."""
-
     step: int
     start: dict[str, float]
     result: dict[str, float]
@@ -96,7 +92,6 @@ class _Progress:
 
 
 def _mean(divergences: Mapping[str, float], start: Mapping[str, float]) -> float:
-    """Of the ratios to the start."""
     return sum(divergences[name] / before if before > 0 else 1.0 for name, before in start.items()) / len(start)
 
 
@@ -196,7 +191,6 @@ def descend(
 
 
 def _fraction(step: int, steps: int) -> float:
-    """Of the rate, at a step."""
     return min(1.0, (step + 1) / WARM_UP) * _fall(step, steps)
 
 
@@ -239,7 +233,6 @@ def _state(
     variables: Variables,
     optimizer: torch.optim.Adam,
 ) -> dict[str, torch.Tensor]:
-    """All that a stopped run needs to go on to the same result."""
     fields = json.dumps({name: getattr(progress, name) for name in _Progress.__slots__})
     state = {_PROGRESS: torch.tensor(list(fields.encode()), dtype=torch.uint8)}
     for name, variable in variables.tensors.items():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ptqpipe.calibration.runner import Runner
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.conversion.bias_correction import BIAS_REASON
 from ptqpipe.conversion.conversion import Conversion
@@ -19,6 +20,7 @@ from ptqpipe.numerics.global_scale import canonical
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline.tune.kl.descent import Float
 from ptqpipe.pipeline.tune.tune_options import GLOBAL
+from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.recipe.plan import FLOAT_DTYPES, Unit
 from ptqpipe.runtime.skeleton import MTP, Skeleton
 
@@ -93,6 +95,11 @@ def find_kept(prepared: Conversion, skeleton: Skeleton, train: Sequence[str]) ->
     return tuple(tensors)
 
 
+def check_train(prepared: Conversion, train: Sequence[str]) -> None:
+    """Raises as `find_kept` does, before any weight is read."""
+    find_kept(prepared, Skeleton.of(prepared.source, dtype=torch.float32), train)
+
+
 def _parameters(model: Any, kind: str) -> Iterator[str]:
     for name, module in model.named_modules():
         if name != MTP and not name.startswith(f"{MTP}."):
@@ -102,7 +109,6 @@ def _parameters(model: Any, kind: str) -> Iterator[str]:
 
 
 def _tied(skeleton: Skeleton) -> bool:
-    """Whether the head is the embedding."""
     return skeleton.head_name is not None and f"{skeleton.head_name}.weight" not in skeleton.origins
 
 
@@ -166,5 +172,24 @@ def _to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _to_canonical(start: torch.Tensor, unit: Unit) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Rounds the logarithm of a factor so that the scale times the factor is canonical."""
     return lambda gain: (canonical(start * gain.exp().cpu(), unit.scheme.fmt) / start).log().to(gain.device)
+
+
+def global_scales(prepared: Conversion, stored: LearnedCodes) -> list[tuple[Unit, torch.Tensor]]:
+    """Units whose weights share a global scale, with that scale."""
+    scales = []
+    for unit in prepared.outputs.plan.units:
+        first = unit.members[0]
+        scale = stored.of(first.key, unit.scheme.fmt, shape=first.shape).global_scale
+        scales += [] if scale is None else [(unit, scale)]
+    return scales
+
+
+def check_trainable(runner: Runner, train: Sequence[str]) -> None:
+    """UsageError for tensors that the model gives its layers in another way than by hidden states, which are kept."""
+    wrong = [kind for kind in ("embeddings", "norms") if kind in train]
+    if runner.of_tokens and wrong:
+        raise UsageError(
+            f"{arg('train', wrong[0])}: {type(runner.skeleton.model).__name__} gives its decoder layers more of the "
+            f"tokens than hidden states, which would change; leave {wrong[0]} out"
+        )

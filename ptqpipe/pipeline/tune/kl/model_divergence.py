@@ -4,7 +4,6 @@ gradient of that.
 Every decoder layer is in memory. What the float model's last layer returns is kept of every batch, so that its logits
 cost one product. Going backwards, each layer is run again from what entered it (``torch.utils.checkpoint``), and the
 head goes through a batch in pieces: the activations of one layer and the logits of one piece are in memory at a time.
-It must not know formats, nor what a gradient is for.
 """
 
 import contextlib
@@ -78,7 +77,6 @@ class ModelPair:
         return total / tokens
 
     def _last(self, batch: int) -> torch.Tensor:
-        """What the quantized model's last layer returns."""
         x = self.entering(batch).to(self._runner.device)
         for layer in self.layers:
             if torch.is_grad_enabled():

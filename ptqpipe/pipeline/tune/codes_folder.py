@@ -10,18 +10,43 @@ from typing import Any
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.calibration.data import Samples
+from ptqpipe.calibration.data import Samples, tokens_digest
 from ptqpipe.calibration.runner import Layer
-from ptqpipe.checkpoint import LayerFolder, name_of, write_tensors
+from ptqpipe.checkpoint import LayerFolder, Mode, name_of, write_tensors
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline.tune import backwards
 from ptqpipe.pipeline.tune.tune_options import TuneOptions
-from ptqpipe.quantization.learned_codes import CODES_VERSION, TRAINED_FILE, LearnedCodes
+from ptqpipe.pipeline.tune.tune_samples import learned_from
+from ptqpipe.quantization.learned_codes import CODES_FILE, CODES_VERSION, TRAINED_FILE, LearnedCodes
 from ptqpipe.recipe.plan import Unit
 
 ENDED = "end to end"  # what gradient descent on the whole model has ended with: its entry in the journal
 START = "start"  # where codes lie, beside the output, from which others are learned
+
+
+def open_folder(out: Path, prepared: Conversion, samples: Samples, options: TuneOptions, *, mode: Mode) -> LayerFolder:
+    """The folder, new or resumed. Codes from which descent goes on lie beside it."""
+    start: dict[str, Any] = {}
+    if options.descent is not None:
+        start = {"beside": START, "lost_with": lambda unit: [ENDED]}
+    parts = _identity(prepared, samples, options)
+    return LayerFolder(out, parts, source=prepared.source.reader, index_file=CODES_FILE, mode=mode, **start)
+
+
+def _identity(prepared: Conversion, samples: Samples, options: TuneOptions) -> dict[str, str]:
+    return {
+        "stage": "tune",
+        "the model": prepared.source.reader.fingerprint(),
+        "the recipe": prepared.run_parts["recipe"],
+        "the statistics": prepared.run_parts.get("statistics", ""),
+        "the data": samples.sha256,
+        "the held-out data": tokens_digest(samples.held_out),
+        "the settings": json.dumps(
+            [options.method, options.by_kl, options.share, options.train, asdict(options.settings)]
+        ),
+        "the version of ptqpipe": __version__,
+    }
 
 
 def write(folder: Path, layer: str, codes: Mapping[str, QTensor]) -> dict[str, Any]:
@@ -93,7 +118,6 @@ def content(prepared: Conversion, samples: Samples, options: TuneOptions, folder
 
 
 def _backwards(samples: Samples, options: TuneOptions) -> dict[str, int]:
-    """How many of the samples were run backwards, under the metric for which they are."""
     if not options.by_kl:
         return {}
-    return {"backwards": len(backwards.learned_from(samples, options).windows)}
+    return {"backwards": len(learned_from(samples, options).windows)}
