@@ -8,7 +8,6 @@ from ptqpipe.calibration.gradients import Gradients, by_checkpoint
 from ptqpipe.calibration.runner import Layer, Runner
 from ptqpipe.calibration.statistics import MomentSource
 from ptqpipe.calibration.store import LayerStatistics
-from ptqpipe.conversion.conversion import check_kept_alive
 from ptqpipe.conversion.input_moments import module_of
 from ptqpipe.conversion.units import check_kept_alive, quantize_unit
 from ptqpipe.numerics.qtensor import QTensor
