@@ -13,9 +13,6 @@ from typing import NamedTuple
 from ptqpipe.errors import UsageError, arg
 from ptqpipe.numerics.schemes import Scheme
 
-if TYPE_CHECKING:  # the command line reads the table; importing layouts imports torch
-    pass
-
 _CT, _MODELOPT, _DEEPSEEK = "compressed_tensors", "modelopt", "deepseek_fp8"
 
 READERS: dict[str, dict[str, tuple[str, ...]]] = {

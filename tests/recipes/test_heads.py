@@ -67,10 +67,10 @@ def planned(model: Path, call: list[str], *, reader: str | None = None) -> Conve
     """The dry run of a command, ``ptqpipe convert MODEL ...``, on another model and for another reader."""
     given = main.commands["convert"].make_context("convert", call[2:]).params
     reader = reader or given["reader"]
-    options = RecipeOptions(given["scheme"], mtp=given["mtp"])
+    options = RecipeOptions(format=given["format"], mtp=given["mtp"] if "--mtp" in call else None)
     if reader is not None:
-        options = for_reader(reader, options, given["recipe_path"])
-    recipe = given["recipe_path"]
+        options = for_reader(reader, options, given["recipe"])
+    recipe = given["recipe"]
     return prepare(model, options=options, recipe_path=recipe, out=model.with_name("out"), reader=reader, dry=True)
 
 
