@@ -89,7 +89,6 @@ class Codec:
 
     @property
     def min_positive(self) -> float:
-        """The smallest positive magnitude."""
         if self.dtype is not None:
             import torch
 

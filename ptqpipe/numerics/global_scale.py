@@ -157,7 +157,6 @@ def exact_global(amax: float, fmt: Format, samples: Sequence[torch.Tensor]) -> t
 
 
 def _few_bits(w: torch.Tensor, bits: int) -> bool:
-    """Whether all numbers have at most so many significant bits."""
     below = (1 << (24 - bits)) - 1
     return not bool((w.float().contiguous().view(torch.int32) & below).any())
 

@@ -272,7 +272,6 @@ def encode(
 
 
 def _no_codes(w: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """A placeholder of the right shape without memory behind it."""
     columns = packed_columns(w.shape[1], fmt.element.bits)
     return torch.empty(1, dtype=torch.uint8, device=w.device).expand(w.shape[0], columns)
 

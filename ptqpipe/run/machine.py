@@ -199,7 +199,6 @@ class Ranks:
     world: int = 1
 
     def barrier(self) -> None:
-        """Waits for every rank."""
         if self.world > 1:
             torch.distributed.barrier()
 
@@ -425,22 +424,18 @@ class _LinesAbove(io.TextIOBase):
         self.below.flush()
 
     def finish(self) -> None:
-        """Writes the rest."""
         if self._begun:
             self._put(f"{self._begun}\n")
             self._begun = ""
 
     def isatty(self) -> bool:
-        """As the stream below."""
         return self.below.isatty()
 
     def fileno(self) -> int:
-        """As the stream below."""
         return self.below.fileno()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # of the base class it may be set
-        """As the stream below."""
         return self.below.encoding
 
 

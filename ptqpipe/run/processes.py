@@ -106,7 +106,6 @@ def join_remedy(error: Exception) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a host is written as one of this machine alone."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -178,7 +177,6 @@ class ProcessTree:
         return self.child.returncode
 
     def running(self) -> bool:
-        """Whether the child runs."""
         return self.child.poll() is None
 
     def wait(self, seconds: float) -> None:

@@ -56,7 +56,6 @@ def use_kernels(model: torch.nn.Module, *, every: bool = False) -> None:
 
 
 def _holders(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
-    """The modules that have each parameter, by its id."""
     modules: dict[int, list[torch.nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

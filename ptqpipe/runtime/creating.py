@@ -129,7 +129,6 @@ def quiet() -> Iterator[None]:
 
 
 def _without_choices(value: Any) -> Any:
-    """A part of config.json without keys that choose code, at any depth."""
     if isinstance(value, dict):
         return {key: _without_choices(part) for key, part in value.items() if not _CHOOSES.fullmatch(key)}
     return [_without_choices(part) for part in value] if isinstance(value, list) else value

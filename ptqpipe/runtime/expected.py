@@ -100,7 +100,6 @@ def _unlike_class(
 
 
 def _nowhere(conversion: Any) -> Any:
-    """One of transformers' conversions that does without the memory of the CPU."""
     if not getattr(conversion, "force_cpu", False):
         return conversion
     changed = copy(conversion)

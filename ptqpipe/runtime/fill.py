@@ -181,7 +181,6 @@ def _blocks(source: Source, homes: Mapping[str, list[Home]]) -> dict[str, int]:
 
 
 def _region(model: Any, source: Source, name: str, homes: Sequence[Home], plan: ShardPlan) -> Region:
-    """The part of a checkpoint's tensor that this rank reads."""
     home = next((home for home in homes if home.parameter in plan.cuts), None)
     if home is None:
         return Region()
@@ -201,7 +200,6 @@ def _region(model: Any, source: Source, name: str, homes: Sequence[Home], plan: 
 
 
 def _quantizers(source: Source, stored: StoredWeight, activations: bool) -> tuple[InputQuantizer, ...]:
-    """The quantizer of the input of each of a stored weight's matrices."""
     return tuple(input_quantizer(source, stored, expert, activations=activations) for expert in stored.planes)
 
 

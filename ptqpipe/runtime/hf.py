@@ -88,7 +88,6 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return (config, unused) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        """The description."""
         return dict(self.described)
 
 

@@ -306,7 +306,6 @@ def _fill(source: Source, model_of: tuple[Any, Any], dtype: torch.dtype, state: 
 
 
 def _check_fit(source: Source, info: Any) -> None:
-    """Every parameter found its tensor, and every quantized weight its parameter."""
     path = source.reader.path
     missing, mismatched, unexpected = (
         sorted(info[key], key=str) for key in ("missing_keys", "mismatched_keys", "unexpected_keys")

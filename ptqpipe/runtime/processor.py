@@ -66,7 +66,6 @@ class Processor:
 
 
 def _load(path: Path, config: Any) -> Any:
-    """transformers' processor of a checkpoint."""
     from transformers import AutoProcessor
     from transformers.utils import is_torchvision_available
 
@@ -82,7 +81,6 @@ def _load(path: Path, config: Any) -> Any:
 
 
 def _without_videos(processor: Any, path: Path) -> Any:
-    """A processor of a class, without the parts for videos and sound."""
     from transformers import AutoImageProcessor, AutoTokenizer
 
     class Still(processor):  # type: ignore[misc]  # has no types

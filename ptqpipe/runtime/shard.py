@@ -207,7 +207,6 @@ def _rules(model: Any) -> dict[str, str]:
 
 
 def _styles(model: Any, rules: Mapping[str, str]) -> Iterator[tuple[str, _Style]]:
-    """Every module and parameter that the plan names, with its style."""
     names = [name for name, _ in model.named_modules()] + [name for name, *_ in _parameters(model)]
     for name in names:
         style = rules.get(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name))

@@ -121,7 +121,6 @@ def _common_rows(fmt: Format, shape: tuple[int, int], rows: Sequence[Range]) -> 
 
 
 def _scale_rows(rows: Sequence[Range], high: int, low: int) -> list[int]:
-    """The stored scale row of each block row of the part."""
     return [row // high for start, stop in rows for row in range(start, stop, low)]
 
 
@@ -166,7 +165,6 @@ def _read_scales(
 
 
 def _runs_of(rows: Sequence[int]) -> list[Range]:
-    """Ascending rows, some of them repeated, as runs without repetition."""
     runs: list[Range] = []
     for row in rows:
         if runs and row < runs[-1][1]:

@@ -207,7 +207,6 @@ def _key(source: Source, homes: Mapping[str, Sequence[Home]], name: str) -> tupl
 
 
 def _local(scale: torch.Tensor, cut: Cut | None) -> torch.Tensor:
-    """The scales of this rank's heads."""
     if cut is None or scale.shape[0] == 1:
         return scale
     start, stop = cut.ranges(scale.shape[0])[0]

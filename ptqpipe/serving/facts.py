@@ -104,7 +104,6 @@ class LoadingBar:
         self._advance: Callable[[float, str], None] | None = None
 
     def __call__(self, done: int, total: int) -> None:
-        """Shows it."""
         if self._terminal:
             if self._advance is None:
                 bar = counting_bar(total, "B", shown=True, title="loading", leave=False)

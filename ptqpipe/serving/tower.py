@@ -74,7 +74,6 @@ class Tower:
 
 
 def _seen(model: Any, prompt: Sequence[int], images: Images, device: torch.device) -> Seen:
-    """Features of the images, by a model with its tower loaded."""
     count = len(prompt)
     ids = torch.tensor([list(prompt)], device=device)
     inputs = {name: _on(value, device, model.dtype) for name, value in images.inputs.items()}

@@ -131,7 +131,6 @@ def _pip_install() -> str:
 
 
 def command(service: VllmService, interpreter: Environment) -> list[str]:
-    """The child's command line."""
     options: dict[str, object] = {"tensor_parallel_size": service.tp}
     if service.nnodes > 1:
         names = ("nnodes", "node_rank", "master_addr", "master_port")
@@ -269,7 +268,6 @@ def _check_port(service: VllmService) -> None:
 
 
 def _healthy(service: VllmService) -> bool:
-    """Whether the server answers."""
     try:
         with urllib.request.urlopen(f"http://{service.host}:{service.port}/health", timeout=1) as answer:
             return bool(answer.status == 200)

@@ -29,7 +29,6 @@ class Watchdog:
         self._seen = 0
 
     def __call__(self, collective: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The operation's result."""
         self._begun += 1
         try:
             return collective()

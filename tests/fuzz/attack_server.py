@@ -4,18 +4,20 @@ Usage: python -m tests.fuzz.attack_server [--rounds 2] [--ckpt FOLDER] [--tp N]
 
 Long prompts, four at once (4 MB of text, of tokens, of chat, of lists of a wrong type), names of other hosts, bodies
 over the limit with and without their length, a million lists or texts in a body, headers that contradict each other,
-requests that stop halfway, clients that leave, chats whose template does not end or takes all memory. The service runs
-in a folder full of Python files, none of which may be run, and each of its sockets, and of its ranks', must listen on
-loopback; at last SIGTERM must end it while a template is stuck. Prints a JSON line for each attack (status codes,
-seconds, memory of the service in MB) and a verdict; the exit code is 1 where a good request was not answered right, a
-status was not the expected one, or memory grew by more than 200 MB over that of the start, which four bodies of 4 MB
-need at once as objects and the heap keeps, or by more than 60 MB from one round to the next.
+requests that stop halfway, more senders that never finish than the service may open files, clients that leave, chats
+whose template does not end or takes all memory. The service runs in a folder full of Python files, none of which may be
+run, and each of its sockets, and of its ranks', must listen on loopback; at last SIGTERM must end it while a template
+is stuck. Prints a JSON line for each attack (status codes, seconds, memory of the service in MB) and a verdict; the
+exit code is 1 where a good request was not answered right, a status was not the expected one, or memory grew by more
+than 200 MB over that of the start, which four bodies of 4 MB need at once as objects and the heap keeps, or by more
+than 60 MB from one round to the next.
 """
 
 import argparse
 import ipaddress
 import json
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -24,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,7 @@ TEMPLATE = """{% set what = messages[0].content %}{% set one = messages|length %
 DEMO = Path(__file__).resolve().parents[2] / "ptqpipe" / "demo_model"
 BYTES = 4_190_000  # just under the default limit of a body
 GROWTH_MB, ROUND_MB = 200, 60
+FILES = 512  # that the service may open
 GOOD = {"prompt": "Return the current value of", "max_tokens": 8, "temperature": 0}
 
 
@@ -55,7 +59,9 @@ class Service:
             (traps / f"{name}.py").write_text(f"open({str(self.mark)!r}, 'a').write(__name__ + ' ')\n")
         command = [sys.executable, "-P", "-m", "ptqpipe", "serve", str(ckpt.resolve()), "--port", "0", "--workers", "1"]
         command += ["--kv-cache-size", "4MiB", "--chat-template", str(template), "--tp", str(tp), "--drain", "2"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=traps)
+        self.held: list[socket.socket] = []
+        few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (FILES, FILES))
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=traps, preexec_fn=few)
         assert self.process.stderr is not None
         for line in self.process.stderr:
             if found := re.search(r"ready: http://127\.0\.0\.1:(\d+)/", line):
@@ -88,7 +94,10 @@ class Service:
 
     def good(self) -> str:
         """The text of the good request."""
-        answer = httpx.post(f"http://127.0.0.1:{self.port}/v1/completions", json=GOOD, timeout=120)
+        try:
+            answer = httpx.post(f"http://127.0.0.1:{self.port}/v1/completions", json=GOOD, timeout=120)
+        except httpx.HTTPError as error:
+            return f"<{type(error).__name__}>"
         return str(answer.json()["choices"][0]["text"]) if answer.status_code == 200 else f"<{answer.status_code}>"
 
     def raw(self, sent: bytes, *, answer: bool = True) -> int:
@@ -101,6 +110,15 @@ class Service:
                 return 0
         words = said.split(b" ")
         return int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
+
+    def hold(self, sent: bytes) -> int:
+        """Begins the headers of as many requests as the service may have files; 0 once the oldest are late."""
+        self.held = [socket.create_connection(("127.0.0.1", self.port), timeout=15) for _ in range(FILES)]
+        for one in self.held:
+            with suppress(OSError):  # closed already: what came later made room
+                one.sendall(sent)
+        time.sleep(2)
+        return 0
 
 
 def attacks(service: Service) -> Iterator[tuple[str, Callable[[], int], set[int], int]]:
@@ -162,6 +180,7 @@ def attacks(service: Service) -> Iterator[tuple[str, Callable[[], int], set[int]
         )
     half = head % (b"localhost", b"Content-Length: 100") + b"{"
     yield "halves of requests", lambda: service.raw(half, answer=False), {0}, 64
+    yield "senders that never finish", lambda: service.hold(half[:45]), {0}, 1
     stream = json.dumps({**GOOD, "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
     leaving = head % (b"localhost", b"Content-Type: application/json\r\nContent-Length: %d" % len(stream)) + stream
     yield "clients that leave", lambda: service.raw(leaving), {200}, 8

@@ -104,7 +104,6 @@ def add(messages: Sequence[torch.Tensor | None], own: torch.Tensor, out: torch.T
 
 
 def _plain(values: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether the kernels can read these tensors."""
     fits = all(t.device.type == "cpu" and t.is_contiguous() for t in (values, *others))
     return fits and values.dtype in _DTYPES and bool(lib.known_isas())
 

@@ -123,7 +123,6 @@ class Layer:
         self._job.kept = self._attention(rows, where)
 
     def _attention(self, rows: int, where: tuple[PagedQueries, PagedSpans]) -> ctypes.Structure:
-        """The job of the attention, which the layer's job now points to."""
         parts = self._parts
         keys, values, scaling, window = parts.keys, parts.values, parts.scaling, parts.window
         shape = (rows, self._heads, self._dim)

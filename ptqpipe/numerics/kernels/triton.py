@@ -294,12 +294,10 @@ def _block_plan(w: torch.Tensor, fmt: Format, *, global_scale: torch.Tensor | No
 
 
 def _runs(w: torch.Tensor) -> bool:
-    """Whether the kernels take this tensor."""
     return w.dtype in _DTYPES and w.numel() > 0 and _runs_on(w.device)
 
 
 def _runs_on(device: torch.device) -> bool:
-    """Whether the kernels take tensors of this device."""
     return available() and (device.type == "cuda") != interpreting()
 
 

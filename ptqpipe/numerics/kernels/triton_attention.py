@@ -175,7 +175,6 @@ def _over(a: int, b: int) -> int:
 
 
 def _by_head(scales: tuple[torch.Tensor, torch.Tensor] | None) -> dict[str, bool]:
-    """Kernel constants for scales of keys and values."""
     keys, values = (False, False) if scales is None else (len(scale) > 1 for scale in scales)
     return {"CODES": scales is not None, "KEY_SCALES": keys, "VALUE_SCALES": values}
 
@@ -233,7 +232,6 @@ class _Call:
         )  # fmt: skip
 
     def _parts(self, out: torch.Tensor, sums: torch.Tensor, parts: int) -> None:
-        """Puts the parts' sums of the spans with few queries together."""
         from ptqpipe.numerics.kernels import triton_pages
 
         where, heads, kernel_scales = self.where, self.keys.shape[2], _by_head(self.scales)
@@ -260,7 +258,6 @@ def _store(
     slots: torch.Tensor,
     scales: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """The launch of `store`."""
     from ptqpipe.numerics.kernels import triton_pages
     from ptqpipe.numerics.kernels.triton_codecs import Minifloat
 
@@ -280,5 +277,4 @@ def _codes(pages: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(out: torch.Tensor) -> torch.Tensor:
-    """View of the output as the integers that `put` stores."""
     return out.view(torch.int16) if out.dtype == torch.bfloat16 else out

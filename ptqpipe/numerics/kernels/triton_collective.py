@@ -56,7 +56,6 @@ def reduce(
 
 
 def _fits(codec: Wire, values: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether there is a kernel, and these tensors are where it runs."""
     if codec.element != "int8" or codec.scale != "bf16" or codec.hadamard or values.dtype not in _DTYPES:
         return False
     where = "cpu" if interpreting() else "cuda"

@@ -470,7 +470,6 @@ def _grid(like: torch.Tensor, sizes: dict[str, Any]) -> tuple[int]:
 
 
 def _by_column(like: torch.Tensor, element: Codec) -> dict[str, Any]:
-    """The constants of a kernel that goes column by column."""
     minifloat = minifloat_of(element)
     codec = minifloat or Minifloat(element.bits, element.grid.index(0.0), _INTEGER, element.max)
     width = max(16, triton.next_power_of_2(like.shape[0]))
@@ -488,5 +487,4 @@ def _by_block(like: torch.Tensor, element: Codec, block: int, count: int) -> dic
 
 
 def _rows(rows: int, usual: int) -> int:
-    """Rows of a program."""
     return min(_INTERPRETED_ROWS, triton.next_power_of_2(rows)) if interpreting() else usual

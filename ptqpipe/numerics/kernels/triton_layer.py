@@ -113,7 +113,6 @@ def gated(gate: torch.Tensor, up: torch.Tensor, table: torch.Tensor) -> torch.Te
 
 
 def _launch(device: torch.device, kernel: Any, grid: tuple[int, ...], *given: Any, **constants: Any) -> None:
-    """Launches a kernel where the tensors are."""
     call: Callable[..., Any] = kernel[grid]
     if device.type != "cuda":
         call(*given, **constants, enable_fp_fusion=False)
@@ -123,5 +122,4 @@ def _launch(device: torch.device, kernel: Any, grid: tuple[int, ...], *given: An
 
 
 def _padded(width: int) -> int:
-    """A power of two of lanes."""
     return 1 << (width - 1).bit_length()

@@ -53,7 +53,6 @@ class LinearWeight:
 
     @property
     def factor_kind(self) -> int:
-        """FACTOR of the kernels."""
         return 0 if self.factor is None else 1 + (len(self.factor) > 1)
 
     def arguments(self) -> tuple[torch.Tensor, ...]:
@@ -241,7 +240,6 @@ def _multiply(x: torch.Tensor, weight: LinearWeight, tile: Tile, *, exact: bool)
 
 
 def _bits(out: torch.Tensor) -> torch.Tensor:
-    """View of the output as the integers that `put` stores."""
     return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
 
 

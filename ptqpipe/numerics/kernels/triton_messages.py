@@ -56,7 +56,6 @@ def store_message(
     message: tl.tensor, q: tl.tensor, bits: tl.tensor, at: tl.tensor, block: tl.tensor, live: tl.tensor,
     there: tl.tensor, blocks: tl.tensor, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes codes and scales."""
     tl.store(message + at, q.to(tl.int8).to(tl.uint8, bitcast=True), mask=there)
     scales = (message + blocks * BLOCK).to(tl.pointer_type(tl.int16))
     tl.store(scales + block, (bits >> 16).to(tl.int16), mask=live)
@@ -130,7 +129,6 @@ def _lanes(n: int, block: int) -> tuple[int, int, tuple[int]]:
 
 
 def encode(x: torch.Tensor, message: torch.Tensor, block: int) -> None:
-    """See ``triton_collective``."""
     blocks, lanes, grid = _lanes(x.numel(), block)
     encode_kernel[grid](
         x, message, x.numel(), blocks, RECIPROCAL=_RECIPROCAL, BLOCK=block, LANES=lanes, enable_fp_fusion=False
@@ -138,7 +136,6 @@ def encode(x: torch.Tensor, message: torch.Tensor, block: int) -> None:
 
 
 def decode(message: torch.Tensor, out: torch.Tensor, block: int) -> None:
-    """See ``triton_collective``."""
     blocks, lanes, grid = _lanes(out.numel(), block)
     decode_kernel[grid](message, out, out.numel(), blocks, BLOCK=block, LANES=lanes, enable_fp_fusion=False)
 
@@ -152,7 +149,6 @@ def reduce(
     *,
     block: int,
 ) -> None:
-    """See ``triton_collective``."""
     blocks, lanes, grid = _lanes(out.numel(), block)
     start, first = next((rank, part) for rank, part in enumerate(messages) if part is not None)
     reduce_kernel[grid](

@@ -125,7 +125,6 @@ class _Lanes:
         return len(self.position)
 
     def keep(self, lanes: torch.Tensor) -> "_Lanes":
-        """These lanes alone."""
         return self._map(lambda column: column.index_select(-1, lanes))
 
     @classmethod

@@ -57,7 +57,6 @@ class WireCodec:
 
     @property
     def code_bits(self) -> int:
-        """Bits of a code."""
         return int(self.element[3:]) if self.integers else get_codec(self.element).bits
 
     @property
@@ -72,7 +71,6 @@ class WireCodec:
 
     @property
     def unit(self) -> int:
-        """Elements of a unit."""
         return math.lcm(self.block, self.hadamard or 1, self.group or 1)
 
     @property

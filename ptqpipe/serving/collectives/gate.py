@@ -103,7 +103,6 @@ def log_ratios(several: Sequence[Times], slower: SumMethod, faster: SumMethod) -
 
 
 def _fastest_plain(times: Mapping[int, Times], at: int) -> PlainMethod:
-    """The group's own, unless another one is faster beyond doubt."""
     tried = [method for method in PLAIN if method in times[sorted(times)[at]]]
     several = _around(times, at, set(tried))
     ratios = {method: log_ratios(several, "own", method) for method in tried}

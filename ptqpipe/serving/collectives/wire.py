@@ -70,15 +70,12 @@ class Plain:
     unit: int = PLAIN_UNIT
 
     def nbytes(self, elements: int, dtype: torch.dtype) -> int:
-        """As in `Quantized`."""
         return elements * dtype.itemsize
 
     def encode(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """As in `Quantized`."""
         return x.view(torch.uint8)
 
     def landing(self, out: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """As in `Quantized`."""
         return out.view(torch.uint8)
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
@@ -87,7 +84,6 @@ class Plain:
     def reduce(
         self, messages: Sequence[torch.Tensor | None], own: torch.Tensor, room: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        """As in `Quantized`."""
         if not cpu_collective.add(messages, own, out):
             total: torch.Tensor | None = None
             for message in messages:

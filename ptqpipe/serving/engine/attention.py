@@ -146,7 +146,6 @@ class PagedAttention:
             _STEP.reset(step)
 
     def _step(self, batch: Batch, placed: triton_attention.DeviceSpans | None) -> _Step:
-        """What `during` sets."""
         if placed is not None:
             return _Step(batch, placed.slots, placed.tables, None, None, placed)
         spans = _spans(batch)
@@ -200,7 +199,6 @@ class PagedAttention:
         return out
 
     def _store(self, step: _Step, pages: Pages, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Puts a step's new keys and values into their slots."""
         if step.placed is not None and triton_attention.store(
             pages.keys, pages.values, key, value, step.slots, pages.scales
         ):
@@ -280,7 +278,6 @@ def _singles(batch: Batch, spans: PagedSpans) -> PagedQueries | None:
 
 
 def _spans(batch: Batch) -> PagedSpans:
-    """All spans."""
     spans = batch.spans
     starts = torch.tensor([0, *itertools.accumulate(span.count for span in spans)], dtype=torch.int64)
     totals = torch.tensor([span.total for span in spans], dtype=torch.int64)

@@ -43,7 +43,6 @@ class Detokenizer:
         return now[len(before) :]
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """The prompt's last tokens, from the beginning of a character on."""
         for more in range(_CHARACTER):
             tail = list(prompt[-_KEEP - more :])
             if len(tail) == len(prompt) or not self._decode(tail).startswith(UNDECODABLE):

@@ -285,7 +285,6 @@ class Engine:
             counters.cached_tokens += seq.cached
 
     def _add_prompt_logprobs(self, chunk: Chunk, logits: torch.Tensor) -> None:
-        """Log probabilities of the prompt's tokens after each of the chunk's."""
         seq, top = chunk.seq, chunk.seq.params.prompt_logprobs
         assert top is not None
         del seq.prompt_logprobs[chunk.start + 1 :]  # computed before it was preempted
@@ -300,7 +299,6 @@ class Engine:
             seq.prompt_logprobs += logprobs_of(logits[first : first + len(some)], some, top)
 
     def _sample(self, seqs: list[Sequence], logits: torch.Tensor) -> list[TokenOutput]:
-        """One more token for each sequence, and what it means for it."""
         finite = logits.amax(dim=-1).isfinite().tolist()  # the largest is NaN where one is
         broken = [not whole or self._streams[seq].damaged for whole, seq in zip(finite, seqs, strict=True)]
         logits = logits if all(finite) else logits.nan_to_num()

@@ -351,7 +351,6 @@ def _norm_of(module: Any) -> Norm | None:
 
 
 def _product(modules: Sequence[Any]) -> Product:
-    """All products of an input, by one launch where there is one."""
     joined = getattr(modules[0], "joined", None)
     together = None if joined is None else joined(modules[1:])
     if together is None:

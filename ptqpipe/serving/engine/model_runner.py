@@ -146,7 +146,6 @@ class ModelRunner:
         return self._forward(batch) if self.overlap is None else self.overlap.run(batch, self._forward)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        """The logits of a batch, or of a half of one."""
         by_graph = None if self.graphs is None else self.graphs.run(batch)
         if by_graph is not None:
             return by_graph.to(torch.float32, copy=True)

@@ -78,7 +78,6 @@ class Overlap:
         return logits
 
     def _by_turns(self, both: "list[_Half]") -> list[torch.Tensor]:
-        """Their results. What one of them raises ends the other one too."""
         if self._courier is None:
             self._courier = _Courier()
         try:

@@ -35,7 +35,6 @@ class Images:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the inputs."""
         return sum(x.nbytes for x in self.inputs.values() if isinstance(x, torch.Tensor))
 
     def keys(self, prompt: Row[int]) -> dict[int, int]:
@@ -117,7 +116,6 @@ class ImageRows:
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> "ImageRows":
-        """Inverse of `pack`."""
         count, hidden, deep, dtype, tokens, n_layers = packed[:6].tolist()
         layers, at = tuple(packed[6 : 6 + n_layers].tolist()), 7 + n_layers
         groups = []

@@ -106,7 +106,6 @@ class Scheduler:
         return True
 
     def _release(self, seq: Sequence) -> None:
-        """Takes back the pages and the row of a sequence that ran."""
         self.blocks.release(seq)
         heapq.heappush(self._rows, seq.row)
 
@@ -138,5 +137,4 @@ def _whole(seq: Sequence, count: int) -> int:
 
 
 def _most(seq: Sequence) -> int:
-    """The most tokens of a sequence that one step may compute."""
     return min(seq.remaining, PROMPT_LOGITS) if seq.needs_prompt_logits else seq.remaining

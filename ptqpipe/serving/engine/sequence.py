@@ -150,7 +150,6 @@ class Sequence:
             self.image_keys = self.images.keys(self.tokens)
 
     def append(self, token: int) -> None:
-        """One more generated token."""
         self.tokens.append(token)
         self.drafts = ()
         if self.params.penalizes:
@@ -170,7 +169,6 @@ class Sequence:
 
     @property
     def generated(self) -> int:
-        """Number of generated tokens."""
         return len(self.tokens) - self.prompt_len
 
     @property

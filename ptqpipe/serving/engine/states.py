@@ -283,30 +283,24 @@ class _Cache:
         return state
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """transformers'."""
         return self.layer.conv_states[state_idx] if self.layer.has_previous_state[state_idx] else None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """transformers'."""
         return self.layer.recurrent_states[state_idx] if self.layer.has_previous_state[state_idx] else None
 
     def update_conv_state(self, states: torch.Tensor, layer_idx: int, state_idx: int = 0, **options: Any) -> Any:
-        """transformers'."""
         self._update()
         return self.layer.update_conv_state(states, state_idx, **options)
 
     def update_recurrent_state(self, states: torch.Tensor, layer_idx: int, state_idx: int = 0, **options: Any) -> Any:
-        """transformers'."""
         self._update()
         return self.layer.update_recurrent_state(states, state_idx, **options)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """transformers'."""
         filled = self.layer.has_previous_state
         return all(filled.values()) if state_idx is None else bool(filled[state_idx])
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """transformers'."""
         return False
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
@@ -323,11 +317,9 @@ class _Cache:
         return keys, values
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """transformers', of sparse attention."""
         return keys
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """transformers'."""
         return 0
 
     def _update(self) -> None:
@@ -369,7 +361,6 @@ def _cache_of(module: Any) -> str | None:
 
 
 def _listener(module: Any, cache: str, count: int, holders: list[RecurrentState]) -> Callable[..., Any]:
-    """A module's forward that notes which states it leaves."""
     own = module.forward
     signature = inspect.signature(own)
 
@@ -389,7 +380,6 @@ def _listener(module: Any, cache: str, count: int, holders: list[RecurrentState]
 
 
 def _kept(layer: Any) -> Iterator[_State]:
-    """The states of a cache layer after a forward."""
     for name in (_CONV, _RECURRENT):
         for key, state in getattr(layer, name).items():
             if state is not None:

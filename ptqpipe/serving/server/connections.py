@@ -3,7 +3,9 @@
 uvicorn waits for ever for the rest of a request. Here a request has `ARRIVE_S` from its first byte, or from the start
 of its connection, to its last one; then the connection is answered 408 and closed. At the limit the connection whose
 request has been arriving for the longest time makes room for a new one, and where none is arriving the new one is
-answered 503. Must not know what is served.
+answered 503. With uvicorn's own connections and ``limit_concurrency`` the row "senders that never finish" of
+``tests/fuzz/attack_server.py`` is not held: no good request is answered as long as they hold all files open. Must not
+know what is served.
 """
 
 import asyncio
@@ -52,14 +54,12 @@ class Connection(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """asyncio's."""
         super().connection_made(transport)
         self._wait()
         if len(self.connections) > self.most:
             self._make_room()
 
     def data_received(self, data: bytes) -> None:
-        """asyncio's."""
         super().data_received(data)
         if not self.arriving:
             self._stop_waiting()
@@ -67,7 +67,6 @@ class Connection(H11Protocol):
             self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """asyncio's."""
         self._stop_waiting()
         super().connection_lost(exc)
 

@@ -35,7 +35,6 @@ class AnswerChoice:
     named: int = 0  # characters of the names of the tokens whose log probabilities are out
 
     def take(self, piece: TokenOutput) -> None:
-        """Adds a piece."""
         self.text += piece.text
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
@@ -63,7 +62,6 @@ class Completion:
         self.choices = [AnswerChoice(tokens, text) for tokens, text in encoded for _ in range(body.n)]
 
     async def answer(self, http: HttpRequest, call: Call) -> dict[str, Any]:
-        """The whole response."""
         await collected(http, call, lambda place, piece: self.choices[place].take(piece))
         choices = [self._choice(at, choice) for at, choice in enumerate(self.choices)]
         return {**self._head(), "choices": choices, "usage": self._usage()}
@@ -155,7 +153,6 @@ class Chat:
         self.choices = [AnswerChoice(tokens, "") for _ in range(body.n)]
 
     async def answer(self, http: HttpRequest, call: Call) -> dict[str, Any]:
-        """The whole response."""
         await collected(http, call, lambda place, piece: self.choices[place].take(piece))
         choices = []
         for at, choice in enumerate(self.choices):

@@ -43,7 +43,6 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The HTTP response."""
         return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
@@ -99,7 +98,6 @@ def _misdirected(app: FastAPI, request: Request, error: Exception) -> ApiError |
 
 
 def _routes(app: FastAPI) -> list[str]:
-    """The routes that openapi.json describes, with their methods."""
     return [f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods]
 
 

@@ -53,7 +53,6 @@ class Guards:
         self._key = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -161,7 +160,6 @@ def _check_values(body: bytes) -> None:
 
 
 def _is_address(name: str) -> bool:
-    """Whether a host is an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

@@ -92,7 +92,6 @@ class Metrics:
         self._ended.labels(self._model, reason).inc()
 
     def text(self) -> bytes:
-        """The exposition."""
         return generate_latest(self.registry)
 
 
@@ -112,7 +111,6 @@ class RequestTimer:
     tokens: int = 0
 
     def see(self, piece: TokenOutput) -> None:
-        """Counts a piece."""
         now = time.monotonic()
         if self.begun is None:
             self.begun = piece.begun
@@ -154,7 +152,6 @@ class _EngineCollector(Collector):
         self._service, self._model, self._all_reduce = service, model, all_reduce
 
     def collect(self) -> Iterable[Metric]:
-        """The families."""
         yield from self._gauges()
         yield from self._counters()
         yield from self._sums()
@@ -196,7 +193,6 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("ptqpipe_engine_steps", "Passes through the model.", value=counters.steps)
 
     def _drafts(self, counters: Counters) -> Iterator[Metric]:
-        """Counters of speculative decoding, by vLLM's names."""
         accepted = counters.accepted_tokens
         for name, text, value in (
             ("num_drafts", "Steps of a request that had drafts of its next tokens.", counters.drafts),

@@ -37,7 +37,6 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leaves signals alone."""
         yield
 
 
@@ -132,7 +131,6 @@ class _Access(uvicorn.logging.AccessFormatter):
     """Lines of the access log without what follows "?", where no route takes anything and clients may put keys."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line."""
         if isinstance(record.args, tuple) and len(record.args) == 5:  # client, method, path, version, status
             client, method, path, version, status = record.args
             record.args = (client, method, str(path).partition("?")[0], version, status)
@@ -158,7 +156,6 @@ class _Running:
         self._asked_at = 0.0
 
     async def serve(self, listening: socket.socket, *, signals: bool) -> None:
-        """Until the end."""
         service, loop = self._service, asyncio.get_running_loop()
         serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
@@ -179,7 +176,6 @@ class _Running:
         await ended
 
     async def _drain(self, ended: "asyncio.Task[bool]") -> None:
-        """Waits for what is under way, then cancels it."""
         service = self._service
         service.drain()
         await asyncio.wait({ended}, timeout=_LAST_WORDS_S if self.given_up else self._drain_s)

@@ -134,7 +134,6 @@ def _replace(method: Method) -> None:
 
 
 def _note_weight_only() -> None:
-    """Lets methods of compressed-tensors know whether the checkpoint quantizes activations."""
     base = import_module(f"{CT}.compressed_tensors_moe").CompressedTensorsMoEMethod
     original = base.get_moe_method
 

@@ -36,7 +36,6 @@ _layers: dict[int, PackedLayer] = {}
 
 
 def define(dispatch_key: str) -> None:
-    """Defines the operator."""
     schema = "vllm_linear(Tensor x, Tensor packed, Tensor? bias, int rows) -> Tensor"
     ops.define(schema, _linear, shape=_shape, dispatch_key=dispatch_key)
 

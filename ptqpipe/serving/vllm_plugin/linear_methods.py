@@ -113,7 +113,6 @@ class PackedNvFp4(_OnCpu, NvFp4LinearKernel):
     """
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Packs the layer."""
         rows, half = layer.weight.shape
         q = QTensor(
             FORMATS["nvfp4"],
@@ -141,7 +140,6 @@ class PackedMxFp4(_OnCpu, MxFp4LinearKernel):
         return False, "activations in MXFP4 or not quantized"
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Packs the layer."""
         rows, half = layer.weight.shape
         q = QTensor(FORMATS["mxfp4"], (rows, 2 * half), _codes(layer.weight), _codes(layer.weight_scale))
         activation = Activation.NONE if self.config.activation_quant_key is None else Activation.MXFP4
@@ -152,7 +150,6 @@ class PackedMxFp8(_OnCpu, Mxfp8LinearKernel):
     """MXFP8. Finds ``weight`` E4M3 [N, K] and ``weight_scale`` E8M0 as uint8, at least [N, K/32]."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Packs the layer."""
         rows, cols = layer.weight.shape
         scales = layer.weight_scale.data[:rows, : cols // 32]
         q = QTensor(FORMATS["mxfp8"], (rows, cols), _codes(layer.weight), _codes(scales))
@@ -184,7 +181,6 @@ class PackedFp8(FP8ScaledMMLinearKernel):
         return False, "activations with one static scale, or one per token"
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Packs the layer."""
         weight, scale, input_scale, _ = self._get_layer_params(layer)
         cols, rows = weight.shape
         fmt = FORMATS["fp8_tensor" if scale.numel() == 1 else "fp8_channel"]
@@ -224,7 +220,6 @@ class PackedFp8Block(Fp8BlockScaledMMLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Packs the layer."""
         params = self._get_layer_params(layer)
         rows, cols = params.weight.shape
         fmt, scales = layer_op.float_scales(FORMATS["fp8_block"], params.block_scale.data.contiguous())

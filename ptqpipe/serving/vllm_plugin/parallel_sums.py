@@ -113,7 +113,6 @@ class Reducer:
         return self.group._all_reduce_out_place(x.clone(memory_format=torch.contiguous_format))
 
     def report(self, shape: tuple[int, ...]) -> None:
-        """A line in the log."""
         assert self.quantized is not None
         log.info(
             "ptqpipe: %s: %d quantized all-reduces (the last %s), %d plain; %d bytes sent for %d bytes of values",
