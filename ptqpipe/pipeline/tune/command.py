@@ -14,7 +14,7 @@ from pathlib import Path
 from ptqpipe.checkpoint import Finished, Mode, check_place
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.pipeline.tune import backwards, codes_folder, tune_samples
-from ptqpipe.pipeline.tune.layers import tune_layers
+from ptqpipe.pipeline.tune.layer_loop import tune_layers
 from ptqpipe.pipeline.tune.tune_options import TuneOptions, check
 from ptqpipe.pipeline.tune.tune_summary import described
 from ptqpipe.recipe.options import RecipeOptions

@@ -21,7 +21,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import codes_folder, command as tune
-from ptqpipe.pipeline.tune.kl import end_to_end, judging_text, learn
+from ptqpipe.pipeline.tune.kl import end_to_end, judging_text, learn_codes as learn
 from ptqpipe.pipeline.tune.kl.descent import DescentResult, Variables
 from ptqpipe.pipeline.tune.tune_options import Settings, TuneOptions
 from ptqpipe.pipeline.tune.tune_summary import render

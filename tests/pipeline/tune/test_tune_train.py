@@ -19,7 +19,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.numerics.formats import get_format
 from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import command as tune
-from ptqpipe.pipeline.tune.kl import end_to_end, learn
+from ptqpipe.pipeline.tune.kl import end_to_end, learn_codes as learn
 from ptqpipe.pipeline.tune.kl.descent import DescentResult, Variables
 from ptqpipe.pipeline.tune.kl.floats import Trained, find_kept
 from ptqpipe.pipeline.tune.kl.model_divergence import ModelPair

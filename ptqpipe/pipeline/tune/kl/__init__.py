@@ -1,7 +1,7 @@
 """``method="kl"`` of tune: behind GPTQ, gradient descent on the KL divergence of the whole model, all layers in memory.
 
 end_to_end.py  from the codes of GPTQ to those that are written, and what a stopped run goes on from
-learn.py       loads the model and learns; judging_text.py
+learn_codes.py  loads the model and learns; judging_text.py
 descent.py     the steps, and what judges them
 choice.py      the two codes that each weight may have
 floats.py      ``train``: norms, a head, global scales, ... which descent changes after the codes
