@@ -5,7 +5,7 @@
 
 A batch that was just computed is decoded, too, so a hit and a miss measure the same bits. A file appears under its name
 only when it is whole, and one that is damaged is computed again. The least recently used digests go when the limit is
-reached. Must not know what a model is: one is made when a batch is missing.
+reached. A model is made when a batch is missing.
 """
 
 import hashlib
