@@ -8,7 +8,7 @@ from ptqpipe.run.options import ComputingOptions, Options, RestartOptions, argum
 FLOAT_TYPES = ("fp32", "fp64", "bf16", "fp16", "auto")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class WindowOptions(Options):
     """How many windows of text there are, how long they are in tokens, and the seed that chooses them."""
 
@@ -19,7 +19,7 @@ class WindowOptions(Options):
     seed: int = option(0, "Seed that chooses the windows.", metavar="N")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class TextOptions(WindowOptions):
     """The text that windows come from."""
 
@@ -38,7 +38,7 @@ class TextOptions(WindowOptions):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class CalibrateOptions(TextOptions):
     """What decides the statistics, besides the model."""
 
@@ -67,7 +67,7 @@ class CalibrateOptions(TextOptions):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class CalibrateCommand(CalibrateOptions, ComputingOptions, RestartOptions):
     """The options of `calibrate`."""
 
@@ -80,7 +80,7 @@ class CalibrateCommand(CalibrateOptions, ComputingOptions, RestartOptions):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class GenerateOptions(WindowOptions):
     """Which text a model writes. Windows take turns in several temperatures and lengths; several texts fill a window.
 
@@ -120,7 +120,7 @@ class GenerateOptions(WindowOptions):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class GenerateCommand(GenerateOptions, ComputingOptions):
     """The options of `generate`. An own ``max_memory`` it has not: a batch of windows is all that it holds."""
 

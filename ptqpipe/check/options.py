@@ -10,7 +10,7 @@ from ptqpipe.run.options import Options, argument, option
 CACHE_BYTES = 16 << 30  # of a baseline's log-probabilities that are kept
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class VerifyCommand(Options):
     """The options of `verify`."""
 
@@ -32,14 +32,14 @@ class VerifyCommand(Options):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class InspectCommand(Options):
     """The options of `inspect`."""
 
     ckpt: Path = argument(kind="model")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class DiffCommand(Options):
     """The options of `diff`."""
 
@@ -47,7 +47,7 @@ class DiffCommand(Options):
     b: Path = argument(kind="model")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class EvalOptions(Options):
     """What is measured, and how.
 
@@ -114,7 +114,7 @@ class EvalOptions(Options):
     command: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class EvalCommand(EvalOptions):
     """The options of `eval`."""
 
@@ -129,7 +129,7 @@ class EvalCommand(EvalOptions):
     overwrite: bool = option(False, "Replace an eval file that holds more than this call measures.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class ReportCommand(Options):
     """The options of `report`."""
 

@@ -17,7 +17,7 @@ from ptqpipe.serving.options import ServeOptions
 _OF_SERVICE = ("chat_template", "max_model_len", "dtype", "device", "workers")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class ChatCommand(Options):
     """The options of `chat`."""
 

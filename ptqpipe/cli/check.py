@@ -103,7 +103,7 @@ def report(options: ReportCommand, terminal: Terminal) -> None:
     next_steps.say_next(terminal, next_steps.report(path))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class RecipesCommand(Options):
     """The options of `recipes`."""
 

@@ -21,6 +21,7 @@ import click
 from click.core import ParameterSource
 
 from ptqpipe._version import __version__
+from ptqpipe.cli.completion import complete_values
 from ptqpipe.cli.foreign import hold_back
 from ptqpipe.cli.help import Command, Commands, examples
 from ptqpipe.cli.lines import fitted, say
@@ -120,8 +121,9 @@ def command(
     more         parameters that only the command line knows; the function finds them in click's context
     leaves       what is left after Ctrl-C, in words; for commands that resume, where nothing is left to continue from
     """
-    params = [*params_of(options), *more]
-    params += [_JSON] * json + [_QUIET] * quiet
+
+    def make_params() -> list[click.Parameter]:
+        return complete_values([*params_of(options), *more, *([_JSON] * json), *([_QUIET] * quiet)])
 
     def decorate(function: Callable[[C, Terminal], None]) -> click.Command:
         names = {one.name for one in fields(options)}
@@ -136,8 +138,10 @@ def command(
                     sys.exit(INTERRUPTED)
 
         call.__doc__ = function.__doc__
-        call.__click_params__ = params[::-1]  # type: ignore[attr-defined]
-        return main.command(name or function.__name__, cls=Command, epilog=examples(example))(call)
+        declare = main.command(
+            name or function.__name__, cls=Command, epilog=examples(example), make_params=make_params
+        )
+        return declare(call)
 
     return decorate
 

@@ -74,12 +74,9 @@ class Completed(click.ParamType[Any]):
         return [*items, *([CompletionItem(incomplete, type=self._also)] if self._also else [])]
 
 
-def complete_values(commands: Iterable[click.Command]) -> None:
-    """Gives the parameters of these commands the values that the shell offers."""
-    for one in commands:
-        if isinstance(one, click.Group):
-            complete_values(one.commands.values())
-            continue
-        for parameter in one.params:
-            if parameter.name in _VALUES and not isinstance(parameter.type, click.Choice | Completed):
-                parameter.type = Completed(parameter.type, *_VALUES[parameter.name])
+def complete_values(params: list[click.Parameter]) -> list[click.Parameter]:
+    """The parameters, with the values that the shell offers for them."""
+    for one in params:
+        if one.name in _VALUES and not isinstance(one.type, click.Choice | Completed):
+            one.type = Completed(one.type, *_VALUES[one.name])
+    return params

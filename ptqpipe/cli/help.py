@@ -4,7 +4,8 @@ Both tables hold names alone. A command or an option that no group names comes l
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any, TypeVar
 
 import click
@@ -126,11 +127,19 @@ class Commands(click.Group):
 class Command(click.Command):
     """A command whose options stand in groups (`OPTIONS`) if there are many."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Click's; a number is N or X in the help, whatever declares it."""
+    def __init__(self, *args: Any, make_params: Callable[[], list[click.Parameter]], **kwargs: Any) -> None:
+        """Click's, without ``params``."""
         super().__init__(*args, **kwargs)
-        for one in self.params:
+        self._make_params = make_params
+        del self.params
+
+    @cached_property
+    def params(self) -> list[click.Parameter]:  # type: ignore[override]
+        """Click's, made when they are first asked for: the list of commands needs none. A number is N or X."""
+        params = self._make_params()
+        for one in params:
             one.metavar = one.metavar or _NUMBERS.get(one.type.name)
+        return params
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Click's; an option that other tools have gets the name that it has here.

@@ -8,7 +8,7 @@ from ptqpipe.run.options import Options, WritingOptions, argument, option, requi
 STORED_FLOATS = ("bf16", "fp16", "fp32")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class RelayoutCommand(WritingOptions):
     """The options of `relayout`."""
 
@@ -17,7 +17,7 @@ class RelayoutCommand(WritingOptions):
     out: Path | None = option(None, "Folder to write.", short="-o", shown="<ckpt>-<container>")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class DequantizeCommand(WritingOptions):
     """The options of `dequantize`."""
 
@@ -74,7 +74,7 @@ class TransformOptions(Options):
     shard_size: int | None = option(None, "Size of the largest weight file.", kind="size", shown="chosen by the total")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class TransformCommand(TransformOptions, WritingOptions):
     """The options of `transform`."""
 

@@ -11,7 +11,7 @@ STATS = "Folder of statistics that `ptqpipe calibrate` wrote."
 RECIPE = "A recipe, instead of {format}: one that `ptqpipe recipes` lists, or a YAML file."
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class ConvertCommand(RecipeOptions, PipelineOptions, WritingOptions):
     """The options of `convert`."""
 
@@ -41,7 +41,7 @@ class ConvertCommand(RecipeOptions, PipelineOptions, WritingOptions):
         return self.but()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class PlanCommand(MachineOptions):
     """The options of `plan`."""
 
@@ -68,7 +68,7 @@ class PlanCommand(MachineOptions):
     out: Path = required("Recipe file to write.", short="-o")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class DemoCommand(Options):
     """The options of `demo`."""
 

@@ -8,6 +8,7 @@ two spells as its own. Nothing here imports torch: ``ptqpipe --help`` reads thes
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import Field, dataclass, field, fields
+from functools import cache
 from inspect import get_annotations
 from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
 
@@ -70,9 +71,12 @@ def described(one: Field[Any]) -> Option | None:
     return row
 
 
+_hints = cache(get_type_hints)
+
+
 def type_of(one: Field[Any], owner: type) -> Any:
     """The type of an option's values: int for ``int | None``."""
-    hint = get_type_hints(owner)[one.name]
+    hint = _hints(owner)[one.name]
     if get_origin(hint) in (tuple, Literal) or not get_args(hint):
         return hint
     return next(kind for kind in get_args(hint) if kind is not type(None))
@@ -86,7 +90,7 @@ def options_of(owner: type) -> Iterator[Field[Any]]:
     return (one for one in known if (row := described(one)) is not None and row.help)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class Options:
     """Options of a command, or some of them."""
 
@@ -136,7 +140,7 @@ def spelled(dtype: str, *, long: bool) -> str:
     return _LONG.get(short, short) if long else short
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class MachineOptions(Options):
     """What a command may use of the machine; no byte depends on it. ``max_memory``: bytes."""
 
@@ -146,7 +150,7 @@ class MachineOptions(Options):
     max_memory: int = option(2 << 30, "Limit of resident memory.", kind="size", shown="2GiB")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class ComputingOptions(MachineOptions):
     """`MachineOptions` of what runs a model: its workers wait for no disk, and samples beyond the memory go there."""
 
@@ -157,7 +161,7 @@ class ComputingOptions(MachineOptions):
     device: str = option("cpu", "Device that computes: cpu, cuda or cuda:N.", metavar="DEVICE")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class RestartOptions(Options):
     """What becomes of an output that is there already, unfinished or complete."""
 
@@ -172,6 +176,6 @@ class RestartOptions(Options):
         return "resume" if self.resume else "overwrite" if self.overwrite else "new"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class WritingOptions(MachineOptions, RestartOptions):
     """The options of what writes a checkpoint."""
