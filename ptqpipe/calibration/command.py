@@ -46,7 +46,7 @@ class CalibrateOptions:
              data have as many. They double the moments, in memory and on disk
     moments  of MOMENTS; the diagonal is always there. "kl": the gradients at outputs, by a run backwards, from which
              `plan` estimates the KL divergence. "pairs": inputs of some tokens and gradients at them, too, by the same
-             run, from which `transform --learn` learns rotations
+             run, from which `transform` learns rotations
     dtype    what the model computes in: float32, float64, bfloat16, float16, or auto for the checkpoint's own
     """
 
@@ -183,7 +183,7 @@ def _dtype_of(name: str, config: Any) -> torch.dtype:
 
 
 def _run_parts(source: Source, samples: Samples, options: CalibrateOptions) -> dict[str, str]:
-    """What decides the numbers of this run; a refused --resume names the one that changed."""
+    """What decides the numbers of this run; a refused resume names the one that changed."""
     return {
         "stage": "calibrate",
         "the model": source.reader.fingerprint(),
