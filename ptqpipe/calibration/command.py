@@ -148,7 +148,7 @@ def _dtype_of(name: str, config: Any) -> torch.dtype:
 
 
 def _run_parts(source: Source, samples: Samples, options: CalibrateOptions) -> dict[str, str]:
-    """What decides the numbers of this run; a refused --resume names the one that changed."""
+    """What decides the numbers of this run; a refused resume names the one that changed."""
     return {
         "stage": "calibrate",
         "the model": source.reader.fingerprint(),

@@ -1,4 +1,4 @@
-"""calibrate --moments kl and pairs: how much the model minds an error at outputs and inputs of its linear layers."""
+"""Moments "kl" and "pairs" of calibrate: Fisher information at outputs and inputs of the linear layers."""
 
 import math
 from collections import deque

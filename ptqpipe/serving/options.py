@@ -12,7 +12,7 @@ from ptqpipe.run.options import Options, argument, option
 _PORTS = 1 << 16
 
 
-@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class ServeOptions(Options):
     """Options of `serve` with this package's own engine; None is chosen from the model or the machine."""
 

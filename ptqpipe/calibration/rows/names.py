@@ -1,4 +1,4 @@
-"""Which files and data sets an option like --data names, and by which weights they are mixed."""
+"""Which files and data sets an option like ``data`` names, and by which weights they are mixed."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""tune --method gptq: error feedback in the order in which a decoder layer's matrices run.
+"""Method gptq of tune: error feedback in the order in which a decoder layer's matrices run.
 
 `follow` takes the linear layers, and the stacks of experts, in the order in which they are called; each compensates
 for the error of earlier ones. For each, both models are run up to it: the float one, and the one that is quantized so

@@ -19,8 +19,8 @@ from ptqpipe.recipe.recipe import Rule
 
 
 def start_codes(work: TunedLayer, inputs: MomentSource | None = None, *, followed: bool = False) -> dict[str, QTensor]:
-    """Key -> the weight as convert would write it: with ``inputs``, the statistics of the layer, as convert --stats
-    would by the full moments. A weight that no sample reached has its nearest codes.
+    """Key -> the weight as convert would write it: with ``inputs``, the statistics of the layer, by the full moments. A
+    weight that no sample reached has its nearest codes.
 
     followed  whether GPTQ in order comes next: then what it finds codes of has its nearest ones, which cost little
     """
@@ -49,7 +49,7 @@ def _start(work: TunedLayer, unit: Unit, inputs: MomentSource | None, *, plain: 
 
 
 def by_data(unit: Unit) -> Rule:
-    """The unit's rule where it reads moments, else GPTQ with the weighting that `convert --stats` takes."""
+    """The unit's rule where it reads moments, else GPTQ with the weighting that convert takes."""
     rule = unit.rule
     return rule if rule.calibrated else replace(rule, algorithm="gptq", objective=ALGORITHMS["gptq"].objective)
 

@@ -17,7 +17,7 @@ from ptqpipe.quantization.transforms.learn_rotations import BATCH, Learned, Read
 from ptqpipe.quantization.transforms.problem import Consumer, Problem, Quantize, Solution, SolveOptions
 
 SCALINGS = ("smoothquant", "awq", "aqas", "smooth_swiglu")
-# Rotations that a reader applies while it runs: `convert --rotate` writes those of linear layers' inputs.
+# Rotations that a reader applies while it runs: ``rotate`` of convert writes those of linear layers' inputs.
 ONLINE = ("rotate_online", "rotate_down", "rotate_keys", "r3", "r4")
 _SHORT = {"rotate": ROTATIONS, "r1": ("rotate_residual",), "r2": ("rotate_values",), "swiglu": ("smooth_swiglu",)}
 

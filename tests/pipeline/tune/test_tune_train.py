@@ -256,7 +256,7 @@ def test_gradients_of_floats_are_those_of_the_divergence(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "train", "message"),
     [
-        ({}, ("heads",), 'train="heads" is unknown; did you mean head? use head, embeddings, norms, biases, global'),
+        ({}, ("heads",), 'train="heads" is unknown; did you mean head\\? use head, embeddings, norms, biases, global'),
         ({"method": "gptq"}, ("head",), 'train belongs to method="kl"'),
         ({}, ("biases",), 'train="biases": the model has no such tensor; leave it out'),
         ({"scheme": "mxfp4a16"}, ("global",), "no weight has a global scale in this format; leave it out"),

@@ -1,8 +1,8 @@
 """After GPTQ in the order of the model, codes by the KL divergence of the whole model, all layers at once
-(`descent.py`), and then, with these codes, what --train names (`floats.py`).
+(`descent.py`), and then, with these codes, what ``train`` names (`floats.py`).
 
 The codes that GPTQ found lie beside the output until those that are learned from them are written. Each time that codes
-are judged, on held-out samples of each --data and on the sample text of the package, the state of descent goes to disk,
+are judged, on held-out samples of each source and on the sample text of the package, the state of descent goes to disk,
 so that a killed run continues; what descent ends with goes into the journal before any layer is written.
 """
 

@@ -1,4 +1,4 @@
-"""tune --train: tensors that stay floats, and global scales, which descent on the whole model changes after the codes.
+"""``train`` of tune: floats and global scales that descent on the whole model changes after the codes.
 
 A kind of tensor is a row of `KINDS`. Trained of it are the parameters of the model that are one float tensor of the
 checkpoint each, and that the recipe keeps. They are stored in the dtype that they have in the source.

@@ -15,7 +15,7 @@ DATA, OTHER = "held-out samples", "sample text"
 
 
 def held_out_sources(samples: Samples, judged: Sequence[int], sizes: Sequence[int]) -> dict[str, torch.Tensor]:
-    """What held-out samples are called -> which of the windows of the ``judged`` batches they are: of several --data
+    """What held-out samples are called -> which of the windows of the ``judged`` batches they are: of several sources
     each by itself, so that none gets worse for the sake of the others. ``sizes``: windows of each batch."""
     ends = list(accumulate(sizes))
     windows = torch.cat([torch.arange(ends[batch] - sizes[batch], ends[batch]) for batch in judged])
