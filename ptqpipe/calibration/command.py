@@ -18,19 +18,18 @@ from typing import Any
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.calibration.data import HELD_SHARE, Samples, samples_of_model, tokens_digest
+from ptqpipe.calibration.data import Samples, samples_of_model, tokens_digest
 from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.calibration.outputs import collect_outputs, learned_from
 from ptqpipe.calibration.run_layers import HEAD, Collecting, open_runner, run_layers, sum_bytes
 from ptqpipe.calibration.statistics import STATS_FILE, STATS_VERSION
 from ptqpipe.calibration.store import OUTPUTS, digest_of, is_of_outputs, outputs_of, pairs_of
-from ptqpipe.calibration.summary import described
+from ptqpipe.calibration.summary import described, no_held_out
 from ptqpipe.checkpoint import Finished, LayerFolder, Mode, check_disjoint, check_place, name_of, resolve_source
 from ptqpipe.errors import UsageError, arg
 from ptqpipe.models.language_model import with_note
 from ptqpipe.models.source import Source
 from ptqpipe.run.machine import Machine, Ranks, compute_threads, peak_bytes, threads
-from ptqpipe.run.quantities import counted
 from ptqpipe.runtime.loading import DTYPES, config_of
 from ptqpipe.runtime.skeleton import Skeleton
 
@@ -78,7 +77,7 @@ def calibrate(
             holdout=options.holdout,
         )
         if warn is not None and options.holdout is None and not len(samples.held_out):
-            warn(_no_held_out(samples, options))
+            warn(no_held_out(samples, options))
         _check_shared(samples, options, ranks)
         collecting = Collecting(block, full, len(samples.held_out) > 0, ranks, tuple(devices) or (machine.device,))
         skeleton = Skeleton.of(source, dtype=_dtype_of(options.dtype, config), images=bool(samples.images))
@@ -126,18 +125,6 @@ def _check_shared(samples: Samples, options: CalibrateOptions, ranks: Ranks) -> 
 
 def _backwards(options: CalibrateOptions) -> list[str]:
     return [kind for kind in ("kl", "pairs") if kind in options.moments]
-
-
-def _no_held_out(samples: Samples, options: CalibrateOptions) -> str:
-    why = f"the data have {counted(samples.candidates, 'window')} for {counted(options.samples, 'sample')}"
-    remedy = f"give more data, or {arg('holdout')} with fewer {arg('samples')}"
-    if options.samples < HELD_SHARE:
-        why = f"{arg('samples', options.samples)} is below {HELD_SHARE}"
-        remedy = f"give {arg('samples', HELD_SHARE)}, or {arg('holdout')}"
-    return (
-        f"no window is held out, since {why}: convert will judge its choices on the data that it makes them on; "
-        f"{remedy}"
-    )
 
 
 def _which(moments: Sequence[str]) -> tuple[bool, bool]:

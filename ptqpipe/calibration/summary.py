@@ -4,11 +4,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ptqpipe.calibration.data import Samples
+from ptqpipe.calibration.data import HELD_SHARE, Samples
+from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.calibration.pairs import most_tokens, nbytes as pairs_bytes
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import Finished
 from ptqpipe.checkpoint.tensor_names import name_pattern, role_of
+from ptqpipe.errors import arg
 from ptqpipe.run.quantities import counted, disk_size, memory_size, number, table
 from ptqpipe.runtime.skeleton import Skeleton
 
@@ -119,3 +121,16 @@ def _short(what: str, names: list[str]) -> list[str]:
         return []
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return [f"{len(names)} {what}: {', '.join(names[:MOST_NAMES])}{more}"]
+
+
+def no_held_out(samples: Samples, options: CalibrateOptions) -> str:
+    """Why no window is held out, and what helps."""
+    why = f"the data have {counted(samples.candidates, 'window')} for {counted(options.samples, 'sample')}"
+    remedy = f"give more data, or {arg('holdout')} with fewer {arg('samples')}"
+    if options.samples < HELD_SHARE:
+        why = f"{arg('samples', options.samples)} is below {HELD_SHARE}"
+        remedy = f"give {arg('samples', HELD_SHARE)}, or {arg('holdout')}"
+    return (
+        f"no window is held out, since {why}: convert will judge its choices on the data that it makes them on; "
+        f"{remedy}"
+    )

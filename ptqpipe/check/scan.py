@@ -2,7 +2,7 @@
 a quantizer may write them, and, against its source, its errors, its worst blocks, and codes that are not the nearest.
 
 Decoded by the torch reference (``qtensor.py``), never by the kernels that wrote the checkpoint; memory does not grow
-with the weight. Judges and prints nothing: that is for verify and report. Must not know records or config files.
+with the weight. Judges and prints nothing: that is for verify and report.
 """
 
 import functools

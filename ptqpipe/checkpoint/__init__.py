@@ -2,7 +2,7 @@
 
 header.py, files.py, reader.py, direct.py    an existing folder: headers, files, any bytes of any tensor
 open_files.py                                files of which only some are open at a time
-held.py                                      a folder whose tensors are in memory
+in_memory.py                                 a folder whose tensors are in memory
 hub.py, fingerprint.py, dtypes.py            which folder a name means, the fingerprint of its content, NaN in it
 layout.py, writer.py, finish.py              a folder being written: the place of every byte, its tensors, the end
 partial.py, journal.py, lock.py              the hidden folder until it is complete, what is written, who is writing

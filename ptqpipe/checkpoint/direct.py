@@ -4,7 +4,7 @@ A page cache that a checkpoint streams through costs a copy of every byte and ev
 memory has to be fetched first (virtual machines), it costs several times the copy. Direct I/O moves pages between the
 disk and memory that its owner uses again and again. The system wants file offsets, lengths and addresses on page edges
 for it: reads widen to whole pages, writes put their ragged ends through the cache. File systems that cannot (tmpfs) are
-read and written the common way. Must not know tensors or headers.
+read and written the common way.
 """
 
 from __future__ import annotations

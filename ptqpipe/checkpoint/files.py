@@ -1,6 +1,6 @@
 """Sorts the files of a checkpoint folder: which hold the weights, which are copied, which are left out and why.
 
-It must not know tensors' contents; it opens the headers and the index alone. The decisions:
+Opens the headers and the index alone. The decisions:
 
 - With an index, the files that it names are the checkpoint, and every tensor in them must be in it.
 - Without an index, every ``*.safetensors`` of the folder is, and their names must be disjoint.

@@ -1,7 +1,7 @@
 """The last steps of writing a checkpoint: nothing may be missing, the other files are added, everything is synced to
 disk.
 
-It must not know how the weights were written. It reads the journals and the shards' headers, never weights.
+Reads the journals and the shards' headers, never weights.
 """
 
 from __future__ import annotations

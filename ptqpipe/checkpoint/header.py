@@ -1,9 +1,9 @@
 """The header of one safetensors file: parsed strictly, written exactly.
 
-A safetensors file is 8 bytes of little-endian header length, a JSON header, then the tensors' bytes without
-holes. This file knows names, dtype strings, shapes and offsets; it must not know what the numbers mean, nor
-touch a byte of weights. Whatever it accepts, the safetensors library (0.8) accepts with the same meaning; it
-refuses more: duplicate names, unknown fields, a header that does not start with ``{``.
+A safetensors file is 8 bytes of little-endian header length, a JSON header, then the tensors' bytes without holes. This
+file knows names, dtype strings, shapes and offsets; it touches no byte of weights. Whatever it accepts, the safetensors
+library (0.8) accepts with the same meaning; it refuses more: duplicate names, unknown fields, a header that does not
+start with ``{``.
 
 Source: the format section of the safetensors README, and the behaviour of the library's own reader.
 """

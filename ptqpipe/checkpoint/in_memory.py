@@ -1,7 +1,7 @@
 """Checkpoints whose tensors are in memory: a folder with all files of a model but its weights, and who holds those.
 
 While `holding` lasts, readers in this process find the weights in the folder as if the safetensors library had written
-them: the same names, order and bytes, so the same fingerprint. Must not know models.
+them: the same names, order and bytes, so the same fingerprint.
 """
 
 from __future__ import annotations

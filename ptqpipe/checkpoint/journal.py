@@ -2,7 +2,7 @@
 
 A line is JSON with the CRC-32 of its own content. Since a batch is one line, and the next is written only after
 the last one is on disk, a crash can damage the last line alone: a damaged tail is forgotten (its units are done
-again, with the same bytes), damage before it is an error. This file must not know what a unit or a record means.
+again, with the same bytes), damage before it is an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A folder of one file a decoder layer, statistics or learned codes: `LayerFolder` makes it and `OpenFolder` reads it.
 
 Lock, journal, one file per block, an index written last, and one rename. A killed run continues behind the last block
-whose line is in the journal; one that failed before its first block leaves nothing behind. It must not know what a
-block's file holds.
+whose line is in the journal; one that failed before its first block leaves nothing behind.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """Decides where every byte of the output will lie, from names, dtypes and shapes, before anything is written.
 
-It must not know what writes the bytes, nor on how many machines: the layout depends on the plan alone, so one
-process or sixteen write the same files. Tensors keep the order given; only where that order would put an element
-off its natural alignment, that shard is sorted by element size, largest first (the order of the safetensors
-library, without its sort by name).
+The layout depends on the plan alone, not on what writes the bytes, nor on how many machines: one process or sixteen
+write the same files. Tensors keep the order given; only where that order would put an element off its natural
+alignment, that shard is sorted by element size, largest first (the order of the safetensors library, without its sort
+by name).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Who writes a folder: advisory locks on files in it, freed by the system when their process ends, however it ends.
-
-Must not know what the folder holds.
-"""
+"""Who writes a folder: advisory locks on files in it, freed by the system when their process ends, however it ends."""
 
 from __future__ import annotations
 

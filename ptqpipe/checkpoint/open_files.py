@@ -1,4 +1,4 @@
-"""Open files of a checkpoint of any number of shards: only some of them at a time. Must not know what is in them."""
+"""Open files of a checkpoint of any number of shards: only some of them at a time."""
 
 from __future__ import annotations
 

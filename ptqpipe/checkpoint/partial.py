@@ -7,10 +7,10 @@
     .NAME.partial/old/                  the former NAME, from just before that rename to just after it
     .NAME.gone/                         what either was, once nothing of it is needed, until it is deleted
 
-It must not know tensors. A crash at any point leaves the former NAME, or the new one, or (between two renames of
---overwrite) the former in ``old/``, which the next run puts back. Whatever is left, --resume goes on from it or says
-that the output is complete: a folder that is done is renamed before it is emptied, so that no half of one is taken for
-an unfinished run, and one without a journal, or without ``out/``, is treated as if it were not there.
+A crash at any point leaves the former NAME, or the new one, or (between two renames of an output that is replaced) the
+former in ``old/``, which the next run puts back. Whatever is left, a resumed run goes on from it or says that the
+output is complete: a folder that is done is renamed before it is emptied, so that no half of one is taken for an
+unfinished run, and one without a journal, or without ``out/``, is treated as if it were not there.
 """
 
 from __future__ import annotations

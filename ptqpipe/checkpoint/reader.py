@@ -22,7 +22,7 @@ import torch
 from ptqpipe.checkpoint import direct
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.files import OWN_FILES, FolderContent, read_json_object, refuse_foreign_links, scan_folder
-from ptqpipe.checkpoint.fingerprint import fingerprint_of
+from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS, fingerprint_of
 from ptqpipe.checkpoint.header import FileHeader, TensorEntry, shown
 from ptqpipe.checkpoint.hub import check_folder
 from ptqpipe.checkpoint.in_memory import held_in
@@ -194,6 +194,10 @@ class CheckpointReader:
         if self._fingerprint is None:
             self._fingerprint = self._find_fingerprint()
         return self._fingerprint
+
+    def has_weights_of(self, fingerprint: str) -> bool:
+        """Whether a fingerprint is of a checkpoint with the weights of this one, whatever its config.json is."""
+        return fingerprint[:OF_WEIGHTS] == self.fingerprint()[:OF_WEIGHTS]
 
     def check_links(self) -> None:
         """CheckpointError if a file that would be carried over, or a config, is a link out of the model's folder."""

@@ -1,6 +1,6 @@
 """Writes one output file at once or not at all; its place is checked before anything is computed.
 
-Must not know what is in the file: whether one that exists may be replaced is the caller's to say. Folders of weights
+Whether one that exists may be replaced is the caller's to say. Folders of weights
 have `partial.py`.
 """
 

@@ -1,6 +1,6 @@
 """A small safetensors file next to an index (statistics and learned codes of one decoder layer), written whole.
 
-Must not know what the tensors are. The weights of models have `writer.py`.
+The weights of models have `writer.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes a checkpoint that appears whole or not at all; a killed run continues where it stopped.
 
 Tensors are written at their planned places, by any number of threads, in any order. A unit counts as done only
-after its bytes and then its line in the journal are on disk. This file must not know what a unit computes.
+after its bytes and then its line in the journal are on disk.
 """
 
 from __future__ import annotations

@@ -14,13 +14,12 @@ from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointWriter, TensorSpec
 from ptqpipe.checkpoint.layouts import Container, container_names, get_container, kv_scale, quantization_config
 from ptqpipe.conversion.job import WriteJob, write_whole
+from ptqpipe.conversion.record import CACHE_REASON
 from ptqpipe.errors import NumericsError, UsageError, arg, usage
 from ptqpipe.models.families import in_mtp_layers, language_config, mtp_layer, outside_language_model
 from ptqpipe.models.source import Source
 from ptqpipe.quantization import fp8_scale
 from ptqpipe.run.machine import WorkerBudget
-
-CACHE_REASON = "scale of the FP8 kv cache"
 
 
 @dataclass(frozen=True, slots=True)

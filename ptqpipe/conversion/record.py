@@ -10,6 +10,7 @@ from ptqpipe.checkpoint.layouts import quantization_config
 from ptqpipe.checkpoint.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.errors import CheckpointError, one_line
 
+CACHE_REASON = "scale of the FP8 kv cache"
 UNKNOWN = "unknown"  # the search of a weight whose numbers another tool made
 TAKEN_OVER = "not quantized in the checkpoint whose layout was changed"  # why a tensor of such a checkpoint is kept
 

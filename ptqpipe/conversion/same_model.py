@@ -2,7 +2,6 @@
 
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import name_of
-from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
 from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.quantization.learned_codes import LearnedCodes
@@ -18,7 +17,7 @@ def check_model(folder: Statistics | LearnedCodes, source: Source) -> None:
     what, verb = ("statistics", "calibrate") if isinstance(folder, Statistics) else ("learned codes", "tune")
     recorded, name = folder.content["model"].get("name"), name_of(source.reader.path)
     model = f"the model {recorded}" if recorded else "another model"
-    if theirs[:OF_WEIGHTS] == ours[:OF_WEIGHTS]:
+    if source.reader.has_weights_of(theirs):
         raise UsageError(
             f"the {what} in {folder.path} belong to {model} with another config.json (fingerprint ..."
             f"{theirs[-_SHOWN:]}, {name} has the same weights and ...{ours[-_SHOWN:]}); put that config.json back, or "

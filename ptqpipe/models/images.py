@@ -1,7 +1,7 @@
 """Images that messages name: found in their parts, read from data URIs or from one folder, and decoded.
 
 Nothing is fetched from a network. An image's size is read from its first bytes, before it is decoded, so a small file
-cannot become more pixels than `MOST_PIXELS`. Must not know models.
+cannot become more pixels than `MOST_PIXELS`.
 """
 
 import base64

@@ -16,8 +16,7 @@ from ptqpipe.calibration.rows import begin_token
 from ptqpipe.check.evaluate.measures import perplexity
 from ptqpipe.check.evaluate.scores import score
 from ptqpipe.check.verify.command import verify
-from ptqpipe.checkpoint import RECORD_FILE, Paths, check_place, locked, output_errors
-from ptqpipe.checkpoint.regular_file import read_json
+from ptqpipe.checkpoint import RECORD_FILE, Paths, check_place, locked, output_errors, read_json_object
 from ptqpipe.conversion.command import convert
 from ptqpipe.conversion.convert_summary import by_role
 from ptqpipe.conversion.prepare import prepare
@@ -82,9 +81,8 @@ def _run(out: Path, machine: Machine, show: Callable[[str], None]) -> list[DemoR
         with prepare(MODEL, options=RecipeOptions(format=scheme), out=out / scheme) as prepared:
             done = convert(prepared, mode="overwrite", machine=machine)
         assert done is not None  # rank 0 always has a result
-        proof = prepared.outputs.recipe.schemes()[
-            0
-        ].fmt.scale.enumerable  # brute force over bfloat16 scales would take a minute
+        (chosen,) = prepared.outputs.recipe.schemes()
+        proof = chosen.fmt.scale.enumerable  # brute force over bfloat16 scales would take a minute
         report = verify(done.out, source=MODEL, optimal=proof)
         if report.faults:
             raise CheckpointError(f"{done.out} does not verify: {report.faults[0].message}")
@@ -108,7 +106,7 @@ def _check_place(out: Path) -> None:
         if path.name in {f".{scheme}.{ending}" for scheme in SCHEMES for ending in ("partial", "gone")}:
             continue
         try:
-            source = read_json(path / RECORD_FILE)["source"]["name"]
+            source = read_json_object(path / RECORD_FILE)["source"]["name"]
         except (LookupError, TypeError):
             source = None
         if path.name not in SCHEMES or source != MODEL.name:

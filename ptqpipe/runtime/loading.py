@@ -281,18 +281,18 @@ def read_generation_config(path: Path) -> Any:
 
 def _fill(source: Source, model_of: tuple[Any, Any], dtype: torch.dtype, state: Prepare) -> Any:
     """The model of a class and a config with the tensors of ``source``: built on the meta device, filled one by one."""
-    path, made = source.reader.path, False
+    path, created = source.reader.path, False
     check_experts(source.reader.config, source.tensors)
     model_class, config = model_of
 
     def noted(model: Any, conversions: Any) -> Filling:
-        nonlocal made
-        made = True
+        nonlocal created
+        created = True
         return state(keep_language_model(model), conversions)
 
     try:
         # What its report says becomes one error below.
-        with creating(path, done=lambda: made), instead_of_files(model_class, noted):
+        with creating(path, done=lambda: created), instead_of_files(model_class, noted):
             model, info = model_class.from_pretrained(
                 None, config=config, state_dict={}, dtype=dtype, output_loading_info=True
             )

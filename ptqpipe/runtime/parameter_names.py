@@ -26,7 +26,7 @@ class Home:
     merged         whether other tensors go there, too
     expert, piece  its place in a stack that it is merged into: stack[expert], the piece-th of ``pieces`` runs of rows
     plain          False where transformers changes the numbers' places on the way (transposes, splits, interleaves)
-    turned         whether a matrix is merged into a stack that holds its transpose, and nothing else is done to it
+    transposed     whether a matrix is merged into a stack that holds its transpose, and nothing else is done to it
     """
 
     parameter: str
@@ -35,7 +35,7 @@ class Home:
     piece: int = 0
     pieces: int = 1
     plain: bool = True
-    turned: bool = False
+    transposed: bool = False
 
     @property
     def module(self) -> str:
@@ -95,7 +95,7 @@ class Homes:
                 piece=converter.source_patterns.index(pattern),
                 pieces=len(converter.source_patterns),
                 plain=one and operations <= _MERGING,
-                turned=one and merged and "Transpose" in operations and operations <= _MERGING | {"Transpose"},
+                transposed=one and merged and "Transpose" in operations and operations <= _MERGING | {"Transpose"},
             )
             for target in names
             if target in self._state
@@ -114,8 +114,8 @@ def with_expert_names(model: Any, conversions: Sequence[Any], shapes: Mapping[st
     find = Homes(model, conversions) if names else None
     homeless = {name: shapes[name] for name in names if find is not None and not find.of(name)}
     for transposed, spelling in product((False, True), _SPELLINGS) if homeless else ():
-        extended = [*conversions, *_expert_converters(*spelling, turned=transposed)]
-        if _fits(Homes(model, extended), model, homeless, turned=transposed):
+        extended = [*conversions, *_expert_converters(*spelling, transposed=transposed)]
+        if _fits(Homes(model, extended), model, homeless, transposed=transposed):
             return extended
     return list(conversions)
 
@@ -129,11 +129,11 @@ _SPELLINGS = (
 )
 
 
-def _expert_converters(stored: str, owner: str, names: Sequence[str], *, turned: bool) -> list[Any]:
+def _expert_converters(stored: str, owner: str, names: Sequence[str], *, transposed: bool) -> list[Any]:
     """From ``experts.N.gate_proj.weight`` and its siblings to stacks of a gate's and an up part's rows."""
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
-    last = [Transpose(1, 2)] if turned else []
+    last = [Transpose(1, 2)] if transposed else []
     gate, up, down = (f"{stored}.*.{name}.weight" for name in names)
     return [
         WeightConverter(
@@ -143,7 +143,7 @@ def _expert_converters(stored: str, owner: str, names: Sequence[str], *, turned:
     ]
 
 
-def _fits(find: Homes, model: Any, shapes: Mapping[str, Sequence[int]], *, turned: bool) -> bool:
+def _fits(find: Homes, model: Any, shapes: Mapping[str, Sequence[int]], *, transposed: bool) -> bool:
     """Whether these first experts' matrices are slices of the stacks that they go to."""
     for name, shape in shapes.items():
         homes = find.of(name)
@@ -151,6 +151,6 @@ def _fits(find: Homes, model: Any, shapes: Mapping[str, Sequence[int]], *, turne
             return False
         rows, columns = shape[0] * homes[0].pieces, shape[1]
         stack = tuple(model.get_parameter(homes[0].parameter).shape[1:])
-        if stack != ((columns, rows) if turned else (rows, columns)):
+        if stack != ((columns, rows) if transposed else (rows, columns)):
             return False
     return True

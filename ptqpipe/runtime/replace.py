@@ -99,7 +99,9 @@ def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     tied = {*ties, *ties.values()}  # transformers ties parameters: Zamba's shared blocks to each other
     for parameter, parts in fed.items():
-        if parameter in tied or not all(name in source.stored and (home.plain or home.turned) for name, home in parts):
+        if parameter in tied or not all(
+            name in source.stored and (home.plain or home.transposed) for name, home in parts
+        ):
             continue
         if any(source.stored[name].scheme.fmt.has_zeros for name, _ in parts):
             continue  # no product takes zero points
@@ -171,7 +173,7 @@ def _by_expert(module: Any, source: Source, parts: Sequence[tuple[str, Home]]) -
     by_place = {(home.expert, home.piece): name for name, home in parts if source.stored[name].experts is None}
     pieces = parts[0][1].pieces
     wanted = [[(expert, piece) for piece in range(pieces)] for expert in range(count)]
-    if any(home.turned != is_turned(module) for _, home in parts):
+    if any(home.transposed != is_turned(module) for _, home in parts):
         return None
     if len(by_place) != len(parts) or any(key not in by_place for keys in wanted for key in keys):
         return None

@@ -210,13 +210,13 @@ def _place(
     return {name: tuple(sources) for name, sources in origins.items()}, tuple(unplaced)
 
 
-def _targets(first: str, converter: Any, known: Mapping[str, Any]) -> list[str]:
+def _targets(first: str, converter: Any, parameters: Mapping[str, Any]) -> list[str]:
     """Every parameter that a conversion makes: its first target, and those that its pattern names beside it."""
     if converter is None:
         return [first]
     patterns = converter.target_patterns
     names = [first.replace(patterns[0], pattern) for pattern in patterns]
-    return [name for name in dict.fromkeys(names) if name in known] or [first]
+    return [name for name in dict.fromkeys(names) if name in parameters] or [first]
 
 
 def _load(skeleton: Skeleton, wanted: Mapping[str, LazyTensor], device: torch.device) -> Any:

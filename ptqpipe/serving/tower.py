@@ -102,11 +102,11 @@ def _on(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
 
-def _positions(given: Any, count: int) -> torch.Tensor | None:
+def _positions(position_ids: Any, count: int) -> torch.Tensor | None:
     """int64 [3, count], None where they are counted from 0."""
-    if given is None:
+    if position_ids is None:
         return None
-    positions = given[-3:, 0] if given.dim() == 3 else given[-1:].expand(3, -1)
+    positions = position_ids[-3:, 0] if position_ids.dim() == 3 else position_ids[-1:].expand(3, -1)
     positions = positions.cpu()
     return None if bool((positions == torch.arange(count)).all()) else positions.clone()
 

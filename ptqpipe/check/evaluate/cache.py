@@ -5,7 +5,7 @@
 
 A batch that was just computed is decoded, too, so a hit and a miss measure the same bits. A file appears under its name
 only when it is whole, and one that is damaged is computed again. The least recently used digests go when the limit is
-reached. Must not know what a model is: one is made when a batch is missing.
+reached. A model is made when a batch is missing.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from ptqpipe.check.evaluate.scores import Window, batches, model_logits, vocabulary_of, windows as windows_of
-from ptqpipe.check.options import CACHE_BYTES
+from ptqpipe.check.options import CACHE_BYTES, EvalOptions
 from ptqpipe.errors import CheckpointError, UsageError, arg, not_finite
-from ptqpipe.run.quantities import memory_size
+from ptqpipe.run.quantities import disk_size, memory_size, option_size
 
 LAYOUT = 2
 MOST_IN_MEMORY = 8 << 30  # bytes
@@ -46,6 +46,13 @@ class CachedLogits:
         self.stored = any("-" in file.name for file in folder.iterdir())
         self._make = make
         self._model: Any = None
+
+    def described(self) -> str:
+        """A line for people about where the log-probabilities are."""
+        what = "the source's log-probabilities"
+        if self.stored:
+            return f"{what} are in {self.folder} from an earlier run"
+        return f"{what} are cached in {self.folder}, at most {disk_size(self.most)} ({arg('cache_size', 0)}: no cache)"
 
     def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
         """As ``scores.Logits`` says."""
@@ -118,6 +125,15 @@ class KeptLogits:
         logits = decode(self._kept[batch[0].start], sum(window.scored for window in batch), self.vocabulary)
         assert logits is not None
         return logits
+
+
+def not_cached(nbytes: int, options: EvalOptions) -> str:
+    """A line for people where `open_cache` gives nothing for log-probabilities of ``nbytes``."""
+    return (
+        f"both models are loaded at once: {disk_size(nbytes)} of the source's log-probabilities exceed "
+        f"{arg('cache_size', option_size(options.cache_size))} or the free disk space, or {options.cache_dir} is not "
+        "writable"
+    )
 
 
 def open_cache(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.check.evaluate.cache import open_cache, store_bytes
+from ptqpipe.check.evaluate.cache import not_cached, open_cache, store_bytes
 from ptqpipe.check.evaluate.eval_file import kl_row, perplexity_row, result_json, task_row
 from ptqpipe.check.evaluate.harness import TaskMetric, TaskRequest, check_tasks, run_tasks
 from ptqpipe.check.evaluate.measures import divergence, perplexity
@@ -34,7 +34,6 @@ from ptqpipe.errors import CheckpointError, UsageError, arg, one_line
 from ptqpipe.models.language_model import with_note
 from ptqpipe.models.source import Source
 from ptqpipe.run.machine import counting_bar
-from ptqpipe.run.quantities import disk_size, option_size
 from ptqpipe.runtime.loading import (
     check_device,
     default_length,
@@ -263,20 +262,10 @@ def _reference(job: _Job, text: Text, path: Path, other: Callable[[], Any]) -> A
         limit_bytes=options.cache_size,
     )
     if store is None:
-        most = disk_size(store_bytes(job.windows(text), int(config.get_text_config().vocab_size)))
-        job.log(
-            f"both models are loaded at once: {most} of the source's log-probabilities exceed "
-            f"{arg('cache_size', option_size(options.cache_size))} or the free disk space, "
-            f"or {options.cache_dir} is not writable"
-        )
+        nbytes = store_bytes(job.windows(text), int(config.get_text_config().vocab_size))
+        job.log(not_cached(nbytes, options))
         return other()
-    what = "the source's log-probabilities"
-    if store.stored:
-        job.log(f"{what} are in {store.folder} from an earlier run")
-    else:
-        job.log(
-            f"{what} are cached in {store.folder}, at most {disk_size(store.most)} ({arg('cache_size', 0)}: no cache)"
-        )
+    job.log(store.described())
     with counting_bar(_scored(job, text), "tokens", shown=job.progress, title=f"source, {text.name}") as advance:
         store.fill(job.windows(text), text.tokens, on_batch=lambda tokens: advance(tokens, ""))
     return store

@@ -9,7 +9,7 @@ Gemma predicts badly. Windows go through the model in batches of a fixed rule, s
 moves the last bits of float32 logits. Logits become float32 before the softmax; nothing of the size of a vocabulary
 outlives its batch.
 
-Must not know files, checkpoints or where logits come from: a model, or a store of logits.
+Logits come from a model, or from a store of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """Where a model diverges from its baseline: how KL spreads over tokens and positions, and the tokens that it hits most.
 
 All of it follows from `Scores`, so it costs no further forward pass. Also the texts that two models continue from the
-same beginnings. Must not know files; a tokenizer is a function that gives a piece of text for tokens.
+same beginnings. A tokenizer is a function that gives a piece of text for tokens.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Reports for people: numbers and names in (``content.py``), one HTML or markdown file out.
 
-Must not know checkpoints or tensors: ``command.py`` gathers. jinja2 is imported when a report is rendered.
+``gather.py`` gathers. jinja2 is imported when a report is rendered.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """The charts of a report as inline SVG. Numbers in, Markup out; each is drawn once for wide and once for narrow pages.
 
-Must not know where numbers come from. Titles, captions and legends are the template's.
+Titles, captions and legends are the template's.
 """
 
 import math

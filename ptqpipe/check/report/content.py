@@ -1,6 +1,6 @@
 """What a report says, as plain numbers and names: gathered by ``command.py``, rendered by this package.
 
-Must not know checkpoints, tensors or HTML. Every number is one that was measured or recorded; what is not known is
+Every number is one that was measured or recorded; what is not known is
 None, and the renderers say so instead of leaving a gap. Names come from files and are untrusted text.
 """
 

@@ -1,6 +1,6 @@
 """Plots of the divergence from the original model: over tokens, over positions, and against size.
 
-Must not know where numbers come from. Divergences are in nats per token; their axes are logarithmic where they span
+Divergences are in nats per token; their axes are logarithmic where they span
 powers of ten.
 """
 

@@ -19,9 +19,8 @@ from ptqpipe.checkpoint.dtypes import FLOATS
 from ptqpipe.checkpoint.layouts import Part, get_container, is_kv_scale, quantization_config
 from ptqpipe.conversion.bias_correction import corrected_biases, with_reasons
 from ptqpipe.conversion.job import run_parts_of
-from ptqpipe.conversion.kv_cache import CACHE_REASON
 from ptqpipe.conversion.measured import certificate
-from ptqpipe.conversion.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of, self_faults
+from ptqpipe.conversion.record import CACHE_REASON, TAKEN_OVER, UNKNOWN, Claim, Record, object_of, self_faults
 from ptqpipe.errors import CheckpointError, PtqError, RecipeError
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.search import get_search

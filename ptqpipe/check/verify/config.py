@@ -1,7 +1,7 @@
 """Checks that the config files describe what is stored, against what the container itself would write for it.
 
 The description is written anew from the stored weights and compared: everything for our own output, what readers act on
-for another tool's. Must not know how a container stores a scheme, only how to compare two descriptions.
+for another tool's.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Checks the numbers of one stored weight: its legality, its error, its codes, its record, its block scales.
 
-Works on runs of rows, so that memory does not grow with the weight. Must not know config files.
+Works on runs of rows, so that memory does not grow with the weight.
 """
 
 from dataclasses import dataclass, replace

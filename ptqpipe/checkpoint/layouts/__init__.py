@@ -1,9 +1,9 @@
 """Containers: one file for each on-disk layout, which reads and writes its names, bytes and config; found by file name.
 
-A container knows how a quantized weight is *stored*: names, bytes, config. It must not know how scales are chosen, what
-a model is, or how files are written. The way of a weight: ``parts`` says from the shape alone which tensors will be
-written, ``encode_part`` turns a QTensor (or a run of its rows) into the bytes of one of them, ``stored_weights`` finds
-the quantized weights of a checkpoint from its headers and config, and ``decode`` reads one back as a QTensor.
+A container knows how a quantized weight is *stored*: names, bytes, config. The way of a weight: ``parts`` says from the
+shape alone which tensors will be written, ``encode_part`` turns a QTensor (or a run of its rows) into the bytes of one
+of them, ``stored_weights`` finds the quantized weights of a checkpoint from its headers and config, and ``decode``
+reads one back as a QTensor.
 """
 
 import pkgutil

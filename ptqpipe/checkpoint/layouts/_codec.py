@@ -1,7 +1,7 @@
 """QTensor <-> the bytes of stored tensors. Containers list the tensors of a weight (parts); this file fills them.
 
 A part's role, dtype and shape say all there is to know: codes and scales are row major in every layout, so a run of
-whole block rows is a run of bytes. Must not know names, configs or files.
+whole block rows is a run of bytes.
 """
 
 import math

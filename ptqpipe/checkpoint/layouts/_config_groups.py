@@ -1,7 +1,4 @@
-"""compressed-tensors' config groups: which group applies to a module, and whether the groups match what is stored.
-
-Knows the keys of a group and how readers match targets; must not know formats, nor how a scheme is stored.
-"""
+"""compressed-tensors' config groups: which group applies to a module, and whether the groups match what is stored."""
 
 import math
 import re

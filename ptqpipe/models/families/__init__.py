@@ -3,7 +3,7 @@
 A row says how a config.json names the family, which of its modules are not quantized like the rest and why, what its
 readers fuse into one matrix, how its experts lie in stacks, and where factors may move. The default keep rules of a
 recipe, the checks of a finished checkpoint, plans and transforms read the same rows, so that what is written and what
-is verified cannot drift apart. It must not know formats or files.
+is verified cannot drift apart.
 """
 
 import math

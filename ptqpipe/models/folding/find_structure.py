@@ -1,7 +1,7 @@
 """Finds the edges of a model from the names and shapes of its tensors.
 
-A tensor of a layer that is not understood could read the same channels, so it is an error, never ignored. Knows
-names and shapes; must not know files, formats or statistics.
+A tensor of a layer that is not understood could read the same channels, so it is an error, never ignored. Knows names
+and shapes.
 """
 
 import re

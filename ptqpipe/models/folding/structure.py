@@ -9,7 +9,7 @@ factor per channel passes through:
     up      rows of up_proj               -> columns of down_proj, since the MLP is act(gate) * up
     final   the norm after the last layer -> the head (rotations only)
 
-``find_structure.py`` finds them. Must not know files, formats or statistics.
+``find_structure.py`` finds them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

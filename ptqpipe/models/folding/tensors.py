@@ -2,8 +2,7 @@
 orthogonal matrices, constants.
 
 Computed in float64 on runs of rows, so a tensor of any size needs the memory of a run. An op speaks of the tensor as
-it is stored; ``on_columns`` and ``on_rows`` translate from a logical [out, in] weight. Knows tensors; must not know
-files or where the factors come from.
+it is stored; ``on_columns`` and ``on_rows`` translate from a logical [out, in] weight.
 """
 
 from collections.abc import Iterable, Sequence

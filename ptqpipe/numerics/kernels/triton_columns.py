@@ -99,10 +99,10 @@ def feed_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def descend_kernel(
-    exact: tl.tensor, error: tl.tensor, codes: tl.tensor, slope: tl.tensor, s: tl.tensor, turned: tl.tensor,
+    exact: tl.tensor, error: tl.tensor, codes: tl.tensor, slope: tl.tensor, s: tl.tensor, transposed: tl.tensor,
     rows: tl.tensor, columns: tl.tensor, ELEMENT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """``columns.descend`` of ROWS rows; ``turned`` is the moment, transposed."""
+    """``columns.descend`` of ROWS rows; ``transposed`` is the moment."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     column = tl.arange(0, WIDTH)
@@ -118,8 +118,8 @@ def descend_kernel(
         next_scale = tl.load(s + at + rows, mask=more, other=1.0)
         next_x = tl.load(exact + at + rows, mask=more, other=0.0)
         next_before = tl.load(error + at + rows, mask=more, other=0.0)
-        added = tl.load(turned + i * columns + column, mask=column < columns, other=0.0)
-        curvature = tl.load(turned + i * (columns + 1) + row * 0)
+        added = tl.load(transposed + i * columns + column, mask=column < columns, other=0.0)
+        curvature = tl.load(transposed + i * (columns + 1) + row * 0)
         least = (x - before) + column_of(near, column == i) * reciprocal(curvature)
         wanted = tl.where(curvature > 0, least, x)
         code, decoded = nearest(wanted, scale, reciprocal(scale), ELEMENT)
@@ -434,12 +434,12 @@ def sweep_block_rows(
     corners = [moment[run, run].contiguous() for run in runs]
     for _ in range(sweeps):
         for run, corner in zip(runs, corners, strict=True):
-            of = slice(run.start // block, run.stop // block)
+            blocks = slice(run.start // block, run.stop // block)
             before, near = error[run].clone(), slope[run].clone()
             sweep_kernel[_grid(exact, sizes)](
-                near, exact[run], error[run], codes[run], scales[of], ladder, corner, feedback[of], weight[of],
-                inverse[of], usable[of], room, rows, len(corner), len(ladder), 2 * window + 1, window, slack, **sizes,
-                **_OPTIONS,
+                near, exact[run], error[run], codes[run], scales[blocks], ladder, corner, feedback[blocks],
+                weight[blocks], inverse[blocks], usable[blocks], room, rows, len(corner), len(ladder), 2 * window + 1,
+                window, slack, **sizes, **_OPTIONS,
             )  # fmt: skip
             slope.addmm_(moment[:, run], error[run] - before)
         s = ladder[scales].repeat_interleave(block, 0)

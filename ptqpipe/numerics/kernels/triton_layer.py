@@ -112,13 +112,13 @@ def gated(gate: torch.Tensor, up: torch.Tensor, table: torch.Tensor) -> torch.Te
     return out
 
 
-def _launch(device: torch.device, kernel: Any, grid: tuple[int, ...], *given: Any, **constants: Any) -> None:
+def _launch(device: torch.device, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     call: Callable[..., Any] = kernel[grid]
     if device.type != "cuda":
-        call(*given, **constants, enable_fp_fusion=False)
+        call(*arguments, **constants, enable_fp_fusion=False)
         return
     with torch.cuda.device(device):
-        call(*given, **constants, enable_fp_fusion=False)
+        call(*arguments, **constants, enable_fp_fusion=False)
 
 
 def _padded(width: int) -> int:

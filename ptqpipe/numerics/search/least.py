@@ -194,11 +194,11 @@ class _Sums:
         self._top = self._ends[0][1]
         self._x, weights = _ascending(blocks.x[0], None if blocks.h is None else blocks.h[0])
         sums = np.zeros((3, len(self._x) + 1))
-        of = sums[:, 1:]
-        of[0] = weights
-        np.multiply(of[0], self._x, out=of[1])
-        np.multiply(of[1], self._x, out=of[2])
-        np.cumsum(of, axis=1, out=of)
+        moments = sums[:, 1:]
+        moments[0] = weights
+        np.multiply(moments[0], self._x, out=moments[1])
+        np.multiply(moments[1], self._x, out=moments[2])
+        np.cumsum(moments, axis=1, out=moments)
         self._weight, self._first, self._second = sums
         self._energy = float(self._second[-1])
         self.amax = max(self._x[-1], -self._x[0])

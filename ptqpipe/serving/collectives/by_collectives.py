@@ -92,29 +92,29 @@ class CollectiveExchange:
         self.stats.wire_bytes += row * (self.layout.ranks - 1)
         return messages
 
-    def _reduce(self, chunk: int, made: ChunkMessages) -> None:
-        assert made.work is not None
-        made.work.wait()
+    def _reduce(self, chunk: int, messages: ChunkMessages) -> None:
+        assert messages.work is not None
+        messages.work.wait()
         span, size = self.layout.span(self.rank, chunk), self._nbytes(self.rank, chunk)
-        mine = torch.zeros(made.sums.shape[1], dtype=torch.uint8, device=self.x.device)
+        mine = torch.zeros(messages.sums.shape[1], dtype=torch.uint8, device=self.x.device)
         if len(span):
             exact = self.rank if self.own_exact else -1
-            terms = [None if rank == exact else row[:size] for rank, row in enumerate(made.received)]
+            terms = [None if rank == exact else row[:size] for rank, row in enumerate(messages.received)]
             own, out = self.x[span.start : span.stop], self.out[span.start : span.stop]
             message = self.wire.reduce(terms, own, mine[:size], out)
             if message.data_ptr() != mine.data_ptr():
                 mine[:size].copy_(message)
-        made.work = dist.all_gather_into_tensor(made.sums.view(-1), mine, group=self.group, async_op=True)
+        messages.work = dist.all_gather_into_tensor(messages.sums.view(-1), mine, group=self.group, async_op=True)
         self.stats.wire_bytes += len(mine) * (self.layout.ranks - 1)
 
-    def _decode(self, chunk: int, made: ChunkMessages) -> None:
-        assert made.work is not None
-        made.work.wait()
+    def _decode(self, chunk: int, messages: ChunkMessages) -> None:
+        assert messages.work is not None
+        messages.work.wait()
         for rank in range(self.layout.ranks):
             span = self.layout.span(rank, chunk)
             if rank != self.rank and len(span):
                 out = self.out[span.start : span.stop]
-                message = made.sums[rank, : self._nbytes(rank, chunk)]
+                message = messages.sums[rank, : self._nbytes(rank, chunk)]
                 landing = self.wire.landing(out, message)
                 if landing.data_ptr() != message.data_ptr():
                     landing.copy_(message)

@@ -52,9 +52,9 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class _MaskRule:
-    """Which tokens a mask lets a query see: the last ``window`` (None: all before it), unless it is not ``known``."""
+    """Which tokens a mask lets a query see: the last ``window`` (None: all before it), where it is ``simple``."""
 
-    known: bool
+    simple: bool
     window: int | None = None
 
 
@@ -247,7 +247,7 @@ def _probe_forward(
     rule = getattr(attention_mask, _RULE, None)
     if rule is None:
         return paged_attention_forward(module, query, key, value, attention_mask, **terms)
-    if not rule.known:
+    if not rule.simple:
         raise UsageError(f"{type(module).__name__} masks tokens in a way that the engine does not know")
     recorder = PagedAttention.active()
     assert isinstance(recorder, _Recorder)
@@ -271,5 +271,5 @@ def rule_of(sees: Callable[..., Any], longest: int) -> _MaskRule:
     for query in {longest - 1, max(longest - 2, 0), longest // 2}:
         expected = (keys <= query) & (keys > query - (window or longest))
         if not torch.equal(row(query), expected):
-            return _MaskRule(known=False)
-    return _MaskRule(known=True, window=window)
+            return _MaskRule(simple=False)
+    return _MaskRule(simple=True, window=window)

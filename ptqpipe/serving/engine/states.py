@@ -36,13 +36,13 @@ class _Place:
 class _State:
     """One state: its place, shape of a sequence's (without a batch dimension) and dtype.
 
-    known  whether transformers' cache says that there is a state before (conv states) once it was computed
+    flagged  whether transformers' cache says that there is a state before (conv states) once it was computed
     """
 
     place: _Place
     shape: tuple[int, ...]
     dtype: torch.dtype
-    known: bool = True
+    flagged: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -275,7 +275,7 @@ class _Cache:
         if has.place.name == _CONV:
             self.layer.conv_kernel_size[key] = has.shape[-1]
         self.layer.dtype, self.layer.device = state.dtype, state.device
-        self.layer.has_previous_state[key] = has.known and not fresh
+        self.layer.has_previous_state[key] = has.flagged and not fresh
 
     def get(self, has: _State) -> torch.Tensor:
         """The state after a forward."""

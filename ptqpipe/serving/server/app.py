@@ -52,14 +52,14 @@ class _Served:
     created: int
     details: Callable[[], Mapping[str, Any]]
 
-    def name(self, asked: str | None) -> str:
+    def name(self, requested: str | None) -> str:
         """The model's name. ApiError (404) for another one."""
-        if asked is not None and asked not in self.options.names:
+        if requested is not None and requested not in self.options.names:
             names = ", ".join(self.options.names)
             raise ApiError(
-                404, f"the model {asked!r} is not served here; use {names}", param="model", code="model_not_found"
+                404, f"the model {requested!r} is not served here; use {names}", param="model", code="model_not_found"
             )
-        return self.options.names[0] if asked is None else asked
+        return self.options.names[0] if requested is None else requested
 
     def model(self, name: str) -> dict[str, Any]:
         """One entry of /v1/models."""
@@ -109,16 +109,16 @@ def create_app(
 
 
 def _add_completions(app: FastAPI, state: _Served) -> None:
-    async def answer(http: Request, made: Completion | Chat, *, stream: bool) -> Any:
-        call = Call(state.service, state.metrics, made.requests)
+    async def answer(http: Request, reply: Completion | Chat, *, stream: bool) -> Any:
+        call = Call(state.service, state.metrics, reply.requests)
         call.submit()
         if not stream:
-            return JSONResponse(await made.answer(http, call))
-        return made.stream(call)
+            return JSONResponse(await reply.answer(http, call))
+        return reply.stream(call)
 
     @app.post("/v1/completions", tags=["generation"], summary="Continue a text")
     async def completions(body: CompletionBody, http: Request) -> Any:
-        """One or several texts, or token ids; ``stream`` sends each piece as it is made."""
+        """One or several texts, or token ids; ``stream`` sends each piece as it is reply."""
         name = state.name(body.model)
         check_completion(body, most=state.service.most)
         completion = await state.prompts.run(partial(Completion, body, state.prompts, name))
@@ -126,7 +126,7 @@ def _add_completions(app: FastAPI, state: _Served) -> None:
 
     @app.post("/v1/chat/completions", tags=["generation"], summary="Answer a chat")
     async def chat(body: ChatBody, http: Request) -> Any:
-        """Needs a model with a chat template; ``stream`` sends each piece as it is made."""
+        """Needs a model with a chat template; ``stream`` sends each piece as it is reply."""
         name = state.name(body.model)
         check_chat(body)
         chat_answer = await state.prompts.run(partial(Chat, body, state.prompts, name))

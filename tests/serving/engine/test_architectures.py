@@ -177,9 +177,9 @@ def test_the_rule_of_a_mask_is_read_off_its_rows() -> None:
     causal, longest = masking_utils.causal_mask_function, 64
     none = torch.zeros(1, dtype=torch.int64)
     window = masking_utils.sliding_window_causal_mask_function
-    assert (rule_of(causal, longest).known, rule_of(causal, longest).window) == (True, None)
+    assert (rule_of(causal, longest).simple, rule_of(causal, longest).window) == (True, None)
     for length in (1, 12, 40, 63):
-        assert (rule_of(window(length), longest).known, rule_of(window(length), longest).window) == (True, length)
+        assert (rule_of(window(length), longest).simple, rule_of(window(length), longest).window) == (True, length)
     assert rule_of(window(64), longest).window is None
     for other in (
         masking_utils.chunked_causal_mask_function(12, none),
@@ -188,7 +188,7 @@ def test_the_rule_of_a_mask_is_read_off_its_rows() -> None:
         masking_utils.sliding_window_bidirectional_mask_function(12),
         lambda batch, head, query, key: causal(batch, head, query, key) & (key % 2 == 0),
     ):
-        assert not rule_of(other, longest).known
+        assert not rule_of(other, longest).simple
 
 
 def test_rotary_embeddings_that_depend_on_the_batch_end_at_the_original_context() -> None:

@@ -158,7 +158,7 @@ def test_a_model_without_its_processor_says_so_to_who_sends_an_image(folders: di
     assert any("images are not taken" in line for line in said)
     assert processor_of(str(folders["llava"]), batch_invariant=True) == "images are not taken with batch_invariant"
     refused = pytest.raises(UsageError, match=r"allowed_local_media_path: images are not taken.*leave the option out")
-    with refused, serving(replace(options, media=tmp_path), log=said.append):
+    with refused, serving(replace(options, allowed_local_media_path=tmp_path), log=said.append):
         pass
 
 
