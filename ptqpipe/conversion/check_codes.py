@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint.layouts import get_container
-from ptqpipe.conversion.input_moments import check_model
+from ptqpipe.conversion.same_model import check_model
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError, arg
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme

@@ -22,7 +22,6 @@ from ptqpipe.conversion.convert_summary import by_role
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import CheckpointError, OutputExists, arg
 from ptqpipe.models.source import Source
-from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine, one_thread_each
 from ptqpipe.run.quantities import disk_size, sqnr_db
@@ -82,7 +81,8 @@ def _run(out: Path, machine: Machine, show: Callable[[str], None]) -> list[DemoR
         with prepare(MODEL, options=RecipeOptions(format=scheme), out=out / scheme) as prepared:
             done = convert(prepared, mode="overwrite", machine=machine)
         assert done is not None  # rank 0 always has a result
-        proof = get_scheme(scheme).fmt.scale.enumerable  # brute force over bfloat16 scales would take a minute
+        (chosen,) = prepared.outputs.recipe.schemes()
+        proof = chosen.fmt.scale.enumerable  # brute force over bfloat16 scales would take a minute
         report = verify(done.out, source=MODEL, optimal=proof)
         if report.faults:
             raise CheckpointError(f"{done.out} does not verify: {report.faults[0].message}")

@@ -7,13 +7,13 @@ from typing import Any, Unpack
 
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import ShardLayout, TensorSpec, check_disjoint, resolve_source
-from ptqpipe.conversion.input_moments import check_model
 from ptqpipe.conversion.job import (
     Run,
     WriteResult,
     write_checkpoint,
 )
 from ptqpipe.conversion.options import TransformOptions
+from ptqpipe.conversion.same_model import check_model
 from ptqpipe.conversion.transform import plan
 from ptqpipe.conversion.transform.learn import LearningUnit, learning_units
 from ptqpipe.conversion.transform.transformation import Transformation

@@ -15,7 +15,7 @@ from typing import Any
 
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import check_file, name_of, resolve_source, write_file
-from ptqpipe.conversion.input_moments import check_model
+from ptqpipe.conversion.same_model import check_model
 from ptqpipe.errors import UsageError, arg, argv
 from ptqpipe.models.layout_issues import layout_warnings
 from ptqpipe.models.source import Source
