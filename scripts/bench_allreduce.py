@@ -327,11 +327,11 @@ def worker(options: argparse.Namespace) -> None:
         soak(options.soak)
     else:
         forced = QuantAllReduce(
-            codec=options.codec, block=options.rotation_size, hadamard=options.hadamard, min_bytes=0,
+            codec=options.codec, block=options.block, hadamard=options.hadamard, min_bytes=0,
             chunk_bytes=bytes_of(options.chunk), one_shot=options.one_shot,
         )  # fmt: skip
         begun = time.perf_counter()
-        auto = QuantAllReduce(codec=options.codec, block=options.rotation_size, hadamard=options.hadamard)
+        auto = QuantAllReduce(codec=options.codec, block=options.block, hadamard=options.hadamard)
         start_s = time.perf_counter() - begun
         for size in options.sizes:
             measure(options, size, link, (forced, auto), start_s)

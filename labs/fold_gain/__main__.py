@@ -164,7 +164,7 @@ def quantize(floats: Path, out: Path, data: Path, scheme: str, rows: torch.Tenso
     codes = out.with_name(f"{out.name}-codes")
     count, length = rows.shape
     ptqpipe.tune(floats, str(data), codes, format=scheme, method="gptq", workers=1, samples=count, seqlen=length)
-    ptqpipe.convert(floats, format=scheme, rounding=codes, out=out, workers=1)
+    ptqpipe.convert(floats, format=scheme, codes=codes, out=out, workers=1)
 
 
 def check(model: Any, scheme: str) -> None:

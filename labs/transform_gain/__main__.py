@@ -42,16 +42,16 @@ def variants(scheme: str, asked: Sequence[str]) -> dict[str, TransformOptions]:
 
     every = {
         "smoothquant": make("smoothquant"),
-        "smoothquant 2^k": make("smoothquant", powers_of_two=True),
+        "smoothquant 2^k": make("smoothquant", power_of_two=True),
         "smooth_swiglu": make("smooth_swiglu"),
         "awq": make("awq"),
-        "awq 2^k": make("awq", powers_of_two=True),
+        "awq 2^k": make("awq", power_of_two=True),
         "aqas": make("aqas"),
-        "rotate_residual 16": make("rotate_residual", block=16),
-        "rotate_residual 32": make("rotate_residual", block=32),
-        "rotate_residual 128": make("rotate_residual", block=128),
-        "rotate_values 32": make("rotate_values", block=32),
-        "aqas,rotate 32": make("aqas,rotate", block=32),
+        "rotate_residual 16": make("rotate_residual", rotation_size=16),
+        "rotate_residual 32": make("rotate_residual", rotation_size=32),
+        "rotate_residual 128": make("rotate_residual", rotation_size=128),
+        "rotate_values 32": make("rotate_values", rotation_size=32),
+        "aqas,rotate 32": make("aqas,rotate", rotation_size=32),
     }
     if get_scheme(scheme).activation is Activation.NONE:
         del every["aqas"]  # it is awq then

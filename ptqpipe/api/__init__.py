@@ -1,6 +1,6 @@
 """The Python API: every command as a function of the same name, and what only Python has.
 
-commands.py, rewriting.py, checks.py   the commands that write, and those that only read
+convert.py, rewrite.py, calibrate.py, check.py   the commands, in the files of the same names in ``cli/``
 models.py, transformers_config.py    a model in memory; quantizing while transformers loads
 server_process.py        a service that runs inside a with block
 matrices.py              one matrix, and the weights of a checkpoint

@@ -18,7 +18,7 @@ from ptqpipe.errors import PtqWarning
 from ptqpipe.pipeline.budget import command as plan_stage, plan_summary as plan_text
 from ptqpipe.pipeline.options import PlanCommand
 from ptqpipe.pipeline.tune import command as tune_stage, tune_summary as tune_text
-from ptqpipe.pipeline.tune.tune_options import TuneCommand
+from ptqpipe.pipeline.tune.options import TuneCommand
 from ptqpipe.run.quantities import disk_size, number
 
 

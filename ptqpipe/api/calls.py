@@ -89,18 +89,21 @@ def _value(kind: type[Options], name: str, row: Option | None, value: Any) -> An
         return size_of(value, name=name)
     if row.kind == "dtype" and isinstance(value, str):
         return spelled(value, long="auto" in row.choices)
-    if row.kind == "recipe":
+    if row.kind == "recipe" and str(value):
         return recipe_path(value)
     if get_origin(type_) is tuple:
         several = names_in(value) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
-        return tuple(_one(row, get_args(type_)[0], each) for each in several)
-    return _one(row, type_, value)
+        return tuple(_one(name, row, get_args(type_)[0], each) for each in several)
+    return _one(name, row, type_, value)
 
 
-def _one(row: Option, type_: Any, value: Any) -> Any:
+def _one(name: str, row: Option, type_: Any, value: Any) -> Any:
+    """One value; a number of NumPy as Python's."""
     if row.kind == "model":
         return folder_of(value)
-    return type_(value) if type_ in (Path, str) else value
+    if type_ is Path and str(value) == "":
+        raise UsageError(f"{name} is empty, expected a path")
+    return type_(value) if type_ in (Path, str, int, float, bool) else value
 
 
 def names_in(value: Any) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ _WORDS: dict[Any, str] = {
     str: "a text",
 }
 _ANYTHING = (Any, Iterable[Any])
-_NAMED = ("eval", "keep_stages")
+_NAMED = ("eval",)
 
 
 def check_kinds(parameters: Iterable[inspect.Parameter], given: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return any(_fits(value, one) for one in kinds) or ({str, int} <= set(kinds) and _is_number(value))
     if get_origin(kind) in (tuple, Iterable):
         if isinstance(value, str):
-            return True
+            return kinds[0] in (str, Any)
         if isinstance(value, list | tuple | set | frozenset):
             return all(isinstance(one, kinds[0] | PathLike) for one in value)
         return isinstance(value, Iterable) and not isinstance(value, bytes | Mapping) and not hasattr(value, "dtype")
@@ -62,7 +62,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind in (int, float):
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     if kind is bool:
-        return isinstance(value, Integral | None)
+        return isinstance(value, Integral | None) or getattr(getattr(value, "dtype", None), "kind", "") == "b"
     return isinstance(value, kind) if kind in (str, NoneType, torch.nn.Module) else True
 
 

@@ -25,6 +25,8 @@ def ended():
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 threading.Thread(target=ended, daemon=True).start()
+import contextlib, ptqpipe.cli.help
+ptqpipe.cli.help.shell_messages = contextlib.nullcontext  # its errors are raised in Python
 run()
 """
 
@@ -125,9 +127,9 @@ def serve(ckpt: str | Path, *, port: int = 0, **options: Any) -> ServiceProcess:
     'OUT'
     """
     environment = dict(os.environ)
-    if options.get("api_key") is not None:  # a command line is for all to see
-        environment["PTQPIPE_API_KEY"] = str(options.pop("api_key"))
     stated = {name: value for name, value in options.items() if value is not None}
     chosen = options_from(ServeCommand, stated, ckpt=str(ckpt), port=port)  # a wrong value is said here
+    if chosen.api_key is not None:  # a command line is for all to see
+        environment["PTQPIPE_API_KEY"] = str(stated.pop("api_key"))
     words = {name: value for name, value in stated.items() if value is not False or name in _NEGATED}
     return ServiceProcess(folder_of(ckpt), argv(port=port, **words), environment, drain_s=chosen.drain)

@@ -3,7 +3,7 @@
 One file for each family of commands, which are in `main` once the file is imported; `common.py` has what they share.
 """
 
-from ptqpipe.cli import calibrate, chat, check as inspect, convert, demo, evaluate, rewrite, serve
+from ptqpipe.cli import calibrate, chat, check, convert, demo, evaluate, rewrite, serve
 from ptqpipe.cli.common import main
 
-__all__ = ["calibrate", "chat", "convert", "demo", "evaluate", "inspect", "main", "rewrite", "serve"]
+__all__ = ["calibrate", "chat", "check", "convert", "demo", "evaluate", "main", "rewrite", "serve"]

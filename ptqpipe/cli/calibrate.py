@@ -9,7 +9,7 @@ from ptqpipe.cli import next_steps
 from ptqpipe.cli.common import Terminal, command, devices_of, ranks_of, resume_hint
 from ptqpipe.errors import argv
 from ptqpipe.pipeline.options import PlanCommand
-from ptqpipe.pipeline.tune.tune_options import TuneCommand
+from ptqpipe.pipeline.tune.options import TuneCommand
 
 
 @command(

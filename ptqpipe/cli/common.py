@@ -27,7 +27,7 @@ from ptqpipe.cli.help import Command, Commands, examples
 from ptqpipe.cli.lines import fitted, say
 from ptqpipe.cli.parameters import params_of
 from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, failure, first_line, is_no_memory, is_panic, one_line
-from ptqpipe.run.options import MachineOptions, Options
+from ptqpipe.run.options import MachineOptions, Options, described, options_of
 
 if TYPE_CHECKING:
     from ptqpipe.run.machine import Machine, Ranks
@@ -130,7 +130,8 @@ def command(
 
         def call(as_json: bool = False, quiet: bool = False, **values: Any) -> None:
             with _errors_in_one_line():
-                chosen = options(**_stated(values, names))
+                _check_environment(options)
+                chosen = options(**_stated(values, names)).check()
                 try:
                     function(chosen, Terminal(as_json, quiet))
                 except KeyboardInterrupt:
@@ -144,6 +145,14 @@ def command(
         return declare(call)
 
     return decorate
+
+
+def _check_environment(options: type[Options]) -> None:
+    """UsageError for a variable that is set and empty: click takes it for one that is not set."""
+    for one in options_of(options):
+        row = described(one)
+        if row is not None and row.envvar and os.environ.get(row.envvar) == "":
+            raise UsageError(f"{row.envvar} in the environment is empty; give a value, or unset it")
 
 
 def _stated(values: dict[str, Any], names: Collection[str]) -> dict[str, Any]:

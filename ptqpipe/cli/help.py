@@ -51,7 +51,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     ),
     "vLLM": ("engine", "vllm_python", "nnodes", "node_rank", "master_addr", "master_port"),
     "Machine": ("device", "dtype", "workers", "max_memory", "cache_dir", "cache_size"),
-    "Run": ("dry_run", "only", "plot", "resume", "overwrite", "work_dir", "as_json", "quiet", "help",
+    "Run": ("dry_run", "resume", "overwrite", "work_dir", "as_json", "quiet", "help",
         "help_all", "_click_default_help",  # click 8.2 calls --help so
     ),
 }  # fmt: skip

@@ -18,7 +18,7 @@ from ptqpipe.cli.common import Terminal
 from ptqpipe.conversion.options import DequantizeCommand, RelayoutCommand, TransformCommand
 from ptqpipe.errors import argv, printable
 from ptqpipe.pipeline.options import ConvertCommand, DemoCommand, PlanCommand
-from ptqpipe.pipeline.tune.tune_options import TuneCommand
+from ptqpipe.pipeline.tune.options import TuneCommand
 
 Call = Sequence[object]
 

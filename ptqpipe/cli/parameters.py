@@ -207,14 +207,21 @@ def _option(one: Field[Any], row: Option, kind: Any) -> click.Option:
         required=needed,
         metavar=row.metavar or None,
         envvar=row.envvar or None,
-        help=text + (f"  [default: {default}]" if default and not needed else ""),
+        help=text + _suffix(default, needed),
         **fallback,
     )
 
 
+def _suffix(default: str, needed: bool) -> str:
+    """What stands behind a help text; click itself says of a needed option that it is."""
+    if default == "required":  # by the command, which says more than click would
+        return "  [required]"
+    return f"  [default: {default}]" if default and not needed else ""
+
+
 def shown_default(one: Field[Any], row: Option, kind: Any) -> str:
     """The default of an option as help says it; empty for none."""
-    if row.shown or one.default in (None, MISSING, (), False):
+    if row.shown or one.default in (None, MISSING, ()) or one.default is False:
         return spelled_help(row.shown)
     if row.kind == "dtype":
         return spelled(str(one.default), long=False)

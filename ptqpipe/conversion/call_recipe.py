@@ -67,7 +67,7 @@ def check_used(options: RecipeOptions, recipe: Recipe, *, statistics: bool) -> N
     static = any(scheme.needs_input_global_scale for scheme in recipe.schemes())
     kinds = "a format with static activation scales, such as nvfp4_w4a4"
     for name, used, needs in (
-        *((name, name in read, f"algorithm {own[name]}; give {arg('stats')}") for name in own),
+        *((name, name in read, f"{arg('algorithm', own[name])} and {arg('stats')}") for name in own),
         ("input_scale", static and statistics, f"{arg('stats')} and {kinds}"),
         ("headroom", static and statistics, f"{arg('stats')} and {kinds}"),
         ("input_amax", static and not statistics, f"{kinds}, without {arg('stats')}"),

@@ -20,6 +20,7 @@ from ptqpipe.checkpoint.regular_file import read_regular
 from ptqpipe.conversion.record import text_data
 from ptqpipe.errors import argv, one_line
 from ptqpipe.models.source import Source
+from ptqpipe.recipe.recipe import FORMER_NAMES
 from ptqpipe.run.quantities import disk_size
 
 CARD = "README.md"
@@ -258,7 +259,8 @@ def _rule(rule: Mapping[str, Any], method: str = "") -> str:
     shown = {key: value for key, value in rule.items() if key not in ("match", "scheme")}
     if method:
         shown = {key: value for key, value in shown.items() if key not in _BY_TUNE} | {"codes by tune": method}
-    return ", ".join([code(rule.get("scheme")), *(_words(f"{key} {value}") for key, value in shown.items())])
+    named = (f"{FORMER_NAMES.get(key, key)} {value}" for key, value in shown.items())
+    return ", ".join([code(rule.get("scheme")), *map(_words, named)])
 
 
 def _words(text: str) -> str:

@@ -58,7 +58,7 @@ def open_statistics(
         needy = next((unit.rule for unit in chosen if unit.rule.calibrated), None)
         if needy is not None and not collected:
             raise UsageError(
-                f"algorithm {needy.algorithm} with weighting {needy.objective} needs statistics; "
+                f"algorithm {needy.algorithm} with objective {needy.objective} needs statistics; "
                 f"{statistics_remedy()}; {arg('data', 'TEXT')} without {arg('algorithm')} does it all at once"
             )
         if recipe.bias_correction and not collected:
@@ -161,7 +161,7 @@ def _check_unit(unit: Unit, statistics: Statistics, *, chosen: bool) -> None:
             if isinstance(unplaced, list) and f"{module}.weight" in unplaced:
                 raise UsageError(
                     f"'{module}' has no statistics: transformers' model has no place for it, so nothing runs through "
-                    f"it; {arg('ignore', [module])}, or give it a rule with algorithm rtn and weighting none"
+                    f"it; {arg('ignore', [module])}, or give it a rule with algorithm rtn and objective none"
                 )
             raise UsageError(
                 f"{statistics.path} has no statistics of '{module}'; calibrate again, or {arg('ignore', [module])}"

@@ -32,8 +32,8 @@ class ConvertCommand(RecipeOptions, PipelineOptions, WritingOptions):
         names = ("stats", "codes", "dry_run") if self.has_stages else ()
         alone = next((name for name in names if getattr(self, name)), None)
         if alone is not None:
-            stages = ", ".join(map(arg, ("data", "budget", "eval")))
-            raise UsageError(f"{arg(alone)} is for a conversion alone; leave it out, or {stages} and {arg('report')}")
+            other = arg(str(self.stage_option))
+            raise UsageError(f"{arg(alone)} is for a conversion alone, and {other} for one with data; leave one out")
 
     @property
     def recipe_options(self) -> RecipeOptions:

@@ -17,7 +17,7 @@ from ptqpipe.pipeline import validate
 from ptqpipe.pipeline.budget.command import Budget, plan_mixed, write_recipe
 from ptqpipe.pipeline.run_plan import Pipeline
 from ptqpipe.pipeline.tune.command import tune
-from ptqpipe.pipeline.tune.tune_options import TuneOptions
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.quantization.learned_codes import CODES_FILE
 from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import RecipeOptions

@@ -8,7 +8,7 @@ Two ways to get the block scales, both with static activation order (the checkpo
   turn comes, on the weights with all feedback so far, together with its codes.
 
 The result is then refined (``refine.py``). Rows are independent, and a run of rows is quantized as the whole matrix
-would be, unless moments of the gradients at the outputs are known: then ``two_sided.py`` goes through the rows, too.
+would be, unless moments of the gradients at the outputs are known: then ``kronecker.py`` goes through the rows, too.
 
 Source: Frantar et al. 2022 (columns, damping, lazy blocks of 128).
 """

@@ -3,7 +3,7 @@
 A recipe decides bytes: which weights are quantized to what, by which search, stored in which container. It must not
 know machines (workers, devices, memory).
 
-    model.py      Rule and Recipe, patterns of names, and their JSON
+    recipe.py     Rule and Recipe, patterns of names, and their JSON
     file.py       the YAML file, the recipes that have a name (``recipes/`` at the top of the repository), and the
                   options of a call that override a file (their table is ``ptqpipe/recipe/options.py``)
 """

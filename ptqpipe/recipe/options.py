@@ -234,15 +234,20 @@ class PipelineOptions(Options):
         None, "Tokens in each window of {data}.", metavar="N", shown="the model's positions, at most 2048"
     )
     seed: int = option(0, "Seed that chooses the windows of {data}.", metavar="N")
-    work_dir: str | None = option(
+    work_dir: Path | None = option(
         None, "Folder that keeps intermediate results: statistics, codes, generated text.", metavar="DIR"
     )
 
     @property
+    def stage_option(self) -> str | None:
+        """The first option by which the call needs the multi-stage pipeline; None where it needs none."""
+        own = (one for one in fields(PipelineOptions) if one.name not in ("reader", "requantize"))
+        return next((one.name for one in own if getattr(self, one.name) != one.default), None)
+
+    @property
     def has_stages(self) -> bool:
         """Whether the call needs the multi-stage pipeline."""
-        own = (one for one in fields(PipelineOptions) if one.name not in ("reader", "requantize"))
-        return any(getattr(self, one.name) != one.default for one in own)
+        return self.stage_option is not None
 
 
 def check_options(options: Any) -> None:

@@ -161,11 +161,11 @@ def check_device(device: str) -> None:
     if not isinstance(device, str):
         raise UsageError(f"device is {type(device).__name__}, expected a name; use cpu, cuda or cuda:N")
     if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
-        raise UsageError(f"device {device!r} is unknown; use cpu, cuda or cuda:N")
+        raise UsageError(f"{arg('device')} {device!r} is unknown; use cpu, cuda or cuda:N")
     count = torch.cuda.device_count() if device != "cpu" else 0
     if device != "cpu" and int(device.partition(":")[2] or 0) >= count:
         seen = f"it sees {count}, use cpu or a number below that" if count else "none is visible, use cpu"
-        raise UsageError(f"device {device} needs a GPU that torch can use; {seen}")
+        raise UsageError(f"{arg('device')} {device} needs a GPU that torch can use; {seen}")
 
 
 def read_config(path: Path, model_of: Callable[[Any, Path], Any] = causal_model_of) -> Any:

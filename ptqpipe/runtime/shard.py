@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, arg
 from ptqpipe.runtime.parallel import (
     TensorParallel,
     gather_output,
@@ -129,8 +129,8 @@ def make_plan(model: Any, ranks: TensorParallel, *, columns: Callable[[str], int
         return _plan(model, ranks, columns)
     except _DoesNotDivide as error:
         sizes = [size for size in range(2, 65) if _divides(model, size, columns)]
-        remedy = f"tp can be 1{''.join(f', {size}' for size in sizes)}"
-        raise UsageError(f"tp={ranks.size} does not divide {error}; {remedy}") from None
+        remedy = f"{arg('tp')} can be 1{''.join(f', {size}' for size in sizes)}"
+        raise UsageError(f"{arg('tp', ranks.size)} does not divide {error}; {remedy}") from None
 
 
 class _DoesNotDivide(Exception):

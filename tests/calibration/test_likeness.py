@@ -14,7 +14,7 @@ from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.pipeline.command import pipeline
 from ptqpipe.pipeline.demo import MODEL
 from ptqpipe.pipeline.tune.command import tune
-from ptqpipe.pipeline.tune.tune_options import TuneOptions
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 
 

@@ -16,7 +16,7 @@ from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.check.verify.command import verify
 from ptqpipe.errors import CheckpointError
 from ptqpipe.pipeline.tune.command import tune
-from ptqpipe.pipeline.tune.tune_options import TuneOptions
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.runtime import load
 from tests import families

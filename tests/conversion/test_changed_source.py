@@ -23,7 +23,7 @@ from ptqpipe.conversion.relayout.command import relayout
 from ptqpipe.conversion.transform.command import transform
 from ptqpipe.errors import CheckpointError, OutputError
 from ptqpipe.pipeline.tune.command import tune
-from ptqpipe.pipeline.tune.tune_options import TuneOptions
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.run.machine import Machine
 from tests.calibration.models import make_model, make_windows, write_windows
 

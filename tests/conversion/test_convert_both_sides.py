@@ -22,7 +22,7 @@ from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import command as tune
-from ptqpipe.pipeline.tune.tune_options import TuneOptions
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine
 from tests.calibration.models import make_model, make_windows, write_windows

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from ptqpipe.cli import main
 from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import command as tune
-from ptqpipe.pipeline.tune.tune_options import TuneOptions
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine
 from tests import tiny

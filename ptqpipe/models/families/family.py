@@ -25,7 +25,7 @@ class ReaderIssue:
     counted_by  the key of config.json with the number of layers behind the last of ``num_hidden_layers``
     symptom     which readers fail where it is quantized (with fewer bits than ``keep.bits``), and how; empty: none does
     unless_quantized  the readers fail instead where the part is kept, while modules of this pattern are quantized
-    readers     those that fail, by their names in ``readers.py``
+    readers     those that fail, by their names in ``reader_facts.py``
     containers  the layouts in which they do; empty: all that other programs read
     formats     the formats in which they do, by their names in ``schemes.py``; empty: all
     by_default  kept unless a rule names it; else it concerns readers alone
@@ -123,7 +123,7 @@ class Family:
     fixed        why none may
     mtp          its multi-token prediction layer, where this package runs it
     outputs      its modules of several outputs
-    missing      readers that have no such model, by their names in ``readers.py``
+    missing      readers that have no such model, by their names in ``reader_facts.py``
     """
 
     types: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """Block scales searched and codes packed by the compiled kernels, bit-equal to torch.
 
 Mirrors ``search/brute_force.py`` (the exact search) and the baselines of ``search/``, ``qtensor.encode`` and
-``packing.pack``. Knows formats and rules; must not know files or containers.
+``formats.pack``. Knows formats and rules; must not know files or containers.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """Triton kernels for CUDA tensors: block scales searched, codes packed, decoded and measured, bit-equal to torch.
 
 The same functions as ``cpu.py``: they mirror ``search/brute_force.py`` (the exact search), ``qtensor.encode``,
-``packing.pack``, ``QTensor.dequantize`` and ``qtensor.squared_error``, and return None for what has no kernel. Under
+``formats.pack``, ``QTensor.dequantize`` and ``qtensor.squared_error``, and return None for what has no kernel. Under
 Triton's interpreter they take CPU tensors instead, which is how they are tested without a GPU. Triton is optional and
 imported on first use only. Knows formats; must not know searches' names, files or containers.
 """

@@ -1,7 +1,7 @@
 """Block formats in Triton: scale codes and packed codes of a weight in one pass over it.
 
 The scales are those of ``search/brute_force.py`` or ``baselines.absmax``, the codes those of
-``qtensor.encode``, the bytes those of ``packing.pack``. Knows formats; must not know searches, files or containers.
+``qtensor.encode``, the bytes those of ``formats.pack``. Knows formats; must not know searches, files or containers.
 Imports Triton: import it from inside functions.
 """
 

@@ -1,6 +1,6 @@
 """Finding codes (quantized values) with data: GPTQ in the order of the model, and gradient descent.
 
-tune_options.py  the options of tune besides model, recipe and data; `METHODS`, the look-up of its methods
+options.py       the options of tune besides model, recipe and data; `METHODS`, the look-up of its methods
 command.py       tune itself: checks, then layer_loop.py, one decoder layer after the other, by layer_codes.py
 tuned_layer.py   a decoder layer, quantized on the outputs of the quantized ones before it; start_codes.py
 in_order.py      GPTQ in the order in which its matrices run: feedback.py of one unit, expert_feedback.py of stacks

@@ -21,7 +21,7 @@ from ptqpipe.calibration.inputs import from_lower_half, lower_half
 from ptqpipe.calibration.runner import in_batches
 from ptqpipe.checkpoint import CheckpointReader, file_sha256, output_errors, write_tensors
 from ptqpipe.conversion.conversion import Conversion
-from ptqpipe.pipeline.tune.tune_options import TuneOptions
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.quantization import kronecker
 from ptqpipe.run.machine import BASE_BYTES, Machine, counting_bar
 from ptqpipe.runtime.compiled import pass_dtype

@@ -16,7 +16,7 @@ from ptqpipe.checkpoint import LayerFolder, Mode, name_of, write_tensors
 from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline.tune import backwards
-from ptqpipe.pipeline.tune.tune_options import TuneOptions
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.pipeline.tune.tune_samples import learned_from
 from ptqpipe.quantization.learned_codes import CODES_FILE, CODES_VERSION, TRAINED_FILE, LearnedCodes
 from ptqpipe.recipe.plan import Unit

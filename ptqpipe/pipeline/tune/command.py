@@ -15,7 +15,7 @@ from ptqpipe.checkpoint import Finished, Mode, check_place
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.pipeline.tune import backwards, codes_folder, tune_samples
 from ptqpipe.pipeline.tune.layer_loop import tune_layers
-from ptqpipe.pipeline.tune.tune_options import TuneOptions, check
+from ptqpipe.pipeline.tune.options import TuneOptions, check
 from ptqpipe.pipeline.tune.tune_summary import described
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine, compute_threads, peak_bytes, threads

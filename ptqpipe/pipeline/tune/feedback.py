@@ -1,6 +1,6 @@
 """Codes of one unit by GPTQ, for the inputs that it will get.
 
-The target is what the float layer computed (``algorithms.asymmetric``); the weight is quantized in the metric of the
+The target is what the float layer computed (``asymmetric.py``); the weight is quantized in the metric of the
 input that the quantized layers before it give. Where a few of its rows so quantized lose more on inputs that were held
 out than with the nearest codes, it is quantized without such a target, and where they still do, it keeps the nearest
 codes.

@@ -17,8 +17,8 @@ from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline.tune import codes_folder
 from ptqpipe.pipeline.tune.in_order import follow
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.pipeline.tune.start_codes import observe, start_codes
-from ptqpipe.pipeline.tune.tune_options import TuneOptions
 from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
 
 

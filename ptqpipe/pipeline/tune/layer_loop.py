@@ -24,7 +24,7 @@ from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.pipeline.tune import backwards
 from ptqpipe.pipeline.tune.layer_codes import Streams, choose_by_layer, choose_in_order
 from ptqpipe.pipeline.tune.open_runner import open_runner
-from ptqpipe.pipeline.tune.tune_options import TuneOptions
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.pipeline.tune.tune_samples import learned_from
 from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
 from ptqpipe.run.machine import Machine, counting_bar

@@ -9,7 +9,7 @@ from ptqpipe.calibration.expert_inputs import STREAMS
 from ptqpipe.calibration.experts import STACKS, is_stacked
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.conversion.conversion import Conversion
-from ptqpipe.pipeline.tune.tune_options import TuneOptions
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.pipeline.tune.tune_samples import divided
 from ptqpipe.run.machine import BASE_BYTES, Machine
 from ptqpipe.runtime.skeleton import Skeleton

@@ -9,7 +9,7 @@ from ptqpipe.calibration.backward import thinned
 from ptqpipe.calibration.data import Samples, samples_of_model
 from ptqpipe.calibration.runner import BATCH_TOKENS, in_batches
 from ptqpipe.errors import UsageError, arg
-from ptqpipe.pipeline.tune.tune_options import TuneOptions
+from ptqpipe.pipeline.tune.options import TuneOptions
 
 
 def load(data: Sequence[str], model: Path, options: TuneOptions, config: Any) -> Samples:

@@ -10,7 +10,7 @@ from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.conversion.output_error import samples_text
 from ptqpipe.errors import arg
 from ptqpipe.models.language_model import with_note
-from ptqpipe.pipeline.tune.tune_options import TuneOptions
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.run.quantities import counted, memory_size, number, table
 
 

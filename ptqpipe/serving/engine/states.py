@@ -1,6 +1,6 @@
 """States beside the paged cache, which linear attention, state-space layers and short convolutions keep for a sequence.
 
-transformers' own modules compute them. Each that keeps states (`find_holders`) is called once for the sequences of a
+transformers' own modules compute them. Each that keeps states is called once for the sequences of a
 step that have one token each, as a batch, and once for every longer chunk of a prompt, with the states of these
 sequences as cache; for a sequence's first chunk there are none. So a module continues exactly as in transformers'
 ``generate``, and no family has code here. A sequence has a row (`Span.row`) of every state for as long as it runs; a

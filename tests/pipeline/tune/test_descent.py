@@ -14,7 +14,7 @@ from ptqpipe.models.source import Source
 from ptqpipe.pipeline.tune.kl.choice import Choice, with_codes
 from ptqpipe.pipeline.tune.kl.descent import CALM, PATIENCE, DescentResult, Float, Variables, descend
 from ptqpipe.pipeline.tune.kl.model_divergence import ModelPair
-from ptqpipe.pipeline.tune.tune_options import Settings
+from ptqpipe.pipeline.tune.options import Settings
 from ptqpipe.runtime.skeleton import Skeleton
 from tests.calibration.models import make_model, make_windows
 from tests.pipeline.tune.test_choice import correlated, quantized

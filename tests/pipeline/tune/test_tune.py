@@ -42,8 +42,8 @@ from ptqpipe.pipeline.tune import (
     open_runner,
     tune_samples,
 )
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.pipeline.tune.start_codes import start_codes
-from ptqpipe.pipeline.tune.tune_options import TuneOptions
 from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
 from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.recipe.options import RecipeOptions

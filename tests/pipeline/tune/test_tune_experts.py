@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from ptqpipe.calibration.activations import InMemory, OnDisk
 from ptqpipe.pipeline.tune import command as tune, in_order
-from ptqpipe.pipeline.tune.tune_options import TuneOptions
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.run.machine import Machine
 from tests.calibration.models import make_model, make_windows, write_windows

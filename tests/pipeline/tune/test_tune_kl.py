@@ -23,7 +23,7 @@ from ptqpipe.pipeline import demo
 from ptqpipe.pipeline.tune import codes_folder, command as tune
 from ptqpipe.pipeline.tune.kl import end_to_end, judging_text, learn_codes as learn
 from ptqpipe.pipeline.tune.kl.descent import DescentResult, Variables
-from ptqpipe.pipeline.tune.tune_options import Settings, TuneOptions
+from ptqpipe.pipeline.tune.options import Settings, TuneOptions
 from ptqpipe.pipeline.tune.tune_summary import render
 from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.recipe.options import RecipeOptions

@@ -23,7 +23,7 @@ from ptqpipe.pipeline.tune.kl import end_to_end, learn_codes as learn
 from ptqpipe.pipeline.tune.kl.descent import DescentResult, Variables
 from ptqpipe.pipeline.tune.kl.floats import Trained, find_kept
 from ptqpipe.pipeline.tune.kl.model_divergence import ModelPair
-from ptqpipe.pipeline.tune.tune_options import Settings, TuneOptions
+from ptqpipe.pipeline.tune.options import Settings, TuneOptions
 from ptqpipe.pipeline.tune.tune_summary import render
 from ptqpipe.quantization.learned_codes import TRAINED_FILE, LearnedCodes
 from ptqpipe.recipe.options import RecipeOptions

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.pipeline.tune.kl.choice import Choice
-from ptqpipe.pipeline.tune.tune_options import Settings
+from ptqpipe.pipeline.tune.options import Settings
 
 WARM_UP = 10  # steps
 JUDGED = 8  # times

@@ -21,7 +21,7 @@ from ptqpipe.pipeline.tune.kl.descent import DescentResult
 from ptqpipe.pipeline.tune.kl.floats import TrainedTensor, check_train, unit_name, with_gain
 from ptqpipe.pipeline.tune.kl.judging_text import sample_windows
 from ptqpipe.pipeline.tune.kl.learn_codes import STATE_FILE, learn, memory_need, save_state
-from ptqpipe.pipeline.tune.tune_options import TuneOptions
+from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.quantization.learned_codes import LearnedCodes, relative_change, sha256_of
 from ptqpipe.run.machine import BASE_BYTES, Machine
 from ptqpipe.run.quantities import option_size, option_size_above

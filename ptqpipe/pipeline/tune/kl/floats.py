@@ -19,7 +19,7 @@ from ptqpipe.errors import UsageError, arg
 from ptqpipe.numerics.global_scale import canonical
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.pipeline.tune.kl.descent import Float
-from ptqpipe.pipeline.tune.tune_options import GLOBAL
+from ptqpipe.pipeline.tune.options import GLOBAL
 from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.recipe.plan import FLOAT_DTYPES, Unit
 from ptqpipe.runtime.skeleton import MTP, Skeleton

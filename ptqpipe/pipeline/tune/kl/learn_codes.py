@@ -20,7 +20,7 @@ from ptqpipe.pipeline.tune.kl.descent import DescentResult, Variables, descend
 from ptqpipe.pipeline.tune.kl.floats import Trained, TrainedTensor, check_trainable, find_kept, global_scales
 from ptqpipe.pipeline.tune.kl.judging_text import OTHER, held_out_sources, sample_windows
 from ptqpipe.pipeline.tune.kl.model_divergence import LayerForward, ModelPair
-from ptqpipe.pipeline.tune.tune_options import GLOBAL, TuneOptions
+from ptqpipe.pipeline.tune.options import GLOBAL, TuneOptions
 from ptqpipe.pipeline.tune.tune_samples import divided
 from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
 from ptqpipe.quantization.learned_codes import LearnedCodes
