@@ -107,7 +107,7 @@ def _check_place(out: Path) -> None:
             continue
         try:
             source = read_json_object(path / RECORD_FILE)["source"]["name"]
-        except (LookupError, TypeError):
+        except (CheckpointError, LookupError, TypeError):
             source = None
         if path.name not in SCHEMES or source != MODEL.name:
             raise OutputExists(f"{out} holds {path.name!r}, which no demo has written; give another {arg('out')}")

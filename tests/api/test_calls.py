@@ -23,6 +23,7 @@ from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.cli.serve import serve as serve_command
 from ptqpipe.errors import OutputExists, PtqError, UsageError
 from ptqpipe.pipeline.demo import MODEL
+from ptqpipe.pipeline.options import ConvertCommand
 from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.recipe.options import RecipeOptions
@@ -313,6 +314,21 @@ def test_a_service_that_cannot_start_says_why_in_pythons_words(model: Path) -> N
     with pytest.raises(UsageError, match=r"max_queue is -1, expected 0 or more") as error:
         ptqpipe.serve(model, max_queue=-1)
     assert "--" not in str(error.value)
+    with pytest.raises(UsageError, match=r"^tp is 0, expected 1 or more$"):  # said by the child, in Python's words
+        ptqpipe.serve(model, tp=0)
+    with pytest.raises(UsageError, match="api_key is empty, which any client has"):
+        ptqpipe.serve(model, api_key="")
+
+
+def test_numbers_of_numpy_and_texts_become_what_the_field_is() -> None:
+    numbers = {"samples": np.int64(4), "seed": np.int32(1)}
+    options = options_from(CalibrateOptions, numbers)
+    assert [type(getattr(options, name)) for name in numbers] == [int, int]
+    recipe = options_from(ConvertCommand, {"input_amax": np.float32(2), "work_dir": "kept"}, model="m")
+    assert (type(recipe.input_amax), recipe.work_dir) == (float, Path("kept"))
+    assert recipe.stated == {"input_amax", "work_dir", "model"}
+    with pytest.raises(UsageError, match=r"^stats is empty, expected a path$"):
+        options_from(ConvertCommand, {"stats": ""}, model="m")
 
 
 def test_several_names_are_a_list_or_a_text_with_commas() -> None:

@@ -195,6 +195,23 @@ def test_a_wrong_call_is_one_line_that_says_what_to_do(
     assert {path.name for path in folder.iterdir()} == before
 
 
+def test_an_empty_key_in_the_environment_is_no_service_without_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PTQPIPE_API_KEY", "")
+    for command in (("serve", "model"), ("chat", "model")):
+        assert "PTQPIPE_API_KEY in the environment is empty" in refused(*command, code=2)
+
+
+def test_what_a_conversion_alone_takes_names_the_option_beside_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    said = refused("convert", "model", "--stats", "s", "--formats", "nvfp4", code=2)
+    assert "--stats is for a conversion alone, and --formats for one with data" in said
+
+
 WRITE = [
     CONVERT[:2],
     (*CONVERT[:2], "--budget", "5bits"),
