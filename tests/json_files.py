@@ -299,18 +299,18 @@ def _as_output(file: Path) -> None:
 
 def _recipe(file: Path) -> Path:
     file.parent.mkdir()
-    rule = {"match": "re:.*mlp.*", "format": "nvfp4", "algorithm": "gptq", "weighting": "block", "damping": 0.1}
+    rule = {"match": "re:.*mlp.*", "format": "nvfp4", "algorithm": "gptq", "objective": "block", "damping": 0.1}
     content = {
         "version": 1,
         "description": "d",
-        "rules": [{**rule, "refine": 3}, {"match": "*", "format": "keep"}],
+        "rules": [{**rule, "refine_passes": 3}, {"match": "*", "format": "keep"}],
         "keep": ["lm_head", "*.gate"],
         "fuse": [["q_proj", "k_proj"], ["w1", "w3"]],
         "container": "compressed_tensors",
         "input_amax": 3.0,
         "headroom": 1.5,
         "kv_cache": "none",
-        "shard_bytes": 1000,
+        "shard_size": 1000,
     }
     file.write_text(json.dumps(content))  # which is YAML
     return file

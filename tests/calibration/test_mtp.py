@@ -16,7 +16,7 @@ from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.check.verify.command import verify
 from ptqpipe.errors import CheckpointError
 from ptqpipe.pipeline.tune.command import tune
-from ptqpipe.pipeline.tune.options import TuneOptions
+from ptqpipe.pipeline.tune.options import Settings, TuneOptions
 from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.runtime import load
 from tests import families
@@ -85,7 +85,7 @@ def test_tune_chooses_the_codes_of_the_layer_behind_the_tuned_model(
     method: str, make: Make, data: Path, tmp_path: Path
 ) -> None:
     model = make("glm4_moe")
-    options = TuneOptions(samples=4, seqlen=16, method=method, steps=2)
+    options = TuneOptions(samples=4, seqlen=16, method=method, settings=Settings(steps=2))
     given = RecipeOptions("nvfp4", mtp="nvfp4", scale_search="absmax", global_scale="absmax")
     tune(model, [str(data)], tmp_path / "codes", recipe=given, options=options)
     out = ptqpipe.convert(model, out=tmp_path / "out", codes=tmp_path / "codes", workers=1).out

@@ -263,7 +263,7 @@ def test_unknown_formats_containers_and_searches_are_named(model: Path, tmp_path
 
 KILLER = """
 import json, os, signal, sys, threading
-from ptqpipe.api import commands as api  # with torch, once for all runs
+from ptqpipe.api import convert as api  # with torch, once for all runs
 from ptqpipe.checkpoint import writer
 
 def run(model, out, target):

@@ -98,5 +98,5 @@ def test_what_a_reader_loses_without_a_word_is_refused_for_it(
 ) -> None:
     call: dict[str, Any] = {"format": scheme, "container": container, "out": tmp_path / "out", "requantize": True}
     call |= {"ignore": ignore, "mtp": mtp or "keep"}
-    with pytest.raises(UsageError, match=f"reader {reader}|contradicts"):
+    with pytest.raises(UsageError, match=f"reader=.{reader}|contradicts"):
         ptqpipe.convert(model(kind, mtp=mtp is not None), reader=reader, **call)

@@ -7,6 +7,7 @@ there is safe: a page that has it came from there.
 
 import asyncio
 import contextlib
+import gc
 import hmac
 import ipaddress
 import re
@@ -26,6 +27,7 @@ _DRAIN_BYTES = 256 << 20  # of a body that is too large, read and thrown away so
 _DRAIN_S = 10.0
 _MOST_GROUPS = 1 << 14  # lists and objects of a body: a chat has one a message, and one a part of it
 _MOST_STRINGS = 1 << 17
+_LARGE_BYTES = 1 << 16  # of a body, whose objects do not wait until Python looks for cycles by itself
 
 
 class Guards:
@@ -71,6 +73,9 @@ class Guards:
             whole = await self._read(receive, headers)
             if whole is not None:
                 await self._app(scope, whole, answer)
+                length = headers.get(b"content-length", b"")
+                if not length.isdigit() or int(length) >= _LARGE_BYTES:  # in chunks, or large
+                    gc.collect(1)  # an error leaves the body in a cycle, with its traceback and the frames there
         except ApiError as error:
             await error.response()(scope, receive, answer)
 

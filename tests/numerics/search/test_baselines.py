@@ -53,7 +53,7 @@ def test_a_new_search_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(baselines, "smallest", smallest, raising=False)
     monkeypatch.setitem(SEARCHES, "smallest", Search("baselines.smallest", "Always the smallest scale."))
     assert {"name": "smallest", "purpose": "Always the smallest scale."} in named("searches")
-    assert quantize(torch.ones(2, 32), "nvfp4", search="smallest").scales.unique().tolist() == [1]
+    assert quantize(torch.ones(2, 32), "nvfp4", scale_search="smallest").scales.unique().tolist() == [1]
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:

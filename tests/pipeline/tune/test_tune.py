@@ -26,7 +26,7 @@ from ptqpipe.calibration.runner import Runner
 from ptqpipe.check.evaluate.tokenized_text import SAMPLE
 from ptqpipe.checkpoint import tensor_file
 from ptqpipe.cli import main
-from ptqpipe.conversion import command as convert_stage, conversion
+from ptqpipe.conversion import command as convert_stage, units
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import NumericsError, OutputError, UsageError
 from ptqpipe.numerics.formats import get_format
@@ -143,7 +143,7 @@ def test_codes_may_differ_from_weights_by_what_would_be_a_loss_of_the_nearest_on
 ) -> None:
     """Where a layer has no inputs, codes that the model's output chose may be anywhere."""
     codes, options = codes_of_run("nvfp4", "gptq"), RecipeOptions(format="nvfp4")
-    monkeypatch.setattr(conversion, "LOST", 1e-3)
+    monkeypatch.setattr(units, "LOST", 1e-3)
     with prepare(DEMO, options=RecipeOptions(), out=tmp_path / "out", codes=codes) as job:
         done = convert_stage.convert(job, machine=ONE)
     assert done is not None
@@ -248,7 +248,9 @@ def of_method(method: str, **more: Any) -> TuneOptions:
 def test_layers_that_make_up_for_earlier_ones_lose_less_than_layers_by_themselves(rows: Path, tmp_path: Path) -> None:
     losses = {}
     for share in (0.0, 1.0):
-        done = tune.tune(DEMO, [str(rows)], tmp_path / f"{share}", options=of_method("gptq", share=share), machine=ONE)
+        done = tune.tune(
+            DEMO, [str(rows)], tmp_path / f"{share}", options=of_method("gptq", feedback=share), machine=ONE
+        )
         blocks = done.content["blocks"].values()
         assert all(entry["kept"] == (entry["learned_loss"] < entry["start_loss"]) for entry in blocks)
         assert done.content["method"] == "gptq"
@@ -668,7 +670,7 @@ def test_a_weight_that_loses_by_what_it_makes_up_for_is_quantized_without(
     for share, tried in ((0.5, (0.0, 1.0, 0.0)), (0.0, (0.0, 0.0))):
         costs, folder = itertools.cycle(tried), tmp_path / str(share)
         monkeypatch.setattr(feedback, "cost", lambda *_, costs=costs: next(costs))
-        options = replace(of_method("gptq"), share=share)
+        options = replace(of_method("gptq"), feedback=share)
         done = tune.tune(DEMO, [str(text)], folder, recipe=RecipeOptions("nvfp4"), options=options, machine=ONE)
         assert all(entry["kept"] for entry in done.content["blocks"].values())
         codes[share] = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
