@@ -4,8 +4,9 @@ Both tables hold names alone. A command or an option that no group names comes l
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import cached_property
+from importlib import import_module
 from typing import Any, TypeVar
 
 import click
@@ -22,6 +23,14 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "Better quality": ("generate", "calibrate", "tune", "plan", "transform"),
     "Check": ("verify", "inspect", "diff", "eval", "report"),
     "Rewrite and more": ("relayout", "dequantize", "formats", "recipes", "doctor"),
+}
+
+# The file of a command where it is not called as the command is.
+FILES = {
+    **dict.fromkeys(("generate", "tune", "plan"), "calibrate"),
+    **dict.fromkeys(("relayout", "dequantize", "transform"), "rewrite"),
+    **dict.fromkeys(("verify", "inspect", "diff", "report", "formats", "recipes", "doctor"), "check"),
+    "eval": "evaluate",
 }
 
 # By the names of the parameters. Only commands with more options than fit a screen show them in groups.
@@ -78,9 +87,31 @@ def in_groups(items: Mapping[str, T], groups: Mapping[str, Iterable[str]]) -> di
 class Commands(click.Group):
     """A group whose help lists its commands by `COMMANDS`, a line each. It knows them by their `ALIASES`, too."""
 
+    @property
+    def commands(self) -> MutableMapping[str, click.Command]:
+        """All commands: imports the files of those that nobody has asked for yet."""
+        for name in (name for names in COMMANDS.values() for name in names):
+            self._import(name)
+        return self._imported
+
+    @commands.setter
+    def commands(self, commands: MutableMapping[str, click.Command]) -> None:
+        self._imported = commands
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        """Click's, which imports no other command."""
+        self._imported[name or str(cmd.name)] = cmd
+
+    def _import(self, name: str) -> None:
+        if name not in self._imported:
+            import_module(f"ptqpipe.cli.{FILES.get(name, name)}")
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of a name, or of its alias."""
-        return super().get_command(ctx, cmd_name) or self.commands.get(ALIASES.get(cmd_name, ""))
+        name = ALIASES.get(cmd_name, cmd_name)
+        if any(name in names for names in COMMANDS.values()):
+            self._import(name)
+        return self._imported.get(name)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Click's; messages spell options as flags meanwhile."""

@@ -9,16 +9,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from ptqpipe.calibration.options import CalibrateCommand, GenerateCommand
-from ptqpipe.check.options import DiffCommand, EvalCommand, InspectCommand, VerifyCommand
 from ptqpipe.cli.common import Terminal
-from ptqpipe.conversion.options import DequantizeCommand, RelayoutCommand, TransformCommand
 from ptqpipe.errors import argv, printable
-from ptqpipe.pipeline.options import ConvertCommand, DemoCommand, PlanCommand
-from ptqpipe.pipeline.tune.options import TuneCommand
+
+if TYPE_CHECKING:  # a command imports its own alone
+    from ptqpipe.calibration.options import CalibrateCommand, GenerateCommand
+    from ptqpipe.check.options import DiffCommand, EvalCommand, InspectCommand, VerifyCommand
+    from ptqpipe.conversion.options import DequantizeCommand, RelayoutCommand, TransformCommand
+    from ptqpipe.pipeline.options import ConvertCommand, DemoCommand, PlanCommand
+    from ptqpipe.pipeline.tune.options import TuneCommand
 
 Call = Sequence[object]
 
@@ -78,7 +81,7 @@ def _in_lines(words: list[str], columns: int | None) -> str:
 
 
 def convert(
-    options: ConvertCommand, out: Path, elsewhere: bool = True, measured: bool = False, page: Path | None = None
+    options: "ConvertCommand", out: Path, elsewhere: bool = True, measured: bool = False, page: Path | None = None
 ) -> Iterator[Call]:
     """Measure it, or see what was measured, and serve it; verify what continues no text.
 
@@ -94,13 +97,13 @@ def convert(
     yield from _serve(out, elsewhere)
 
 
-def relayout(options: RelayoutCommand, out: Path, elsewhere: bool) -> Iterator[Call]:
+def relayout(options: "RelayoutCommand", out: Path, elsewhere: bool) -> Iterator[Call]:
     """Make sure that nothing was lost, and serve it."""
     yield "ptqpipe", "diff", options.ckpt, out
     yield from _serve(out, elsewhere)
 
 
-def dequantize(options: DequantizeCommand, out: Path) -> Iterator[Call]:
+def dequantize(options: "DequantizeCommand", out: Path) -> Iterator[Call]:
     """It is a plain model again."""
     yield "ptqpipe", "diff", options.ckpt, out
     if _continues_text(out):
@@ -121,34 +124,34 @@ def _continues_text(path: str | Path) -> bool:
     return continues_text(Path(path))
 
 
-def generate(options: GenerateCommand, windows: Call) -> Iterator[Call]:
+def generate(options: "GenerateCommand", windows: Call) -> Iterator[Call]:
     """Quantize with its text at once, or by way of statistics."""
     yield "ptqpipe", "convert", options.model, "--data", options.out, *windows
     stats = options.out.with_name(f"{options.out.stem}-stats")
     yield "ptqpipe", "calibrate", options.model, "--data", options.out, *windows, "-o", stats
 
 
-def calibrate(options: CalibrateCommand) -> Iterator[Call]:
+def calibrate(options: "CalibrateCommand") -> Iterator[Call]:
     """Quantize with the statistics."""
     yield "ptqpipe", "convert", options.model, "--stats", options.out
 
 
-def tune(options: TuneCommand) -> Iterator[Call]:
+def tune(options: "TuneCommand") -> Iterator[Call]:
     """Write the codes; they bring their format along."""
     yield "ptqpipe", "convert", options.model, "--codes", options.out, *argv(stats=options.stats)
 
 
-def plan(options: PlanCommand) -> Iterator[Call]:
+def plan(options: "PlanCommand") -> Iterator[Call]:
     """Quantize by the recipe."""
     yield "ptqpipe", "convert", options.model, "--recipe", options.out, *argv(stats=options.stats)
 
 
-def transform(options: TransformCommand) -> Iterator[Call]:
+def transform(options: "TransformCommand") -> Iterator[Call]:
     """Quantize what was transformed."""
     yield "ptqpipe", "convert", options.out, "--format", options.format
 
 
-def verify(options: VerifyCommand, sound: bool) -> Iterator[Call]:
+def verify(options: "VerifyCommand", sound: bool) -> Iterator[Call]:
     """Check a sound checkpoint against its model, measure and serve it; of a fault the fault itself says what to do."""
     if not sound:
         return
@@ -159,7 +162,7 @@ def verify(options: VerifyCommand, sound: bool) -> Iterator[Call]:
     yield from _serve(options.ckpt, elsewhere=False)
 
 
-def inspect(options: InspectCommand, quantized: bool) -> Iterator[Call]:
+def inspect(options: "InspectCommand", quantized: bool) -> Iterator[Call]:
     """Check a quantized checkpoint, quantize a plain model; nothing of statistics and codes, which have no config."""
     if quantized:
         yield "ptqpipe", "verify", options.ckpt, *_original(options.ckpt)
@@ -175,7 +178,7 @@ def _original(ckpt: str | Path) -> Call:
     return () if source is None else ("--source", source)
 
 
-def diff(options: DiffCommand, equal: bool, backwards: bool = False) -> Iterator[Call]:
+def diff(options: "DiffCommand", equal: bool, backwards: bool = False) -> Iterator[Call]:
     """How much a difference is; nothing for none. ``backwards``: A is what was made, B what it was made from."""
     derived, source = (options.a, options.b) if backwards else (options.b, options.a)
     if equal or not _continues_text(derived):
@@ -198,7 +201,7 @@ def doctor() -> Iterator[Call]:
     yield "ptqpipe", "demo"
 
 
-def evaluate(options: EvalCommand, target: Path, quantized: bool) -> Iterator[Call]:
+def evaluate(options: "EvalCommand", target: Path, quantized: bool) -> Iterator[Call]:
     """The verdict, which needs the model that it was made from, and a page of it all; nothing for a plain model, about
     which there is no report."""
     if not quantized:
@@ -215,7 +218,7 @@ def report(path: Path) -> Iterator[Call]:
     yield opener if path.suffix == ".html" else "less", path
 
 
-def demo(options: DemoCommand, first: str) -> Iterator[Call]:
+def demo(options: "DemoCommand", first: str) -> Iterator[Call]:
     """Look into a checkpoint, and chat with it."""
     yield "ptqpipe", "inspect", options.out / first
     yield "ptqpipe", "serve", options.out / first
