@@ -57,7 +57,7 @@ def measure(options: argparse.Namespace, prompts: list[list[int]], *, eager: boo
 
     quantized = {
         "PTQPIPE_ALLREDUCE": options.codec,
-        "PTQPIPE_ALLREDUCE_BLOCK": str(options.rotation_size),
+        "PTQPIPE_ALLREDUCE_BLOCK": str(options.block),
         "PTQPIPE_ALLREDUCE_MIN_BYTES": options.min_bytes,
         "PTQPIPE_WORKER_EXTENSION": EXTENSION,
     }
@@ -70,7 +70,7 @@ def measure(options: argparse.Namespace, prompts: list[list[int]], *, eager: boo
         "model": options.model.parent.name if options.model.name == "hf" else options.model.name,
         "mode": "eager" if eager else "compiled",
         "codec": options.codec,
-        "block": options.rotation_size,
+        "block": options.block,
         "min_bytes": options.min_bytes,
         "prompts": [len(prompts), options.window],
         "new_tokens": options.new_tokens,

@@ -82,7 +82,7 @@ def main() -> None:
     has_global = get_scheme(args.format).fmt.has_global
     with tempfile.TemporaryDirectory() as folder:
         out, source = Path(folder) / "out", args.model
-        names = list(quantized(args.model, out, args.format, args.search))
+        names = list(quantized(args.model, out, args.format, args.scale_search))
         for at in range(args.times):
             by = 1.0 if has_global else 2 ** (at / args.times)
             if has_global:
@@ -90,7 +90,7 @@ def main() -> None:
             elif at:
                 source = Path(folder) / str(at)
                 enlarged(args.model, source, names, by)
-            errors = quantized(source, out, args.format, args.search)
+            errors = quantized(source, out, args.format, args.scale_search)
             found["squared_error"].append(sum(errors.values()) / by**2)
             for name, activations in kinds:
                 student = load_model(out, activations=activations).float()
@@ -101,8 +101,8 @@ def main() -> None:
                 assert kl is not None
                 found[name].append(float(kl.double().mean()))
     line = {"model": args.name or args.model.name, "format": args.format, "text": args.text.name}
-    if args.search is not None:
-        line["search"] = args.search
+    if args.scale_search is not None:
+        line["search"] = args.scale_search
     line |= {"tokens": len(tokens), "cpu": processor()[0]}
     line |= {name: summary(numbers) for name, numbers in found.items()}
     print(json.dumps(line))
