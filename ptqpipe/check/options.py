@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ptqpipe.calibration.options import TextOptions
 from ptqpipe.errors import UsageError, arg
-from ptqpipe.run.options import Options, argument, option
+from ptqpipe.run.options import ComputingOptions, Options, argument, option, same_option
 
 CACHE_BYTES = 16 << 30  # of a baseline's log-probabilities that are kept
 
@@ -65,12 +66,7 @@ class EvalOptions(Options):
         metavar="FILE|DIR|NAME:CONFIG:SPLIT",
         shown="a sample text of 110 kB",
     )
-    text_field: str | None = option(
-        None,
-        "Field with the text in each row of {data}.",
-        metavar="NAME",
-        shown="messages, text, content, prompt, ...",
-    )
+    text_field: str | None = same_option(TextOptions, "text_field")
     seqlen: int | None = option(
         None, "Tokens in each window.", metavar="N", shown="the model's positions, at most 2048"
     )
@@ -92,7 +88,7 @@ class EvalOptions(Options):
         kind="dtype",
         choices=("fp32", "bf16", "fp16", "auto"),
     )
-    device: str = option("cpu", "Device that computes: cpu, cuda or cuda:N.", metavar="DEVICE")
+    device: str = same_option(ComputingOptions, "device")
     activations: Literal["simulated", "none"] = option(
         "simulated",
         "Quantize activations as the format of the checkpoint says, or leave them.",

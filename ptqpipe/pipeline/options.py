@@ -4,8 +4,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ptqpipe.errors import UsageError, arg
-from ptqpipe.recipe.options import PipelineOptions, RecipeOptions, same_option
-from ptqpipe.run.options import MachineOptions, Options, WritingOptions, argument, option, required
+from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.run.options import (
+    ComputingOptions,
+    MachineOptions,
+    Options,
+    WritingOptions,
+    argument,
+    option,
+    required,
+    same_option,
+)
 
 STATS = "Folder of statistics that `ptqpipe calibrate` wrote."
 RECIPE = "A recipe, instead of {format}: one that `ptqpipe recipes` lists, or a YAML file."
@@ -25,7 +34,7 @@ class ConvertCommand(RecipeOptions, PipelineOptions, WritingOptions):
         metavar="DIR",
     )
     push: str | None = option(None, "Repository on the hub to which the result is uploaded.", metavar="OWNER/NAME")
-    device: str = option("cpu", "Device that computes: cpu, cuda or cuda:N.", metavar="DEVICE")
+    device: str = same_option(ComputingOptions, "device")
     dry_run: bool = option(False, "Print what would be done and the exact size; read and write no weights.", shell=True)
 
     def __post_init__(self) -> None:

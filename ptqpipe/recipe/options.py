@@ -5,7 +5,7 @@ the same options as a call states them.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -295,12 +295,6 @@ class RecipeOptions(CodeOptions, CheckpointOptions, Options):
     def but(self, **options: Any) -> "RecipeOptions":
         """These options with others on top."""
         return RecipeOptions(self.format, self.ignore, **{**self.overrides, **options})
-
-
-def same_option(owner: type, name: str) -> Any:
-    """A field that is the option of another class."""
-    one = {one.name: one for one in fields(owner)}[name]
-    return field(default=one.default, metadata=one.metadata)
 
 
 def recipe_path(given: str | Path | None) -> Path | None:

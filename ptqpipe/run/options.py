@@ -65,6 +65,12 @@ def argument(default: Any = ..., metavar: str = "", kind: str = "") -> Any:
     return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
 
 
+def same_option(owner: type, name: str) -> Any:
+    """A field that is the option of another class."""
+    one = {one.name: one for one in fields(owner)}[name]
+    return field(default=one.default, metadata=one.metadata)
+
+
 def described(one: Field[Any]) -> Option | None:
     """The properties of a field; None for a field that is no option."""
     row: Option | None = one.metadata.get("option")

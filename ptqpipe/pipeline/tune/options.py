@@ -9,8 +9,8 @@ from typing import NamedTuple
 from ptqpipe.calibration.options import TextOptions
 from ptqpipe.errors import UsageError, arg
 from ptqpipe.pipeline.options import RECIPE, STATS
-from ptqpipe.recipe.options import RecipeOptions, same_option
-from ptqpipe.run.options import ComputingOptions, RestartOptions, argument, option, required
+from ptqpipe.recipe.options import RecipeOptions
+from ptqpipe.run.options import ComputingOptions, RestartOptions, argument, option, required, same_option
 
 
 class Method(NamedTuple):
