@@ -7,7 +7,7 @@ two spells as its own. Nothing here imports torch: ``ptqpipe --help`` reads thes
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from inspect import get_annotations
 from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
@@ -107,7 +107,10 @@ class Options:
     def check(self) -> Self:
         """These options. UsageError for a value that is none of its choices or out of its bounds."""
         for one in options_of(type(self)):
-            check_value(one.name, getattr(self, one.name), described(one), UsageError)
+            value = getattr(self, one.name)
+            if value == () and one.default not in ((), MISSING):
+                raise UsageError(f"{arg(one.name)} names nothing; give a name, or several with commas between them")
+            check_value(one.name, value, described(one), UsageError)
         return self
 
 

@@ -204,6 +204,12 @@ def test_an_empty_key_in_the_environment_is_no_service_without_one(
         assert "PTQPIPE_API_KEY in the environment is empty" in refused(*command, code=2)
 
 
+def test_a_list_without_a_name_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    said = refused("convert", "model", "--budget", "5bits", "--formats", ",", code=2)
+    assert "--formats names nothing; give a name" in said
+
+
 def test_what_a_conversion_alone_takes_names_the_option_beside_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
