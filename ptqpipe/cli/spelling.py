@@ -9,7 +9,7 @@ import click
 ALIASES = {"quantize": "convert", "quantise": "convert", "evaluate": "eval"}  # of commands
 
 
-# What other tools call an option, by its name here.
+# What other tools, and unreleased builds of this one, call an option, by its name here.
 ELSEWHERE = {
     "--data": ("--calib", "--calib-data", "--calib-dataset", "--calibration-data", "--dataset", "--text"),
     "--format": ("--bits", "--dtype", "--qformat", "--quant", "--quantization", "--quantize", "--scheme", "--type"),
@@ -18,6 +18,14 @@ ELSEWHERE = {
     "--seqlen": ("--max-seq-length", "--sequence-length"),
     "--max-model-len": ("--context-length", "--ctx-size", "--max-length"),
     "--overwrite": ("--force", "--yes"),
+    "--reader": ("--for", "--target"),
+    "--text-field": ("--field", "--text-column"),
+    "--work-dir": ("--keep-stages",),
+    "--codes": ("--rounding",),
+    "--scale-search": ("--search",),
+    "--objective": ("--weighting",),
+    "--transforms": ("--apply",),
+    "--rotation-size": ("--block",),
 }
 ARGUMENT = ("--checkpoint", "--ckpt", "--model", "--model-name", "--model-path", "--pretrained")  # has no option here
 

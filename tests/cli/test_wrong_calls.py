@@ -204,6 +204,18 @@ def test_an_empty_key_in_the_environment_is_no_service_without_one(
         assert "PTQPIPE_API_KEY in the environment is empty" in refused(*command, code=2)
 
 
+@pytest.mark.parametrize(
+    ("command", "former", "name"),
+    [
+        ("convert", "--rounding", "--codes"),
+        ("convert", "--for", "--reader"),
+        ("transform", "--block", "--rotation-size"),
+    ],
+)
+def test_a_name_from_elsewhere_is_answered_with_the_one_here(command: str, former: str, name: str) -> None:
+    assert f"Did you mean '{name}'?" in refused(command, "model", former, "x", code=2)
+
+
 def test_a_list_without_a_name_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     said = refused("convert", "model", "--budget", "5bits", "--formats", ",", code=2)
