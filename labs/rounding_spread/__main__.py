@@ -1,7 +1,7 @@
 """How much the KL divergence of quantizations differs that have one error: the luck of rounding.
 
-    python -m labs.rounding_spread MODEL TEXT [--format nvfp4_w4a4] [--scale-search exact] [--times 8]
-        [--tokens 24576] [--results FILE]
+    python -m labs.rounding_spread MODEL TEXT [--format nvfp4_w4a4] [--scale-search exact]
+        [--objective none] [--times 8] [--tokens 24576] [--results FILE]
 
 MODEL is quantized without data several times. Each time the candidates for global scales begin a little higher (by
 2^(1/128)), which moves every scale and code, and the error of the weights by some thousandths of a percent: nothing
@@ -38,10 +38,10 @@ from ptqpipe.runtime.loading import ActivationMode, load_model, load_tokenizer
 WINDOW, STEP = 256, 2 ** (1 / 128)
 
 
-def quantized(model: Path, out: Path, fmt: str, search: str | None) -> dict[str, float]:
+def quantized(model: Path, out: Path, fmt: str, options: list[str]) -> dict[str, float]:
     """Writes OUT; returns the squared errors of its weights."""
     words = map(str, ("convert", model, "-o", out, "--format", fmt, "--workers", 1, "--overwrite", "-q"))
-    done = CliRunner().invoke(ptqpipe, [*words, *([] if search is None else ["--scale-search", search])])
+    done = CliRunner().invoke(ptqpipe, [*words, *options])
     if done.exit_code:
         raise SystemExit(done.stderr)
     weights = json.loads((out / "ptqpipe.json").read_text(encoding="utf-8"))["weights"]
@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--name", help="of the model in the line [its folder's]")
     parser.add_argument("--format", default="nvfp4_w4a4")
     parser.add_argument("--scale-search", help="of the block scales [the format's]")
+    parser.add_argument("--objective", help="of the block scales [the format's]")
     parser.add_argument("--times", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=24_576)
     parser.add_argument("--results", type=Path)
@@ -79,10 +80,12 @@ def main() -> None:
     found: dict[str, list[float]] = {"squared_error": [], "kl": [], "weights": []}
     first = global_scale.OCTAVE_START
     kinds: tuple[tuple[str, ActivationMode], ...] = (("kl", "simulated"), ("weights", "none"))
+    named = {"--scale-search": args.scale_search, "--objective": args.objective}
+    options = [word for name, value in named.items() if value is not None for word in (name, value)]
     has_global = get_scheme(args.format).fmt.has_global
     with tempfile.TemporaryDirectory() as folder:
         out, source = Path(folder) / "out", args.model
-        names = list(quantized(args.model, out, args.format, args.scale_search))
+        names = list(quantized(args.model, out, args.format, options))
         for at in range(args.times):
             by = 1.0 if has_global else 2 ** (at / args.times)
             if has_global:
@@ -90,7 +93,7 @@ def main() -> None:
             elif at:
                 source = Path(folder) / str(at)
                 enlarged(args.model, source, names, by)
-            errors = quantized(source, out, args.format, args.scale_search)
+            errors = quantized(source, out, args.format, options)
             found["squared_error"].append(sum(errors.values()) / by**2)
             for name, activations in kinds:
                 student = load_model(out, activations=activations).float()
@@ -103,6 +106,8 @@ def main() -> None:
     line = {"model": args.name or args.model.name, "format": args.format, "text": args.text.name}
     if args.scale_search is not None:
         line["search"] = args.scale_search
+    if args.objective is not None:
+        line["objective"] = args.objective
     line |= {"tokens": len(tokens), "cpu": processor()[0]}
     line |= {name: summary(numbers) for name, numbers in found.items()}
     print(json.dumps(line))

@@ -10,7 +10,7 @@ from ptqpipe.errors import UsageError, arg
 from ptqpipe.numerics.search import get_search
 from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.recipe.file import build_recipe
-from ptqpipe.recipe.options import ALGORITHMS, AUTO, RecipeOptions
+from ptqpipe.recipe.options import ALGORITHMS, AUTO, OBJECTIVES, PROPAGATED, RecipeOptions
 from ptqpipe.recipe.recipe import Recipe
 
 
@@ -35,16 +35,28 @@ def best_with(
 
 
 def with_searches(recipe: Recipe, *, data: bool) -> Recipe:
-    """The recipe, its searches checked. ``data``: its codes are found with data that the rules do not speak of, which
-    start from the exact scales unless a rule names others.
+    """The recipe, its searches checked and every objective decided. ``data``: its codes are found with data that the
+    rules do not speak of, which start from the exact scales unless a rule names others.
 
     UsageError for a search that is unknown, or that a rule has no use for.
     """
     rules = []
     for rule in recipe.rules:
         checked = replace(rule, scale_search="exact") if data and rule.scale_search == AUTO else rule
-        get_search("exact" if checked.scale_search == AUTO else checked.scale_search)
+        search = get_search("exact" if checked.scale_search == AUTO else checked.scale_search)
         scheme = checked.scheme
+        weighable = scheme is not None and scheme.fmt.scale.enumerable and search.proven
+        if checked.objective == AUTO:
+            free = not data and not checked.calibrated and weighable and scheme is not None
+            checked = replace(checked, objective=OBJECTIVES.get(scheme.fmt.name, "none") if free and scheme else "none")
+        elif checked.objective == PROPAGATED and (
+            data or checked.calibrated or not weighable or checked.scale_search == "enlarged"
+        ):
+            what = arg("objective", PROPAGATED)
+            raise UsageError(
+                f"{what} is for searches that take weights, of formats with a list of block scales, without data; use "
+                f"{arg('format', 'nvfp4')} and {arg('scale_search', 'exact')}, or leave it out"
+            )
         if (
             checked.scale_search == "enlarged"
             and scheme is not None

@@ -7,11 +7,13 @@ source and recipe alone. tune takes its plan and its units, and runs no job of i
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from ptqpipe._version import __version__
+from ptqpipe.calibration.propagated import PropagatedInputs
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointWriter, TensorWriter
 from ptqpipe.checkpoint.dtypes import NotFinite
@@ -25,6 +27,8 @@ from ptqpipe.conversion.unit_job import QuantizeUnit
 from ptqpipe.models.layout_issues import layout_warnings
 from ptqpipe.models.source import Source
 from ptqpipe.quantization.learned_codes import TRAINED_REASON, LearnedCodes
+from ptqpipe.recipe.options import PROPAGATED
+from ptqpipe.run.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,11 @@ class Conversion(CheckpointJob[OutputJob]):
     consumed: Consumed | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     doubts: tuple[str, ...] = ()
+
+    @cached_property
+    def propagated(self) -> PropagatedInputs:
+        """The input energies that the source's weights let expect."""
+        return PropagatedInputs(self.source)
 
     @property
     def run_parts(self) -> Mapping[str, str]:
@@ -86,6 +95,13 @@ class Conversion(CheckpointJob[OutputJob]):
             written = writer.tensor(job.tensor).copy(self.source.reader, job.tensor, look=bad.look)
         entry = {"reason": job.reason, "sha256": written.sha256, "bytes": written.nbytes}
         return entry | ({"not_finite": bad.text} if bad.count else {})
+
+    def before_jobs(self, writer: CheckpointWriter, machine: Machine) -> None:
+        """Propagates the energies of inputs, where a unit that is not done yet needs them."""
+        done = writer.done()
+        jobs = (job for job in self.jobs if isinstance(job, QuantizeUnit) and job.id not in done)
+        if any(job.unit.rule.objective == PROPAGATED for job in jobs):
+            self.propagated.compute(workers=machine.workers)
 
     def after_commit(self, job: OutputJob, writer: CheckpointWriter) -> None:
         if self.consumed is not None:

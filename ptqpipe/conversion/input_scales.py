@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from ptqpipe.calibration.propagated import PropagatedInputs
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.conversion.input_moments import module_of
 from ptqpipe.models.source import Source
@@ -105,5 +106,7 @@ class UnitInputs(Protocol):
     def input_scales(self) -> InputScales: ...
     @property
     def statistics(self) -> Statistics | None: ...
+    @property
+    def propagated(self) -> PropagatedInputs: ...
     @property
     def codes(self) -> LearnedCodes | None: ...

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ptqpipe.recipe.options import PROPAGATED
+
 HELD_OUT = "held-out samples"
 SEEN = "the calibration samples"
 
@@ -73,7 +75,7 @@ def tuned_from(record: Mapping[str, Any]) -> str:
         for rule in (rules if isinstance(rules, list) else [])
         if _mapping(rule).get("scheme") != "keep"
     }
-    plain = ways <= {("rtn", "none")} and "start" not in _mapping(record.get("rounding"))
+    plain = ways <= {("rtn", "none"), ("rtn", PROPAGATED)} and "start" not in _mapping(record.get("rounding"))
     return "plain rounding" if plain else "the codes before tuning"
 
 

@@ -9,6 +9,7 @@ from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader, vouches_for_itself
 from ptqpipe.checkpoint.layouts import quantization_config
 from ptqpipe.checkpoint.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.errors import CheckpointError, one_line
+from ptqpipe.recipe.options import PROPAGATED
 
 CACHE_REASON = "scale of the FP8 kv cache"
 UNKNOWN = "unknown"  # the search of a weight whose numbers another tool made
@@ -50,9 +51,14 @@ class Claim:
         return self.algorithm == "rtn" or self.reverted
 
     @property
-    def unweighted(self) -> bool:
-        """Whether the scales minimize the plain squared error, as far as the search does."""
-        return self.nearest and (self.weighting == "none" or self.reverted)
+    def provable(self) -> bool:
+        """Whether what the scales minimize, as far as the search does, follows from the source alone."""
+        return self.nearest and (self.weighting in ("none", PROPAGATED) or self.reverted)
+
+    def follows(self, algorithm: str, objective: str) -> bool:
+        """Whether it is what a rule gives, which weights nothing where an input is not known: the record says so."""
+        unknown = objective == PROPAGATED and self.entry.get("weighting") == "none"
+        return self.algorithm == algorithm and (self.weighting == objective or unknown)
 
 
 @dataclass(frozen=True, slots=True)

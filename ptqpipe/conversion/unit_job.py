@@ -72,6 +72,7 @@ class QuantizeUnit(WriteJob):
             weights,
             counting(weights, errors.write_rows if biases else parts.write_rows, changed),
             statistics=work.statistics,
+            propagated=work.propagated,
             codes=codes,
             device=share.device,
         )

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from ptqpipe.calibration.propagated import PropagatedInputs
 from ptqpipe.calibration.statistics import MomentSource
 from ptqpipe.conversion.input_moments import inputs_of
 from ptqpipe.errors import NumericsError, arg
@@ -13,7 +14,7 @@ from ptqpipe.quantization import RowWriter, Task, UnitResult, Weight, WeightErro
 from ptqpipe.quantization.driver import write_learned
 from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.quantization.recheck import Recheck
-from ptqpipe.recipe.options import ALGORITHMS
+from ptqpipe.recipe.options import ALGORITHMS, PROPAGATED
 from ptqpipe.recipe.plan import Unit
 
 # A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.
@@ -26,6 +27,7 @@ def quantize_unit(
     sink: RowWriter,
     *,
     statistics: MomentSource | None = None,
+    propagated: PropagatedInputs | None = None,
     codes: Sequence[QTensor] | None = None,
     device: torch.device | None = None,
     recheck: bool = True,
@@ -33,6 +35,7 @@ def quantize_unit(
     """Quantizes a unit by its rule, and finds a sample of its blocks again by brute force.
 
     statistics  needed by rules that read moments; checked by ``moments.open_statistics``
+    propagated  what rules with that objective take for the moments of inputs
     codes       chosen before, one QTensor for each weight: taken as they are
     recheck     whether a sample is searched again
 
@@ -42,6 +45,8 @@ def quantize_unit(
     task = Task(weights, unit.scheme.fmt, names, sink, unit.rule, codes=codes)
     if codes is None and unit.rule.calibrated and statistics is not None:
         task = replace(task, inputs=inputs_of(unit, statistics))
+    if codes is None and unit.rule.objective == PROPAGATED and propagated is not None:
+        task = replace(task, importance=[propagated.of(m.source, m.shape[1]) for m in unit.members])
     if device is not None:
         task = replace(task, device=device)
     try:

@@ -285,10 +285,9 @@ class SourceRows:
     def __init__(
         self, source: Source, where: Slice, *, shape: tuple[int, int], cache: bool = False, memory: Memory | None = None
     ) -> None:
-        self.shape = shape
+        self.shape, self.where = shape, where
         self._memory = memory if cache else None
-        self._source = source
-        self._where = where
+        self.source = source
         self._cache = cache or where.transposed
         self._whole: torch.Tensor | None = None
         self._codes: tuple[int, QTensor] | None = None  # the first row, among those of the source's matrix, and codes
@@ -306,8 +305,8 @@ class SourceRows:
     def quantized(self, start: int, stop: int) -> QTensor | None:
         """Rows [start, stop) as the source stores them below 8 bits; None where their numbers are not those of its
         codes one by one: of any other weight, of one that is rotated, and where rows share blocks."""
-        where = self._where
-        stored = self._source.stored.get(where.tensor)
+        where = self.where
+        stored = self.source.stored.get(where.tensor)
         if stored is None or not self.below_8_bits or stored.scheme.fmt.block[0] != 1 or where.rotation:
             return None
         if stored.scheme.rotation:
@@ -322,20 +321,20 @@ class SourceRows:
     @property
     def below_8_bits(self) -> bool:
         """Whether the source stores this weight in fewer than 8 bits."""
-        return self._source.below_8_bits(self._where.tensor) is not None
+        return self.source.below_8_bits(self.where.tensor) is not None
 
     def drop(self) -> None:
         """Forgets what is cached."""
         self._whole = self._codes = None
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
-        return rotated_weight(self._plain(start, stop), self._where.rotation)
+        return rotated_weight(self._plain(start, stop), self.where.rotation)
 
     def _plain(self, start: int, stop: int) -> torch.Tensor:
-        where = self._where
-        if where.tensor in self._source.stored:
+        where = self.where
+        if where.tensor in self.source.stored:
             return self._decode(start, stop)
-        reader = self._source.reader
+        reader = self.source.reader
         if where.expert is None:
             if where.transposed:
                 return reader.read(where.tensor).t()[start:stop].contiguous()
@@ -355,13 +354,13 @@ class SourceRows:
         q, first = self._stored_rows(start, stop)
         memory = self._memory if (start, stop) == (0, self.shape[0]) else None
         room = None if memory is None else memory(4 * q.shape[0] * q.shape[1]).view(torch.float32)
-        rows = self._source.stored[self._where.tensor].plain(q, memory=room)
-        return rows[first : first + (stop - start - 1) * self._where.step + 1 : self._where.step].contiguous()
+        rows = self.source.stored[self.where.tensor].plain(q, memory=room)
+        return rows[first : first + (stop - start - 1) * self.where.step + 1 : self.where.step].contiguous()
 
     def _stored_rows(self, start: int, stop: int) -> tuple[QTensor, int]:
         """Whole blocks of rows of the source's matrix with all of these rows, and the number of the first of these."""
-        where = self._where
-        stored = self._source.stored[where.tensor]
+        where = self.where
+        stored = self.source.stored[where.tensor]
         if self._codes is None and (stored.whole is not None or (self._cache and self.below_8_bits)):
             wanted = (0, stored.shape[0]) if stored.whole is not None else self._span(0, self.shape[0])
             self._codes = wanted[0], self._quantized(wanted)
@@ -374,20 +373,20 @@ class SourceRows:
 
     def _span(self, start: int, stop: int) -> tuple[int, int]:
         """Rows [begin, end) of the source's matrix: whole blocks, with these rows in them."""
-        where, stored = self._where, self._source.stored[self._where.tensor]
+        where, stored = self.where, self.source.stored[self.where.tensor]
         block_rows = stored.scheme.fmt.step(0)
         begin = (where.start + start * where.step) // block_rows * block_rows
         last = where.start + (stop - 1) * where.step + 1
         return begin, min(-(-last // block_rows) * block_rows, stored.shape[0])
 
     def _quantized(self, rows: tuple[int, int]) -> QTensor:
-        where, memory = self._where, self._memory
-        return self._source.quantized(where.tensor, expert=where.expert, rows=rows, memory=memory)
+        where, memory = self.where, self._memory
+        return self.source.quantized(where.tensor, expert=where.expert, rows=rows, memory=memory)
 
     def _read_plane_rows(self, name: str, first: int, count: int, columns: int, memory: Memory | None) -> torch.Tensor:
         """``count`` rows from row ``first`` of the stack seen as one tall matrix."""
-        entry = self._source.reader.entries[name]
+        entry = self.source.reader.entries[name]
         width = entry.nbytes // max(1, entry.shape[0] * entry.shape[1])
-        dtype = self._source.reader.read(name, start=0, stop=0).dtype
-        raw = self._source.reader.read_raw(name, start=first * width, stop=(first + count) * width, memory=memory)
+        dtype = self.source.reader.read(name, start=0, stop=0).dtype
+        raw = self.source.reader.read_raw(name, start=first * width, stop=(first + count) * width, memory=memory)
         return raw.view(dtype).reshape(count, columns)

@@ -44,6 +44,7 @@ from ptqpipe.quantization.unit import (
     row_chunks,
     search_scales,
 )
+from ptqpipe.recipe.options import AUTO
 
 GPU_ELEMENTS = 1 << 25  # about 1.2 GB: a dozen float32 numbers each, for a while
 
@@ -217,7 +218,7 @@ def _promise(task: Task, moments: Moments, feedback: Feedback | None, *, reverte
 
 
 def _importance(moments: Moments, task: Task) -> torch.Tensor | None:
-    if task.options.objective == "none" or not bool((moments.second_moment > 0).any()):
+    if task.options.objective in (AUTO, "none") or not bool((moments.second_moment > 0).any()):
         return None
     return moments.second_moment
 

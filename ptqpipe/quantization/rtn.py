@@ -18,7 +18,7 @@ from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search import get_search
 from ptqpipe.numerics.search.enlarged import enlarge, factor_for
 from ptqpipe.quantization import calibrated
-from ptqpipe.quantization.driver import Sums, absmax_error, quantize_weight, sampled_rows, search_global
+from ptqpipe.quantization.driver import Sums, absmax_error, errors_at, quantize_weight, sampled_rows, search_global
 from ptqpipe.quantization.lossless_mxfp4 import transcode
 from ptqpipe.quantization.unit import (
     CHUNK_ELEMENTS,
@@ -59,13 +59,17 @@ def quantize(task: Task) -> UnitResult:
         return transcoded
     amax, samples = largest(task), sampled_rows(task)
     rule = _rule(task, samples, amax)
+    importance = task.importance or [None] * len(samples)
     plain, g, lossless = search_global(
-        task, lambda: [(enlarge(w, rule.factor), None) for w in samples], amax * rule.factor, search=rule.search
+        task,
+        lambda: [(enlarge(w, rule.factor), h) for w, h in zip(samples, importance, strict=True)],
+        amax * rule.factor,
+        search=rule.search,
     )
     lossless = lossless and rule.factor == 1
     compare = None if plain is None or g is None or torch.equal(plain, g) else plain
     sums, error, plain_error = _pass(task, rule, g, None if lossless else compare)
-    if lossless and error != 0:  # of the sample alone
+    if lossless and any(one.squared for one in sums):  # of the sample alone
         lossless = False
         sums, error, plain_error = _pass(task, rule, g, compare)
     if compare is not None and error > plain_error * (1 - ROUNDING_MARGIN):  # the sample misled; the whole decides
@@ -73,9 +77,9 @@ def quantize(task: Task) -> UnitResult:
         sums, _, _ = _pass(task, rule, g, None)
         compare = None
     absmax, errors = absmax_error(task.fmt, amax), []
-    for one, sample in zip(sums, samples, strict=True):
+    for one, sample, h in zip(sums, samples, importance, strict=True):
         baseline = absmax(sample)
-        versus_absmax = rule.error(sample, task.fmt, g) / baseline if baseline else 1.0
+        versus_absmax = rule.error(sample, task.fmt, g, h) / baseline if baseline else 1.0
         errors.append(WeightError(one.squared, one.energy, versus_absmax))
     versus_plain = 0.0 if lossless else error / plain_error if compare is not None and plain_error else 1.0
     return _result(task, rule, tuple(errors), g, versus_plain)
@@ -85,15 +89,15 @@ class _Rule(NamedTuple):
     search: str
     factor: float = 1.0
 
-    def quantize(self, w: torch.Tensor, fmt: Format, g: torch.Tensor | None) -> QTensor:
-        """Rows ``[n, K]`` at the global scale ``g``."""
-        return quantize_rows(enlarge(w, self.factor), fmt, search=self.search, global_scale=g)
+    def quantize(self, w: torch.Tensor, fmt: Format, g: torch.Tensor | None, h: torch.Tensor | None = None) -> QTensor:
+        """Rows ``[n, K]`` at the global scale ``g``; ``h``: what the columns count in the search."""
+        return quantize_rows(enlarge(w, self.factor), fmt, search=self.search, global_scale=g, importance=h)
 
-    def error(self, w: torch.Tensor, fmt: Format, g: torch.Tensor | None) -> float:
+    def error(self, w: torch.Tensor, fmt: Format, g: torch.Tensor | None, h: torch.Tensor | None) -> float:
         """The squared error that this leaves on rows."""
-        if self.factor == 1:
+        if self.factor == 1 and h is None:
             return total_error(w, fmt, search=self.search, global_scale=g)
-        return measure(self.quantize(w, fmt, g), w)[0]
+        return measure(self.quantize(w, fmt, g, h), w)[0]
 
 
 def _rule(task: Task, samples: list[torch.Tensor], amax: float) -> _Rule:
@@ -113,38 +117,47 @@ def _result(
     task: Task, rule: _Rule, errors: tuple[WeightError, ...], g: torch.Tensor | None, versus_plain: float
 ) -> UnitResult:
     proven = get_search(rule.search).proven
-    promises = (Promise(scales=proven, codes=True, factor=rule.factor),) * len(errors)
+    importance = task.importance or [None] * len(errors)
+    promises = tuple(Promise(scales=proven, codes=True, importance=h, factor=rule.factor) for h in importance)
     fields = {"enlarged": rule.factor} if task.search == "enlarged" else {}
-    return UnitResult(None if g is None else float(g), versus_plain, errors, proven, promises, (fields,) * len(errors))
+    if task.importance is None:
+        records = (fields,) * len(errors)
+    else:
+        records = tuple({"weighting": "none" if h is None else task.options.objective, **fields} for h in importance)
+    return UnitResult(None if g is None else float(g), versus_plain, errors, proven, promises, records)
 
 
 def _pass(
     task: Task, rule: _Rule, g: torch.Tensor | None, compare: torch.Tensor | None
 ) -> tuple[list[Sums], float, float]:
     """Quantizes every row at ``g``: the sums of each weight; sum (decode - factor w)^2 over all, which the search makes
-    least; and that sum at the global scale ``compare``."""
+    least, weighted where columns count differently; and that sum at the global scale ``compare``."""
     fmt, all_sums = task.fmt, list[Sums]()
     error = compared = of_weight = 0.0
     memory: torch.Tensor | None = None
+    h: torch.Tensor | None = None
 
     def nearest(_start: int, w: torch.Tensor) -> QTensor:
         nonlocal memory, of_weight, compared
         if rule.factor != 1 and (memory is None or memory.numel() < w.numel()):
             memory = torch.empty(w.numel(), device=w.device)
         enlarged = enlarge(w, rule.factor, memory=memory)
-        q = quantize_rows(enlarged, fmt, search=rule.search, global_scale=g)
-        if compare is not None:
+        q = quantize_rows(enlarged, fmt, search=rule.search, global_scale=g, importance=h)
+        if compare is not None and h is not None and g is not None:
+            at_g, at_plain = errors_at([(enlarged, h)], fmt, rule.search, [g, compare])
+            of_weight, compared = of_weight + at_g, compared + at_plain
+        elif compare is not None:
             of_weight += measure(q, enlarged)[0] if rule.factor != 1 else 0.0
             compared += total_error(enlarged, fmt, search=rule.search, global_scale=compare)
         return q
 
     for index, weight in enumerate(task.weights):
-        of_weight = 0.0
+        of_weight, h = 0.0, None if task.importance is None else task.importance[index]
         few = ENLARGED_AT_ONCE if rule.factor != 1 else CHUNK_ELEMENTS
         runs = row_chunks(weight.shape, block_rows=fmt.block_extent(weight.shape)[0], elements=few)
         _, (sums,) = quantize_weight(task, index, runs, [nearest])
         all_sums.append(sums)
-        error += sums.squared if rule.factor == 1 else of_weight
+        error += sums.squared if rule.factor == 1 and h is None else of_weight
     return all_sums, error, compared
 
 

@@ -228,6 +228,8 @@ class Task:
     sink     takes the rows of every weight
     options  of the rule
     inputs   moments of every weight's input; weights that share an input share the object. None without statistics
+    importance  [K] what the columns of every weight count in the search of its scales, without statistics; None: all
+                the same
     codes    one QTensor for each weight, chosen before; None where the algorithm is to choose
     device   that computes
     """
@@ -238,6 +240,7 @@ class Task:
     sink: RowWriter
     options: CodeOptions = field(default_factory=CodeOptions)
     inputs: Sequence[Moments] | None = None
+    importance: Sequence[torch.Tensor | None] | None = None
     codes: Sequence[QTensor] | None = None
     device: torch.device = CPU
 

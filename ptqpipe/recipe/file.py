@@ -26,7 +26,7 @@ from ptqpipe.checkpoint.regular_file import MAX_RECIPE_BYTES, read_regular_text
 from ptqpipe.errors import PtqError, RecipeError, UsageError, arg, did_you_mean, one_line, read_failure
 from ptqpipe.models.families import DEFAULT_KEEP, Keep
 from ptqpipe.numerics.schemes import SCHEMES, get_scheme
-from ptqpipe.recipe.options import ALGORITHMS, RecipeOptions
+from ptqpipe.recipe.options import ALGORITHMS, AUTO, RecipeOptions
 from ptqpipe.recipe.recipe import BY_RECIPE, FORMER_NAMES, IGNORED, Recipe, Rule
 
 _PACKAGE = Path(__file__).parents[1]
@@ -297,7 +297,7 @@ def build_recipe(options: RecipeOptions, *, path: Path | None = None, codes: Rec
 def _with_options(rule: Rule, options: RecipeOptions) -> Rule:
     """The rule with the options applied; an algorithm brings its usual weighting unless rule or call give one."""
     values = _overrides(options, Rule)
-    if "algorithm" in options.stated and options.algorithm in ALGORITHMS and rule.objective == "none":
+    if "algorithm" in options.stated and options.algorithm in ALGORITHMS and rule.objective == AUTO:
         values.setdefault("objective", ALGORITHMS[options.algorithm].objective)
     return replace(rule, **values)
 

@@ -43,6 +43,12 @@ ALGORITHMS: dict[str, Algorithm] = {
 # measured the least divergence (docs/search.md). Formats that are not here: exact.
 SEARCHES = {"mxfp4": "enlarged"}
 AUTO = "auto"
+
+# What the scales minimize without data, by format: the others' are too coarse to follow single columns, or so fine that
+# it makes no difference (labs/propagated/README.md).
+PROPAGATED = "propagated"
+OBJECTIVES = {"nvfp4": PROPAGATED}
+_DATA_FREE = (AUTO, "none", PROPAGATED)
 DAMPING = 0.01  # of a second moment, as a fraction of its mean diagonal
 
 # The largest activation that must not clip where neither statistics nor the call or recipe say it, by what happens to
@@ -73,11 +79,12 @@ class CodeOptions:
         shown="gptq; rtn where calibrate left out the full moments",
     )
     objective: str = option(
-        "none",
-        "What the block scales minimize with {stats}: the error of the weights (none), the output error by the second "
-        "moment of each input (diagonal), or by the moments inside blocks of 16 inputs (block).",
-        choices=("none", "diagonal", "block"),
-        shown="diagonal",
+        AUTO,
+        "What the block scales minimize: the error of the weights (none), the output error by the input energies that "
+        "the weights of the layers before let expect (propagated), with {stats} by the second moment of each input "
+        "(diagonal) or by the moments inside blocks of 16 inputs (block).",
+        choices=(AUTO, "none", PROPAGATED, "diagonal", "block"),
+        shown="diagonal with statistics, else propagated for NVFP4 and none for other formats",
     )
     damping: float = option(
         DAMPING,
@@ -107,7 +114,7 @@ class CodeOptions:
     def moments(self) -> tuple[str, ...]:
         """The moments of each input that choosing the codes reads; none without statistics."""
         needed = ALGORITHMS[self.algorithm].moment
-        if not needed and self.objective == "none":
+        if not needed and self.objective in _DATA_FREE:
             return ()
         block = ("block_moment",) if self.objective == "block" and needed != "full_moment" else ()
         return tuple(dict.fromkeys(("second_moment", *([needed] if needed else []), *block)))

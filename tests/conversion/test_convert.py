@@ -80,7 +80,7 @@ def test_every_source_tensor_is_in_the_record_exactly_once(model: Path, tmp_path
 def test_stored_weights_are_those_of_quantize_and_errors_are_those_of_the_decode(
     model: Path, tmp_path: Path, scheme: str
 ) -> None:
-    done = ptqpipe.convert(model, format=scheme, out=tmp_path / "out")
+    done = ptqpipe.convert(model, format=scheme, objective="none", out=tmp_path / "out")
     source = tiny.llama()
     single = "model.layers.1.self_attn.o_proj.weight"  # a unit of its own
     with ptqpipe.load_tensors(done.out) as loaded:

@@ -338,7 +338,7 @@ def test_the_default_fuse_table_holds_what_runtimes_fuse() -> None:
 
 RECORDED = """{"rules": [{"match": "*", "scheme": "nvfp4", "search": "auto", "global_scale": "search", "algorithm":
 "gptq", "weighting": "diagonal", "damping": 0.01, "order": "static", "scales": "auto", "refine": 2}, {"match":
-"re:x", "scheme": "keep", "search": "auto", "global_scale": "search", "algorithm": "rtn", "weighting": "none",
+"re:x", "scheme": "keep", "search": "auto", "global_scale": "search", "algorithm": "rtn", "weighting": "auto",
 "damping": 0.01, "order": "static", "scales": "auto", "refine": 3}], "keep": [["lm_head", "why"]], "fuse": [["a",
 "b"]], "container": "compressed_tensors", "input_amax": 336.0, "input_scale": "absmax", "headroom": 1.0, "kv_cache":
 "none", "bias_correction": false, "mtp": "keep", "shard_bytes": 7, "description": "text"}""".replace("\n", " ")

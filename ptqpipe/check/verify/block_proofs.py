@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from ptqpipe.calibration.propagated import PropagatedInputs
 from ptqpipe.check.verify.findings import Findings
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.conversion.record import Claim
@@ -12,18 +13,29 @@ from ptqpipe.models.source import Source, SourceRows, row_runs
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search.enlarged import enlarge
 from ptqpipe.numerics.search.proof import Optimality, cost, prove
+from ptqpipe.recipe.options import PROPAGATED
 from ptqpipe.recipe.plan import Unit
 
 SCORE_BUDGET = 1 << 25  # scored elements per weight, when proofs take a sample of its blocks
 
 
 def prove_weight(
-    ckpt: Source, weight: str, rows: SourceRows, *, expert: int | None, sample_blocks: int | None, factor: float = 1.0
+    ckpt: Source,
+    weight: str,
+    rows: SourceRows,
+    *,
+    expert: int | None,
+    sample_blocks: int | None,
+    claim: Claim | None = None,
+    propagated: PropagatedInputs | None = None,
 ) -> Optimality:
     """Proves the scales of ``sample_blocks`` blocks of a stored weight (``search/proof.py``); of all of them for None.
 
-    Whole rows of blocks, spread evenly from top to bottom. ``factor``: what the weights were multiplied by before.
+    Whole rows of blocks, spread evenly from top to bottom; ``propagated``: of the source.
     """
+    factor = 1.0 if claim is None else claim.enlarged
+    weighted = claim is not None and claim.weighting == PROPAGATED and propagated is not None
+    importance = propagated.of(rows.where, rows.shape[1]) if propagated is not None and weighted else None
     stored = ckpt.stored[weight]
     fmt = stored.scheme.fmt
     grid = fmt.scale_shape(stored.shape)
@@ -31,7 +43,7 @@ def prove_weight(
     lines = _sampled_lines(grid, cost(fmt, height * width), sample_blocks)
     total = grid[0] * grid[1]
     proofs = (
-        prove(q.multiplying(), enlarge(w, factor), blocks, total=total)
+        prove(q.multiplying(), enlarge(w, factor), blocks, total=total, importance=importance)
         for blocks, q, w in _lines(ckpt, weight, expert, lines, rows)
     )
     return sum(proofs, Optimality(0, total))

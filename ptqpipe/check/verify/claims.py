@@ -255,7 +255,8 @@ def _expected(unit: Unit, claim: Claim, *, learned: bool, reverted: bool) -> Ite
         yield "proven", claim.proven, False
         return
     yield "algorithm", claim.algorithm, rule.algorithm
-    yield "weighting", claim.weighting, rule.objective
+    same = claim.follows(claim.algorithm, rule.objective)
+    yield "weighting", claim.weighting, claim.weighting if same else rule.objective
     yield "enlarged", "enlarged" in claim.entry, unit.search == "enlarged"
     plain = rule.algorithm == "rtn" and rule.objective != "block" and not reverted
     yield "proven", claim.proven, plain and get_search(unit.search).proven

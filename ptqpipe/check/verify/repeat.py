@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ptqpipe.calibration.propagated import PropagatedInputs
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.check.verify.claims import SUM_TOLERANCE, check_numbers, check_reasons, conversion_parts, recipe_of
 from ptqpipe.check.verify.findings import Findings
@@ -39,6 +40,7 @@ def repeat_unit(
     *,
     cache_bytes: int,
     statistics: Statistics | None = None,
+    propagated: PropagatedInputs | None = None,
 ) -> None:
     """Quantizes a unit again and compares its rows with the stored ones, its numbers with the claimed ones.
 
@@ -59,7 +61,7 @@ def repeat_unit(
         if others:
             differing[(member, row)] = others
 
-    result = quantize_unit(unit, rows, compare, statistics=statistics, recheck=False)
+    result = quantize_unit(unit, rows, compare, statistics=statistics, propagated=propagated, recheck=False)
     _check_outcomes(unit, result.record_fields, claims, findings)
     for (index, row), others in sorted(differing.items()):
         message = f"from row {row}: re-quantizing with the recorded recipe gives {others}"
@@ -98,9 +100,9 @@ def _learned(unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> boo
     for member in unit.members:
         claim = claims[member.key]
         learned = learned or claim.algorithm == "learned"
-        wanted = (unit.rule.algorithm, unit.rule.objective)
-        if claim.algorithm != "learned" and (claim.algorithm, claim.weighting) != wanted:
-            findings.fault("record", member.key, f"claims {claim.algorithm}, the recipe says {wanted[0]}")
+        rule = unit.rule
+        if claim.algorithm != "learned" and not claim.follows(rule.algorithm, rule.objective):
+            findings.fault("record", member.key, f"claims {claim.algorithm}, the recipe says {rule.algorithm}")
     return learned
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ptqpipe.calibration.propagated import PropagatedInputs
 from ptqpipe.check.scan import AbsmaxErrors, WeightFacts, absmax_errors, scan_weight, usual_error
 from ptqpipe.check.verify.block_proofs import judge_proof, prove_weight
 from ptqpipe.check.verify.claims import SUM_TOLERANCE, check_hashes, check_numbers
@@ -59,11 +60,13 @@ def check_weight(
     record: Record | None,
     optimal: bool,
     sample_blocks: int | None,
+    propagated: PropagatedInputs | None,
     findings: Findings,
 ) -> WeightReport:
     """The numbers of one weight, or of one expert of a stack, against ``rows`` of the source; ``findings`` gets faults.
 
     optimal        also prove its block scales by brute force, ``sample_blocks`` of them; all for None
+    propagated     of the source, None without one
     """
     name = stored.key(expert)
     fmt = stored.scheme.fmt
@@ -96,8 +99,10 @@ def check_weight(
             findings.fault("record", name, f"{claimed}; compared with the source it is {counted}")
     proof = None
     joint = claim is not None and fmt.one_scale  # one scale for the fused group: proven by unit
-    if optimal and not joint and (claim is None or claim.unweighted):
-        proof = prove_weight(ckpt, stored.weight, rows, expert=expert, sample_blocks=sample_blocks, factor=factor)
+    if optimal and not joint and (claim is None or claim.provable):
+        proof = prove_weight(
+            ckpt, stored.weight, rows, expert=expert, sample_blocks=sample_blocks, claim=claim, propagated=propagated
+        )
         judge_proof(name, proof, claim, findings)
     return replace(
         report,
@@ -180,7 +185,7 @@ def _check_legal(facts: WeightFacts, findings: Findings) -> None:
 def _judge(facts: WeightFacts, beside: AbsmaxErrors, claim: Claim | None, findings: Findings) -> None:
     """Errors and codes that no quantizer leaves; ``claim`` is that of our own record."""
     name, elements = facts.name, facts.shape[0] * facts.shape[1]
-    by_data = claim is not None and not claim.unweighted
+    by_data = claim is not None and not (claim.nearest and claim.weighting == "none")
     # A source that was quantized once may lie on the grid of abs-max scales; codes that data chose leave it.
     absmax = max(beside.relative_mse, usual_error(facts.fmt) if by_data else 1e-12)
     if facts.relative_mse > (DATA_RATIO if by_data else TOTAL_RATIO) * absmax:

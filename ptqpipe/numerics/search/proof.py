@@ -13,7 +13,7 @@ from ptqpipe.numerics.formats import CODECS, Codec, Format
 from ptqpipe.numerics.qtensor import QTensor, encode, scale_values, squared_error
 from ptqpipe.numerics.search.brute_force import search
 from ptqpipe.numerics.search.least import best_scales
-from ptqpipe.numerics.search.objective import magnitude_blocks, scores
+from ptqpipe.numerics.search.objective import importance_blocks, magnitude_blocks, scores
 
 _MAGNITUDES = 2048  # about how many different magnitudes a large block of bfloat16 weights has
 
@@ -69,20 +69,23 @@ def cost(fmt: Format, elements: int) -> int:
     return min(elements, _MAGNITUDES) * int(128 * octaves)
 
 
-def prove(q: QTensor, w: torch.Tensor, lines: list[int], *, total: int) -> Optimality:
+def prove(
+    q: QTensor, w: torch.Tensor, lines: list[int], *, total: int, importance: torch.Tensor | None = None
+) -> Optimality:
     """Compares every block of ``q`` with the best scales for ``w`` ``[N, K]``; ``total`` is passed on.
 
     q      with a global scale that multiplies
     lines  the rows of the whole weight's scale grid that its rows of blocks are
+    importance  [K] what the columns count; for scales with codes alone
     """
-    fmt, stored = q.fmt, q.scales.reshape(-1)
+    fmt, stored, h = q.fmt, q.scales.reshape(-1), importance_blocks(importance, w, q.fmt)
     x = magnitude_blocks(w, fmt)
     if fmt.scale.enumerable:
-        best = search(w, fmt, global_scale=q.global_scale).reshape(-1)
+        best = search(w, fmt, global_scale=q.global_scale, importance=importance).reshape(-1)
     else:
         searched = replace(fmt, scale=chosen_scale(fmt.scale))
         best = best_scales(x.numpy(), stored, fmt=searched, global_scale=q.global_scale).to(stored.dtype)
-    at_stored, at_best = (scores(x, scales, fmt=fmt, global_scale=q.global_scale) for scales in (stored, best))
+    at_stored, at_best = (scores(x, scales, fmt=fmt, global_scale=q.global_scale, h=h) for scales in (stored, best))
     worse = at_stored > at_best
     tied = ~worse & (scale_values(stored, fmt.scale) != scale_values(best, fmt.scale))
     unlike = (worse | tied).nonzero()

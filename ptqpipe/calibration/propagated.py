@@ -1,0 +1,214 @@
+"""Second moments of a model's inputs that its weights alone let expect: no text, no forward pass.
+
+A norm passes on its gain times a residual stream whose channels have very different energies, and a few weights
+decide which: where gate and up projection of one channel are large and point the same way, that channel is a massive
+activation (https://arxiv.org/abs/2402.17762), and the column of down_proj that reads it writes the outliers that the
+residual stream has from there on. So energies h_k = E x_k^2 are propagated from layer to layer, as if inputs were
+normal and independent:
+
+    norm       h = gain^2 r / mean(r) + bias^2, r the energies of the residual stream, all 1 in the beginning
+    y = W x    E y^2 = W^2 h + bias^2
+    g u        E g^2 E u^2 + 2 (E g u)^2 for a gate g and an up projection u of one input, the fourth moment of normal
+               variables; the activation function is taken for the identity, which scales all channels alike
+    attention  passes energies of values on: it mixes tokens, never channels
+    residual   r + E y^2 of o_proj and down_proj, of experts the mean
+
+Where channels are read and written is what `models/folding` finds. Of inputs behind anything else (states, latents of
+attention, an MLP without a gate) nothing is known. What it gains: labs/propagated/README.md.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+
+from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.models.folding import Edge, Matrix, Norm, Structure, find_structure
+from ptqpipe.models.slices import Slice
+from ptqpipe.models.source import Source, SourceRows
+
+RUN_ELEMENTS = 1 << 18  # of a weight at a time: in float64 they stay in a cache
+LEAST = 2.0**-7  # of the median: no channel is so small that its weights may be lost, should it be larger than expected
+STEPS = 256  # of a number between two powers of two: so coarse that the order of a float64 sum changes none
+
+_Place = tuple[str, int | None]
+"""A tensor, and the expert in a stack."""
+
+
+class PropagatedInputs:
+    """The expected second moments of the inputs of a source's weights. Computing them reads every weight once."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._moments: dict[_Place, torch.Tensor] | None = None
+
+    def compute(self, *, workers: int = 1) -> dict[_Place, torch.Tensor]:
+        """By the weight that reads them, float32 [K], larger than 0; at the first call alone anything is computed, by
+        so many threads."""
+        with self._lock:
+            if self._moments is None:
+                self._moments = _rounded(propagate(self._source, workers=workers))
+            return self._moments
+
+    def of(self, where: Slice, columns: int) -> torch.Tensor | None:
+        """Of a weight with so many columns; None where nothing is known of its input, and where that is rotated."""
+        moments = None if where.rotation else self.compute().get((where.tensor, where.expert))
+        return moments if moments is not None and len(moments) == columns else None
+
+
+def propagate(source: Source, *, workers: int) -> dict[_Place, torch.Tensor]:
+    """float64 [K] by the weight that reads it; empty for a model whose structure is not known."""
+    try:
+        structure = find_structure(source.tensors, source.reader.config)
+    except (UsageError, CheckpointError):
+        return {}
+    with ThreadPoolExecutor(workers) as pool:
+        return _Propagation(source, structure, pool).run()
+
+
+def _rounded(moments: dict[_Place, torch.Tensor]) -> dict[_Place, torch.Tensor]:
+    """In float32 with 8 bits: the same on every machine and with any number of threads, whose sums differ in the last
+    of 53. Weights that read one input keep one tensor."""
+    done: dict[int, torch.Tensor] = {}
+    for h in moments.values():
+        if id(h) not in done:
+            median = float(h.median())
+            significand, exponent = torch.frexp((h / median if median > 0 else h).clamp_min(LEAST))
+            done[id(h)] = torch.ldexp((significand * STEPS).round() / STEPS, exponent).float()
+    return {place: done[id(h)] for place, h in moments.items() if bool(torch.isfinite(done[id(h)]).all())}
+
+
+class _Propagation:
+    """The energies of the residual stream, and those of inputs so far."""
+
+    def __init__(self, source: Source, structure: Structure, pool: ThreadPoolExecutor) -> None:
+        self._source, self._structure, self._pool = source, structure, pool
+        self._residual = torch.ones(structure.hidden, dtype=torch.float64)
+        self._moments: dict[_Place, torch.Tensor] = {}
+        self._writers = {_place(writer) for writer in structure.writers}
+        self._outputs: dict[str, list[str]] = defaultdict(list)  # norms behind attention and MLP, by layer
+        for norm in structure.output_norms:
+            self._outputs[norm.removesuffix(".weight").rpartition(".")[0]].append(norm)
+
+    def run(self) -> dict[_Place, torch.Tensor]:
+        for layer, edges in _by_layer(self._structure.edges):
+            written: dict[bool, list[torch.Tensor]] = defaultdict(list)  # by whether an expert wrote it
+            readers: Sequence[Matrix] = ()
+            norms = self._outputs[layer]
+            for edge in edges:
+                if edge.kind in ("norm", "latent"):
+                    if edge.kind == "norm":
+                        self._add(written, norms[:1])
+                        readers = edge.consumers
+                    self._read(edge)
+                    continue
+                h = self._behind(edge, readers)
+                if h is None:
+                    continue
+                for consumer in edge.consumers:
+                    self._moments[_place(consumer)] = h
+                    if _place(consumer) in self._writers:
+                        written[".experts." in edge.id].append(self._energies(consumer, h))
+            self._add(written, norms[-1:])
+        return self._moments
+
+    def _read(self, edge: Edge) -> None:
+        """What the consumers of a norm see."""
+        norm = edge.producer
+        assert isinstance(norm, Norm)
+        h = self._gain(norm)
+        if edge.kind == "norm":
+            h = h * self._residual / self._residual.mean()
+        if norm.bias is not None:
+            h = h + self._whole(norm.bias).square()
+        for consumer in edge.consumers:
+            self._moments[_place(consumer)] = h
+
+    def _behind(self, edge: Edge, readers: Sequence[Matrix]) -> torch.Tensor | None:
+        """float64 [K] of what the consumers of a value or an up edge read; None where the producer's input is not
+        known."""
+        producer = edge.producer
+        assert isinstance(producer, Matrix)
+        x = self._moments.get(_place(producer))
+        if x is None:
+            return None
+        energies = self._energies(producer, x)
+        if edge.kind == "up":
+            gate = _gate_of(producer, readers)
+            energies = energies * self._energies(gate, x) + 2 * self._products(gate, producer, x).square()
+        return energies[edge.channel_of()]
+
+    def _add(self, written: dict[bool, list[torch.Tensor]], norms: Sequence[str]) -> None:
+        """What a sublayer wrote joins the residual stream, behind a norm where the model has one there."""
+        parts, experts = written.pop(False, []), written.pop(True, [])
+        parts += [torch.stack(experts).mean(dim=0)] if experts else []
+        if not parts:
+            return
+        total = torch.stack(parts).sum(dim=0)
+        for norm in norms:
+            total = self._gain(Norm(norm, self._structure.norms.offset)) * total / total.mean()
+        self._residual = self._residual + total
+
+    def _gain(self, norm: Norm) -> torch.Tensor:
+        return (self._whole(norm.weight) + norm.offset).square()
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """A norm or a bias, float64."""
+        return self._source.reader.read(name).double()
+
+    def _energies(self, matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
+        """float64 [rows]: E y^2 of y = W x + bias."""
+        energies = self._over_rows(matrix, matrix, x)
+        if matrix.bias is not None:
+            bias = self._whole(matrix.bias)[matrix.start : matrix.start + matrix.shape[0]]
+            energies = energies + bias.square()
+        return energies
+
+    def _products(self, one: Matrix, other: Matrix, x: torch.Tensor) -> torch.Tensor:
+        """float64 [rows]: E y z of the outputs of two weights, biases left out."""
+        return self._over_rows(one, other, x)
+
+    def _over_rows(self, one: Matrix, other: Matrix, x: torch.Tensor) -> torch.Tensor:
+        """float64 [rows]: sum_k w_k v_k x_k of the rows of two weights."""
+        rows = [_rows_of(self._source, matrix) for matrix in dict.fromkeys((one, other))]
+        count, columns = one.shape
+
+        def product(run: tuple[int, int]) -> torch.Tensor:
+            parts = [each.rows(*run).double() for each in rows]
+            return (parts[0] * parts[-1]) @ x
+
+        step = max(1, RUN_ELEMENTS // columns)
+        runs = [(start, min(start + step, count)) for start in range(0, count, step)]
+        # Rows with NaN or inf count as zeros: a damaged weight is refused where it is quantized, and copied where not.
+        return torch.cat(list(self._pool.map(product, runs))).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _rows_of(source: Source, matrix: Matrix) -> SourceRows:
+    where = Slice(matrix.tensor, start=matrix.start, expert=matrix.expert, transposed=matrix.transposed)
+    return SourceRows(source, where, shape=matrix.shape)
+
+
+def _place(matrix: Matrix) -> _Place:
+    return matrix.tensor, matrix.expert
+
+
+def _gate_of(up: Matrix, readers: Sequence[Matrix]) -> Matrix:
+    """The gate beside an up projection: the rows above it in a fused tensor, else the reader before it."""
+    if up.start:
+        return replace(up, start=up.start - up.shape[0])
+    return readers[readers.index(up) - 1]
+
+
+def _by_layer(edges: Iterable[Edge]) -> Iterator[tuple[str, list[Edge]]]:
+    """Each layer and its edges, in their order, from the first layer to the last; the head's left out."""
+    layers: dict[tuple[str, int], list[Edge]] = defaultdict(list)
+    for edge in edges:
+        if edge.kind != "final":
+            parts = edge.id.split(".")
+            number = next(i for i, part in enumerate(parts) if part.isdigit())
+            layers[".".join(parts[:number]), int(parts[number])].append(edge)
+    return ((f"{parent}.{number}", layers[parent, number]) for parent, number in sorted(layers))
