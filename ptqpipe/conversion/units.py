@@ -50,11 +50,16 @@ def quantize_unit(
     if device is not None:
         task = replace(task, device=device)
     try:
-        return _quantize_checked(unit, task) if recheck else _quantize(task)
+        result = _quantize_checked(unit, task) if recheck else _quantize(task)
     except NumericsError as error:
         if error.weight:
             raise
         raise NumericsError(f"{' and '.join(names)}: {error}") from None
+    if task.importance is None:
+        return result
+    used = ("none" if promise.importance is None else PROPAGATED for promise in result.promises)
+    records = zip(result.record_fields, used, strict=True)
+    return replace(result, record_fields=tuple({**fields, "weighting": weighting} for fields, weighting in records))
 
 
 def _quantize(task: Task) -> UnitResult:

@@ -120,11 +120,7 @@ def _result(
     importance = task.importance or [None] * len(errors)
     promises = tuple(Promise(scales=proven, codes=True, importance=h, factor=rule.factor) for h in importance)
     fields = {"enlarged": rule.factor} if task.search == "enlarged" else {}
-    if task.importance is None:
-        records = (fields,) * len(errors)
-    else:
-        records = tuple({"weighting": "none" if h is None else task.options.objective, **fields} for h in importance)
-    return UnitResult(None if g is None else float(g), versus_plain, errors, proven, promises, records)
+    return UnitResult(None if g is None else float(g), versus_plain, errors, proven, promises, (fields,) * len(errors))
 
 
 def _pass(

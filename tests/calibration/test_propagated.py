@@ -148,7 +148,7 @@ def test_a_model_of_which_nothing_is_known_gets_the_least_squared_error(tmp_path
 )
 def test_where_it_has_no_meaning_it_is_refused(tmp_path: Path, options: dict[str, str]) -> None:
     folder = tiny.save(tmp_path / "model", outliers())
-    with pytest.raises(UsageError, match=r"objective='propagated' is for searches that take weights.*nvfp4"):
+    with pytest.raises(UsageError, match=r'objective="propagated" is for searches that take weights.*nvfp4'):
         ptqpipe.convert(folder, objective="propagated", out=tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
