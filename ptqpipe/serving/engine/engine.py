@@ -46,14 +46,18 @@ class ModelExecutor(Protocol):
 class EngineOptions:
     """Limits of the engine.
 
+    max_bytes         size of the KV cache
     max_len           longest sequence, prompt and output
     max_seqs          most sequences in a step
+    block_size        tokens of a page of the cache
     max_batch_tokens  most tokens in a step: longer prompts are computed in pieces
     prefix_caching    whether the keys and values of a common beginning are computed once
     """
 
+    max_bytes: int
     max_len: int
-    max_seqs: int = 64
+    max_seqs: int
+    block_size: int = 16
     max_batch_tokens: int = 1024
     prefix_caching: bool = True
 
