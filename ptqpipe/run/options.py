@@ -134,9 +134,9 @@ def check_value(name: str, value: Any, row: Option | None, error: type[UsageErro
             remedy = f"{f'did you mean {meant}? ' if meant else ''}use {', '.join(row.choices)}"
             raise error(f"{option} is unknown; {remedy}")
         if row.bounds is not None and not row.bounds[0] <= one <= row.bounds[1]:
-            least, most = row.bounds
+            least, most = (f"{bound:.9g}" for bound in row.bounds)
             hint = f" ({row.usual})" if row.usual else ""
-            raise error(f"{option} is out of range; use {least:g} to {most:g}{hint}")
+            raise error(f"{option} is out of range; use {least} {'or more' if most == 'inf' else f'to {most}'}{hint}")
 
 
 _LONG = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
