@@ -40,21 +40,21 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The known name that is most like a word; empty where none is like it."""
-    return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.65)), "")
+def nearest(word: str, names: Iterable[str]) -> str:
+    """The name that is most like a word; empty where none is like it."""
+    return next(iter(get_close_matches(word, list(names), n=1, cutoff=0.65)), "")
 
 
-def did_you_mean(word: str, known: Iterable[str], *, listed: bool = False) -> str:
+def did_you_mean(word: str, names: Iterable[str], *, listed: bool = False) -> str:
     """The remedy for an unknown word: "did you mean nvfp4?", or "known are ..." where none is like it.
 
     listed  both
     """
-    known = list(known)
-    meant, names = nearest(word, known), f"known are {', '.join(known)}"
+    names = list(names)
+    meant, listing = nearest(word, names), f"known are {', '.join(names)}"
     if not meant:
-        return names
-    return f"did you mean {meant}? {names}" if listed else f"did you mean {meant}?"
+        return listing
+    return f"did you mean {meant}? {listing}" if listed else f"did you mean {meant}?"
 
 
 _in_shell = False  # of the process, not of a context: threads of a command write messages, too

@@ -24,7 +24,7 @@ from ptqpipe.runtime.loading import load
 from ptqpipe.runtime.memory import keep_freed_memory
 from ptqpipe.serving.engine import Engine, EngineOptions
 from ptqpipe.serving.engine.engine import Request
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 from ptqpipe.serving.engine.sequence import SamplingParams
 
 READ_BYTES = 1 << 30
@@ -78,8 +78,8 @@ class Child:
         self.bytes = bytes_read(model)  # before the head's are in panels
         use_kernels(model)
         keep_freed_memory()
-        runner = ModelRunner(model, CacheOptions(1 << 32, tokens, sequences))
-        limits = EngineOptions(tokens, sequences)
+        limits = EngineOptions(1 << 32, tokens, sequences)
+        runner = ModelRunner(model, limits)
         self.engine = Engine(runner, NoText(), options=limits, vocabulary=runner.config.vocab_size, end_tokens=())
 
     def answer(self, prompts: list[list[int]], new: int) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from ptqpipe.quantization import unit
 from ptqpipe.runtime import packed
 from ptqpipe.runtime.loading import load, load_model
 from ptqpipe.serving.engine import Engine, EngineOptions, Request, SamplingParams
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "ptqpipe" / "demo_model"
@@ -254,8 +254,8 @@ class NoText:
 
 def engine_of(model: Any, length: int, most: int) -> Engine:
     """An engine for ``most`` sequences of ``length`` tokens, without prefix caching."""
-    runner = ModelRunner(model, CacheOptions(64 << 30, length, most))
-    options = EngineOptions(length, most, max_batch_tokens=4096, prefix_caching=False)
+    options = EngineOptions(64 << 30, length, most, max_batch_tokens=4096, prefix_caching=False)
+    runner = ModelRunner(model, options)
     return Engine(runner, NoText(), options=options, vocabulary=runner.config.vocab_size, end_tokens=())
 
 

@@ -15,7 +15,8 @@ import torch
 import ptqpipe
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine import EngineOptions
+from ptqpipe.serving.engine.model_runner import ModelRunner
 from tests import tiny
 from tests.checkpoint.layouts.builders import read_checkpoint
 from tests.pretend_gpu import CPU, CUDA, pretended
@@ -200,7 +201,7 @@ def test_the_engine_with_an_fp8_cache(nvfp4: Path, tmp_path: Path, dtype: str) -
     path = with_scales(read_checkpoint(nvfp4), scales, SCHEME).save(tmp_path / "q")
 
     def run(device: str) -> list[list[int]]:
-        served = ModelRunner(load(path, dtype=dtype, device=device), CacheOptions(1 << 22, 64, 4, 8))
+        served = ModelRunner(load(path, dtype=dtype, device=device), EngineOptions(1 << 22, 64, 4, 8))
         assert served.attention.pages[0].keys.device.type == device
         return generated(served, test_states.PROMPTS)
 
@@ -219,7 +220,7 @@ def test_the_engine(kind: str) -> None:
     model = place.build(place.CONFIGS[name]()) if place is test_architectures else place.build(name)
 
     def run(device: str) -> list[list[int]]:
-        served = ModelRunner(copy.deepcopy(model).to(device), CacheOptions(1 << 24, 64, 4, 8))
+        served = ModelRunner(copy.deepcopy(model).to(device), EngineOptions(1 << 24, 64, 4, 8))
         return generated(served, place.PROMPTS)
 
     here, there = on_both(run)
@@ -231,7 +232,7 @@ def test_packed_experts(tmp_path: Path) -> None:
     path = Path(ptqpipe.convert(source, format="mxfp4", out=tmp_path / "mxfp4", **MEMORY).path)
 
     def run(device: str) -> list[list[int]]:
-        served = ModelRunner(load(path, dtype="float32", device=device), CacheOptions(1 << 24, 64, 4, 8))
+        served = ModelRunner(load(path, dtype="float32", device=device), EngineOptions(1 << 24, 64, 4, 8))
         return generated(served, test_states.PROMPTS)
 
     here, there = on_both(run)

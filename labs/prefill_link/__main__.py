@@ -41,8 +41,9 @@ from ptqpipe.runtime.loading import load_rank, read_config
 from ptqpipe.runtime.memory import keep_freed_memory, use_one_arena
 from ptqpipe.runtime.parallel import TensorParallel
 from ptqpipe.serving.collectives import QuantAllReduce
+from ptqpipe.serving.engine import EngineOptions
 from ptqpipe.serving.engine.batch import Batch, Span
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 from ptqpipe.serving.engine.overlap import Overlap, least_tokens
 
 BLOCK = 16  # tokens a page
@@ -194,7 +195,7 @@ def worker(options: argparse.Namespace) -> None:
     use_kernels(model)  # this and the next line as the service does
     keep_freed_memory()
     longest = max(options.prompt, options.window)
-    runner = ModelRunner(model, CacheOptions(max_bytes=2 << 30, max_len=longest, max_seqs=1, block_size=BLOCK))
+    runner = ModelRunner(model, EngineOptions(max_bytes=2 << 30, max_len=longest, max_seqs=1, block_size=BLOCK))
     vocabulary = model.config.get_text_config().vocab_size
     tokens = torch.randint(3, vocabulary, (options.prompt,), generator=torch.Generator().manual_seed(0))
     line: dict[str, Any] = {"model": options.model.name, "link": link, "ranks": ranks, "codec": options.codec}

@@ -195,11 +195,11 @@ def recorded(model: Any, forward_loop: Callable[[Any], Any]) -> list[list[int]]:
     """
     rows: list[list[int]] = []
 
-    def look(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def look(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         past = next((named[name] for name in CACHES if named.get(name) is not None), None)
         if past is not None and past.get_seq_length() > 0:
             return
-        ids = named.get("input_ids", given[0] if given else None)
+        ids = named.get("input_ids", args[0] if args else None)
         if not isinstance(ids, torch.Tensor):
             raise UsageError("forward_loop calls the model without input_ids; calibration runs on token ids alone")
         rows.extend(_tokens(ids, named.get("attention_mask"), "input_ids"))

@@ -25,13 +25,13 @@ _ANYTHING = (Any, Iterable[Any])
 _NAMED = ("eval",)
 
 
-def check_kinds(parameters: Iterable[inspect.Parameter], given: Mapping[str, Any]) -> None:
+def check_kinds(parameters: Iterable[inspect.Parameter], values: Mapping[str, Any]) -> None:
     """UsageError for a value of another kind than its parameter is annotated with, and for an empty name of an output.
 
     What has no place in a table of kinds, tensors and formats, is left to who reads it.
     """
     for one in parameters:
-        value = given.get(one.name, one.default)
+        value = values.get(one.name, one.default)
         if one.kind is one.VAR_POSITIONAL or value is one.default or (one.default is None and value is False):
             continue
         if one.name == "out" and isinstance(value, str) and not value:

@@ -33,7 +33,7 @@ def check_units(paths: Paths, layout: ShardLayout, expected_units: Iterable[str]
         )
     names = (spec.name for shard in layout.shards for spec in shard.tensors)
     for number, name in enumerate(names):
-        if number not in content.tensors and layout.placements[name].nbytes:
+        if number not in content.tensors and layout.entries[name].nbytes:
             raise OutputError(f"tensor {shown(name)} was planned but never written in full; this is a bug, report it")
 
 

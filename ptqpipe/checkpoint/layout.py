@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.files import INDEX_NAME, SINGLE_NAME
-from ptqpipe.checkpoint.header import FileHeader, header_bytes, header_of, quoted, shown, tensor_bytes
+from ptqpipe.checkpoint.header import FileHeader, TensorEntry, header_bytes, header_of, quoted, shown, tensor_bytes
 from ptqpipe.errors import OutputError, UsageError, arg
 
 MIN_SHARD_BYTES: Final = 256 * 2**20
@@ -35,14 +35,6 @@ class TensorSpec(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-
-
-class Placement(NamedTuple):
-    """Place of a tensor's bytes: shard, absolute offset in it, size."""
-
-    file: str
-    offset: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +102,16 @@ class ShardLayout:
         return cls(tuple(shards), group_shards, sum(sizes.values()))
 
     @cached_property
-    def placements(self) -> Mapping[str, Placement]:
-        """Place of each tensor's bytes. Computed on first use: a dry run of 100,000 tensors needs none."""
-        placements: dict[str, Placement] = {}
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """Place of each tensor's bytes, in the folder of the output. Computed on first use: a dry run of 100,000
+        tensors needs none."""
+        entries: dict[str, TensorEntry] = {}
         for shard in self.shards:
-            offset = len(shard.header)
-            for spec in shard.tensors:
-                nbytes = tensor_bytes(spec.dtype, spec.shape)
-                placements[spec.name] = Placement(shard.file, offset, nbytes)
-                offset += nbytes
-        return MappingProxyType(placements)
+            file, offset = Path(shard.file), len(shard.header)
+            for name, dtype, shape in shard.tensors:
+                entries[name] = TensorEntry(name, dtype, shape, file, offset, tensor_bytes(dtype, shape))
+                offset += entries[name].nbytes
+        return MappingProxyType(entries)
 
     @cached_property
     def file_bytes(self) -> int:

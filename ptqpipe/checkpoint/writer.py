@@ -22,9 +22,9 @@ import torch
 from ptqpipe.checkpoint.direct import OutputFile, bytes_of, margin
 from ptqpipe.checkpoint.dtypes import DTYPE_NAMES
 from ptqpipe.checkpoint.finish import add_files, check_shards, check_units, checked_names
-from ptqpipe.checkpoint.header import shown
+from ptqpipe.checkpoint.header import TensorEntry, shown
 from ptqpipe.checkpoint.journal import Journal, Piece, RunIdentity, fdatasync, journal_name, read_journals
-from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
+from ptqpipe.checkpoint.layout import ShardLayout
 from ptqpipe.checkpoint.lock import RankLock
 from ptqpipe.checkpoint.open_files import OpenFiles
 from ptqpipe.checkpoint.partial import Paths, check_space, discard, fsync_folder, join, output_errors, prepare, publish
@@ -54,8 +54,7 @@ class CheckpointWriter:
         self.rank: Final = rank
         self._lock_file: RankLock | None = lock
         self._replaces: Final = identity.replaces
-        self._specs: dict[str, TensorSpec] = {t.name: t for s in layout.shards for t in s.tensors}
-        self._names: Final = list(self._specs)
+        self._names: Final = list(layout.entries)
         self._number: dict[str, int] = {name: i for i, name in enumerate(self._names)}
         self._shards = {shard.file: shard for shard in layout.shards}
         self._state = threading.Lock()  # of what follows; held for no I/O
@@ -130,20 +129,18 @@ class CheckpointWriter:
         self.tensor(name, byte_offset=byte_offset).put(data)
 
     def _write(self, name: str, view: memoryview, byte_offset: int) -> None:
-        placement = self.layout.placements[name]
-        if not 0 <= byte_offset <= byte_offset + len(view) <= placement.nbytes:
-            raise ValueError(
-                f"bytes [{byte_offset}, {byte_offset + len(view)}) of {shown(name)}, {placement.nbytes} long"
-            )
+        entry = self.layout.entries[name]
+        if not 0 <= byte_offset <= byte_offset + len(view) <= entry.nbytes:
+            raise ValueError(f"bytes [{byte_offset}, {byte_offset + len(view)}) of {shown(name)}, {entry.nbytes} long")
         if self._failure is not None:
             raise self._failure
-        path = self._path(placement.file)
+        path = self._path(entry.file)
         with output_errors(path), self._files.use(path) as file:
-            file.write(view, placement.offset + byte_offset)
+            file.write(view, entry.offset + byte_offset)
         with self._state:
-            self._dirty.add(placement.file)
+            self._dirty.add(entry.file.name)
             self._pending_bytes += len(view)
-            self._note_written(name, byte_offset, byte_offset + len(view), placement.nbytes)
+            self._note_written(name, byte_offset, byte_offset + len(view), entry.nbytes)
 
     def tensor(self, name: str, *, byte_offset: int = 0) -> TensorWriter:
         """Writes a tensor, or its part from byte ``byte_offset`` on, in pieces that follow each other, of the unit that
@@ -193,8 +190,8 @@ class CheckpointWriter:
         return all(self._is_sound(*piece) for piece in self._former.get(unit_id, ()))
 
     def _is_sound(self, number: int, start: int, nbytes: int, sha256: str) -> bool:
-        placement, digest = self.layout.placements[self._names[number]], hashlib.sha256()
-        place, path = placement.offset + start, self._path(placement.file)
+        entry, digest = self.layout.entries[self._names[number]], hashlib.sha256()
+        place, path = entry.offset + start, self._path(entry.file)
         buffer = memoryview(bytearray(min(nbytes, COPY_BYTES)))
         with output_errors(path), self._files.use(path) as file:
             for done in range(0, nbytes, COPY_BYTES):
@@ -241,7 +238,7 @@ class CheckpointWriter:
             self._close_files()
             self._release()
 
-    def _path(self, file: str) -> Path:
+    def _path(self, file: str | Path) -> Path:
         if self._lock_file is None:
             raise ValueError("the writer is closed")
         return self.paths.growing / file
@@ -316,7 +313,7 @@ class TensorWriter:
 
     def __init__(self, writer: CheckpointWriter, name: str, byte_offset: int) -> None:
         """Use `CheckpointWriter.tensor`."""
-        self._writer, self._spec, self._first = writer, writer._specs[name], byte_offset
+        self._writer, self._entry, self._first = writer, writer.layout.entries[name], byte_offset
         self._digest = hashlib.sha256()
         self.nbytes = 0
 
@@ -325,8 +322,8 @@ class TensorWriter:
 
         Raises OutputError.
         """
-        raw = _as_bytes(data, self._spec)
-        self._writer._write(self._spec.name, raw, self._first + self.nbytes)
+        raw = _as_bytes(data, self._entry)
+        self._writer._write(self._entry.name, raw, self._first + self.nbytes)
         self._digest.update(raw)
         self.nbytes += len(raw)
         return self
@@ -354,11 +351,11 @@ class TensorWriter:
         return self._digest.hexdigest()
 
 
-def _as_bytes(data: torch.Tensor | bytes | bytearray | memoryview, spec: TensorSpec) -> memoryview:
+def _as_bytes(data: torch.Tensor | bytes | bytearray | memoryview, entry: TensorEntry) -> memoryview:
     if not isinstance(data, torch.Tensor):
         return memoryview(data).cast("B")
-    if data.dtype != torch.uint8 and DTYPE_NAMES.get(data.dtype) != spec.dtype:
-        raise ValueError(f"{shown(spec.name)} is planned as {spec.dtype}, got {data.dtype}")
+    if data.dtype != torch.uint8 and DTYPE_NAMES.get(data.dtype) != entry.dtype:
+        raise ValueError(f"{shown(entry.name)} is planned as {entry.dtype}, got {data.dtype}")
     return bytes_of(data.detach().cpu().contiguous())
 
 

@@ -33,11 +33,12 @@ FILES = {
     "eval": "evaluate",
 }
 
-# By the names of the parameters. Only commands with more options than fit a screen show them in groups.
+# By the names of the parameters, with its command's where that differs from others' of the name. Only commands with
+# more options than fit a screen show them in groups.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "What to write": (
         "format", "recipe", "reader", "budget", "formats", "ignore", "mtp", "requantize", "container",
-        "shard_size", "out", "push",
+        "shard_size", "transform.dtype", "out", "push",
     ),
     "Text": (
         "data", "text_field", "samples", "seqlen", "stride", "max_tokens", "seed", "holdout", "measure", "tasks",
@@ -73,14 +74,14 @@ FIRST = frozenset((
     "max_model_len", "max_num_seqs", "kv_cache_size", "chat_template", "tp", "allreduce", "speculative", "engine",
     "device", "max_memory", "dry_run", "resume", "overwrite", "help", "_click_default_help", "help_all",
 ))  # fmt: skip
-_NUMBERS = {"integer": "N", "integer range": "N", "float": "X"}  # by the names of click's types
+_NUMBERS = {"integer": "N", "float": "X"}  # by the names of click's types
 
 
 def in_groups(items: Mapping[str, T], groups: Mapping[str, Iterable[str]]) -> dict[str, list[T]]:
     """The items below the headings of their groups, in the order of the groups; "More" has what is left."""
-    members = {title: [items[name] for name in names if name in items] for title, names in groups.items()}
-    named = {name for names in groups.values() for name in names}
-    members["More"] = [item for name, item in items.items() if name not in named]
+    left = dict(items)
+    members = {title: [left.pop(name) for name in names if name in left] for title, names in groups.items()}
+    members["More"] = list(left.values())
     return {title: group for title, group in members.items() if group}
 
 
@@ -211,7 +212,8 @@ class Command(click.Command):
         shown = {str(one.name): one for one in self.get_params(ctx) if _is_shown(one)}
         if not everything and len(shown) > MOST:
             shown = {name: one for name, one in shown.items() if name in FIRST}
-        return in_groups(shown, OPTIONS) if len(shown) > LONG else {"Options": list(shown.values())}
+        groups = {title: [name.removeprefix(f"{self.name}.") for name in names] for title, names in OPTIONS.items()}
+        return in_groups(shown, groups) if len(shown) > LONG else {"Options": list(shown.values())}
 
 
 _ALL = "ptqpipe.help_all"

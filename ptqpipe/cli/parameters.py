@@ -237,8 +237,6 @@ def _type(row: Option, kind: Any) -> Any:
         return _KINDS[row.kind]
     if row.choices:
         return HintedChoice(list(row.choices))
-    if row.bounds is not None and kind is int:
-        return click.IntRange(int(row.bounds[0]), int(row.bounds[1]))
     return _PATH if kind is Path else kind
 
 

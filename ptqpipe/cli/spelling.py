@@ -30,9 +30,9 @@ ELSEWHERE = {
 ARGUMENT = ("--checkpoint", "--ckpt", "--model", "--model-name", "--model-path", "--pretrained")  # has no option here
 
 
-def name_here(error: click.NoSuchOption, known: Iterable[click.Parameter]) -> click.UsageError:
+def name_here(error: click.NoSuchOption, options: Iterable[click.Parameter]) -> click.UsageError:
     """The error with what an unknown option is called here where another tool has it; else as it was."""
-    params = list(known)
+    params = list(options)
     flag = error.option_name.lower().replace("_", "-")
     flags = {name for one in params for name in one.opts}
     meant = [here for here, others in ELSEWHERE.items() if flag in others and here in flags]
@@ -42,7 +42,7 @@ def name_here(error: click.NoSuchOption, known: Iterable[click.Parameter]) -> cl
     return click.UsageError(f"{error.message} Did you mean {meant[0]!r}?", error.ctx) if meant else error
 
 
-def check_command(name: str, known: object, ctx: click.Context) -> None:
-    """Fails with a hint where a model stands in the place of the command, ``known`` being None."""
-    if known is None and ("/" in name or Path(name).is_dir()):
+def check_command(name: str, command: object, ctx: click.Context) -> None:
+    """Fails with a hint where a model stands in the place of the command, ``command`` being None."""
+    if command is None and ("/" in name or Path(name).is_dir()):
         ctx.fail(f"{name!r} is no command; to quantize that model: ptqpipe convert {shlex.quote(name)}")

@@ -27,7 +27,6 @@ from ptqpipe.conversion.unit_job import QuantizeUnit
 from ptqpipe.models.layout_issues import layout_warnings
 from ptqpipe.models.source import Source
 from ptqpipe.quantization.learned_codes import TRAINED_REASON, LearnedCodes
-from ptqpipe.recipe.options import PROPAGATED
 from ptqpipe.run.machine import Machine
 
 
@@ -100,7 +99,7 @@ class Conversion(CheckpointJob[OutputJob]):
         """Propagates the energies of inputs, where a unit that is not done yet needs them."""
         done = writer.done()
         jobs = (job for job in self.jobs if isinstance(job, QuantizeUnit) and job.id not in done)
-        if any(job.unit.rule.objective == PROPAGATED for job in jobs):
+        if any(job.propagates for job in jobs):
             self.propagated.compute(workers=machine.workers)
 
     def after_commit(self, job: OutputJob, writer: CheckpointWriter) -> None:

@@ -6,17 +6,13 @@ Readers fuse the gate and up projections of all experts of a layer, so these hav
 import re
 import threading
 from collections import defaultdict
-from typing import Protocol
 
 import torch
 
-from ptqpipe.calibration.propagated import PropagatedInputs
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.conversion.input_moments import module_of
-from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.quantization import fp8_scale, nvfp4_scale, static_amax
-from ptqpipe.quantization.learned_codes import LearnedCodes
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.recipe.recipe import Recipe
 
@@ -95,18 +91,3 @@ class InputScales:
             )
             amax = max(amax, bound)
         return amax
-
-
-class UnitInputs(Protocol):
-    """What a unit's job reads besides the unit: `Conversion` has it."""
-
-    @property
-    def source(self) -> Source: ...
-    @property
-    def input_scales(self) -> InputScales: ...
-    @property
-    def statistics(self) -> Statistics | None: ...
-    @property
-    def propagated(self) -> PropagatedInputs: ...
-    @property
-    def codes(self) -> LearnedCodes | None: ...

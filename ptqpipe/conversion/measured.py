@@ -65,8 +65,10 @@ def changes_of(
 ) -> list[dict[str, Any]]:
     """What the record says of the changes of each weight, from what `counting` found."""
     by_member = [[changes for (member, _), changes in changed.items() if member == i] for i in range(len(weights))]
-    sums = [Changes.sum(changes, fmt) for changes in by_member]
-    return [{CHANGES: changes._asdict()} if w.below_8_bits else {} for w, changes in zip(weights, sums, strict=True)]
+    return [
+        {CHANGES: Changes.sum(changes, fmt)._asdict()} if w.below_8_bits else {}
+        for w, changes in zip(weights, by_member, strict=True)
+    ]
 
 
 def certificate(entries: Mapping[str, Mapping[str, Any]]) -> str:

@@ -4,7 +4,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +13,6 @@ from ptqpipe.checkpoint.dtypes import DTYPES
 from ptqpipe.checkpoint.layouts import WHOLE_ROLES, Part, PartKind, encode_part, part_offset
 from ptqpipe.conversion.bias_correction import MeanErrors
 from ptqpipe.conversion.input_moments import means_of, unit_extra_bytes
-from ptqpipe.conversion.input_scales import UnitInputs
 from ptqpipe.conversion.job import WriteJob
 from ptqpipe.conversion.measured import Changes, changes_of, counting
 from ptqpipe.conversion.units import check_kept_alive, learned_codes, quantize_unit
@@ -21,8 +20,12 @@ from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Scratch, Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization import UnitResult, WeightError, check_decode, gathered_bytes
+from ptqpipe.recipe.options import PROPAGATED
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import WorkerBudget
+
+if TYPE_CHECKING:
+    from ptqpipe.conversion.conversion import Conversion
 
 _PARTS = 4  # that a weight is read in at most: codes, scales, a global scale, and its numbers
 
@@ -41,11 +44,16 @@ class QuantizeUnit(WriteJob):
     parts: tuple[tuple[Part, ...], ...]
     biases: tuple[str, ...] = ()
 
-    def cache_bytes(self, work: UnitInputs) -> int:
+    @property
+    def propagates(self) -> bool:
+        """Whether its scales are weighted by propagated energies."""
+        return self.unit.rule.objective == PROPAGATED
+
+    def cache_bytes(self, work: "Conversion") -> int:
         """The weights as they are in memory, which most searches read more than once."""
         return math.ceil(sum(member.elements * _memory_bytes(work.source, member) for member in self.unit.members))
 
-    def extra_bytes(self, work: UnitInputs) -> int:
+    def extra_bytes(self, work: "Conversion") -> int:
         """What choosing the codes takes, by the algorithms' own estimates."""
         unit, codes = self.unit, 0
         if work.codes is None:
@@ -56,7 +64,7 @@ class QuantizeUnit(WriteJob):
         whole = work.source.whole_bytes(dict.fromkeys(member.source.tensor for member in unit.members))
         return whole + codes
 
-    def run(self, work: UnitInputs, writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
+    def run(self, work: "Conversion", writer: CheckpointWriter, share: WorkerBudget) -> dict[str, Any]:
         """NumericsError for damaged weights, and for what a format would lose."""
         unit = self.unit
         size = self.cache_bytes(work)
@@ -64,13 +72,14 @@ class QuantizeUnit(WriteJob):
         scales = work.input_scales.of(unit)
         parts = PartWriter(self, writer, input_scales=scales)
         biases = {f"{name.removesuffix('bias')}weight": name for name in self.biases}
-        errors = MeanErrors(weights, means_of(unit, work.statistics, set(biases)), parts.write_rows)
+        means = means_of(unit, work.statistics, set(biases))
+        errors = MeanErrors(weights, means, parts.write_rows) if biases else None
         changed: dict[tuple[int, int], Changes] = {}
         codes = learned_codes(unit, work.codes)
         done = quantize_unit(
             unit,
             weights,
-            counting(weights, errors.write_rows if biases else parts.write_rows, changed),
+            counting(weights, (errors or parts).write_rows, changed),
             statistics=work.statistics,
             propagated=work.propagated,
             codes=codes,
@@ -92,7 +101,7 @@ class QuantizeUnit(WriteJob):
                 }
                 for member, error, sha256, outcome, scale, change in columns
             },
-            "kept": errors.write(unit.members, biases, work.source, writer),
+            "kept": {} if errors is None else errors.write(unit.members, biases, work.source, writer),
         }
 
 

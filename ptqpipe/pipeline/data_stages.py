@@ -6,13 +6,20 @@ from contextlib import suppress
 from ptqpipe.calibration.command import calibrate
 from ptqpipe.calibration.options import CalibrateOptions, GenerateOptions
 from ptqpipe.calibration.own_text import generate
-from ptqpipe.calibration.statistics import STATS_FILE
+from ptqpipe.calibration.pairs import most_pairs
+from ptqpipe.calibration.statistics import STATS_FILE, of_all_experts
 from ptqpipe.checkpoint import FOLDING_FILE, Paths, read_json_object
+from ptqpipe.checkpoint.tensor_names import layer_of
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.factors import find_factors
 from ptqpipe.errors import AlreadyComplete
+from ptqpipe.models.source import Source
 from ptqpipe.pipeline import validate
 from ptqpipe.pipeline.run_plan import Pipeline
+from ptqpipe.recipe.weight_map import WeightMap
+from ptqpipe.runtime.loading import DEFAULT_LENGTH
+
+LEAST_ROWS = 32  # of text to learn rotations from, where there are so many
 
 
 def generate_stage(run: Pipeline) -> None:
@@ -31,9 +38,10 @@ def rotate_stage(run: Pipeline) -> None:
     pairs, target = run.folder / "pairs", run.folder / "rotations"
     if not target.exists() or Paths.of(target).partial.exists():
         kinds = ("diagonal", "pairs")
-        options = CalibrateOptions(
-            **run.windows() | {"samples": run.pair_samples}, text_field=run.field_of_rows, moments=kinds, holdout=0
-        )
+        windows = run.windows()
+        with Source.open(run.path) as source:
+            windows["samples"] = pair_samples(source, samples=windows["samples"], seqlen=windows["seqlen"])
+        options = CalibrateOptions(**windows, text_field=run.field_of_rows, moments=kinds, holdout=0)
         with suppress(AlreadyComplete):
             done = calibrate(run.path, run.texts, pairs, options=options, mode="resume", machine=run.computing)
             run.notes += [] if done is None else done.notes
@@ -50,6 +58,29 @@ def rotate_stage(run: Pipeline) -> None:
     run.notes += [f"warning: {line}" for line in run.gainless(foldings)]
     if foldings:
         run.floats = target
+
+
+def pair_samples(source: Source, *, samples: int, seqlen: int | None) -> int:
+    """How many of the samples rotations are learned from: those that have as many tokens as pairs are kept of, but no
+    fewer than some rows of text."""
+    text = source.reader.config.get("text_config")
+    configs = [part for part in (text, source.reader.config) if isinstance(part, dict)]
+    keys = "max_position_embeddings", "n_positions"
+    positions = [value for part in configs for key in keys if isinstance(value := part.get(key), int)]
+    length = seqlen or min(DEFAULT_LENGTH, next(iter(positions), 0) or DEFAULT_LENGTH)
+    return min(samples, max(LEAST_ROWS, -(-most_pairs(_columns(source)) // length)))
+
+
+def _columns(source: Source) -> int:
+    """Sum over the inputs of all linear layers of the decoder; experts of a layer share theirs."""
+    weights = WeightMap.of(source)
+    columns = {of_all_experts(name): member.shape[1] for name, member in weights.weights.items()}
+    apart = {member.source.tensor for member in weights.weights.values()}
+    for name, stack in weights.stacks.items():
+        for expert, member in stack.items():
+            if member.source.tensor not in apart:
+                columns[of_all_experts(f"{name}[{expert}]")] = member.shape[1]
+    return sum(count for name, count in columns.items() if layer_of(name) is not None)
 
 
 def calibrate_stage(run: Pipeline) -> None:

@@ -11,7 +11,6 @@ from ptqpipe.conversion.prepare import prepare as prepare_conversion
 from ptqpipe.errors import arg
 from ptqpipe.pipeline import validate
 from ptqpipe.pipeline.budget.command import Budget, check_budget
-from ptqpipe.pipeline.check_data import check_cache, check_data, check_untie
 from ptqpipe.pipeline.fit_preset import foldable, own_head_bytes, rotatable, with_own_text
 from ptqpipe.pipeline.presets import TABLE, WEIGHTS, kind_of
 from ptqpipe.pipeline.run_plan import Pipeline
@@ -39,16 +38,16 @@ def prepare(
         recipe = validate.for_reader(work.reader, recipe, recipe_path)
     formats = validate.formats_for(work.reader, work.formats) if work.budget is not None else ()
     path = resolve_source(str(model))
-    check_data(path, work, texts)
+    validate.check_data(path, work, texts)
     tokenizer = cache(lambda: load_tokenizer(path))
     notes = [line for text in work.eval for line in check_text(text, tokenizer, field=work.text_field)]
     if work.budget is not None:
         check_budget(path, Budget.parse(work.budget), formats, requantize=work.requantize)
         if work.reader is not None:
             recipe = recipe.but(container=validate.container_of_all(work.reader, formats))
-        check_cache(path, build_recipe(recipe, path=recipe_path), work)
+        validate.check_cache(path, build_recipe(recipe, path=recipe_path), work)
         preset = TABLE[WEIGHTS][work.quality or "best"] if work.data else None
-        check_untie(work, preset, arg("budget", work.budget))
+        validate.check_untie(work, arg("budget", work.budget), rotates=bool(preset and preset.rotations))
         target = out or Path(f"{name_of(path)}-MIXED")
         check_disjoint(path, target)
         nbytes = Budget.parse(work.budget).nbytes or 0
@@ -57,9 +56,10 @@ def prepare(
     options: dict[str, Any] = {"collected": bool(work.data), "reader": work.reader, "requantize": work.requantize}
     with prepare_conversion(path, options=recipe, recipe_path=recipe_path, out=out, **options) as prepared:
         built = prepared.outputs.recipe
-        check_cache(path, built, work)
+        validate.check_cache(path, built, work)
         preset = TABLE[kind_of(built.schemes())][work.quality or "best"] if work.data else None
-        check_untie(work, preset, " with ".join(scheme.name for scheme in built.schemes()))
+        names = " with ".join(scheme.name for scheme in built.schemes())
+        validate.check_untie(work, names, rotates=bool(preset and preset.rotations))
         preset = foldable(rotatable(preset, prepared.source, built, untie=work.untie), prepared.source)
         if preset is not None and preset.own_text and validate.own_weight(work.data) is None:
             preset, work = with_own_text(preset, work, path)

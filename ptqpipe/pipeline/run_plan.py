@@ -15,7 +15,6 @@ from ptqpipe.models.source import Source
 from ptqpipe.pipeline import validate
 from ptqpipe.pipeline.disk_space import codes_bytes
 from ptqpipe.pipeline.ledger import Ledger
-from ptqpipe.pipeline.pair_rows import pair_samples
 from ptqpipe.pipeline.presets import QualityPreset
 from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
@@ -65,7 +64,6 @@ class Pipeline:
     floats: Path = field(init=False)
     begun: Path = field(init=False)
     codes_bytes: int = field(init=False)
-    pair_samples: int = field(init=False)
     identity: Mapping[str, str] = field(init=False)
     evaluation: Mapping[str, Any] | None = None
     report: Path | None = None
@@ -79,7 +77,6 @@ class Pipeline:
         self.floats, self.begun = self.path, Paths.of(self.out).stages
         with Source.open(self.path) as source:
             self.identity = self._identity(source)
-            self.pair_samples = pair_samples(source, self.work)
             self.codes_bytes = codes_bytes(source, self.preset, weights_bytes=self.weights_bytes)
 
     @property

@@ -1,17 +1,25 @@
-"""Checks a call of the pipeline before any work: options that contradict each other, files that are not there."""
+"""Checks a call of the pipeline before any work: options that contradict each other, files that are not there, data
+that the model cannot take."""
 
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 
+from ptqpipe.calibration.data import check_samples, check_seed
+from ptqpipe.calibration.generate import check_windows
+from ptqpipe.calibration.kv import check_seen
 from ptqpipe.calibration.rows import files_of, weighted
+from ptqpipe.conversion.kv_cache import cache_specs
+from ptqpipe.conversion.planned_outputs import container_of
 from ptqpipe.errors import UsageError, arg, usage
 from ptqpipe.models.reader_facts import check_rotation, container_for, formats_of
+from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
 from ptqpipe.pipeline.budget.plan_units import DEFAULT_FORMATS, KEEP
 from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.recipe.recipe import Recipe
+from ptqpipe.runtime.loading import default_length, read_config
 
 SELF = "self"
 _BY_QUALITY = ("algorithm", "objective", "damping", "refine_passes")
@@ -73,6 +81,37 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
 
 def _about_data(option: str) -> str:
     return f"{option} says how {arg('data')} is read; add {arg('data', 'FILE')}, or leave it out"
+
+
+def check_data(path: Path, work: PipelineOptions, texts: Sequence[str]) -> None:
+    """UsageError for windows that the model cannot take, or of which the texts have too few."""
+    if work.data:
+        config = read_config(path)
+        seqlen = default_length(config) if work.seqlen is None else work.seqlen
+        check_windows(config, samples=work.samples, seqlen=seqlen)
+        check_seed(work.seed)
+        if texts:
+            _, samples = own_share(work.data, work.samples)
+            check_samples(texts, path, samples=samples, seqlen=seqlen, field=work.text_field)
+
+
+def check_cache(path: Path, recipe: Recipe, work: PipelineOptions) -> None:
+    """UsageError for scales of a KV cache of which calibrating would see no keys and values."""
+    if work.data and recipe.kv_cache != "none":
+        container = container_of(recipe, recipe.container_name)
+        with Source.open(path) as source:
+            modules = cache_specs(source, recipe.kv_cache, container, container_name=recipe.container_name)
+        check_seen(modules, read_config(path))
+
+
+def check_untie(work: PipelineOptions, what: str, *, rotates: bool) -> None:
+    """UsageError for ``untie`` where the table has no rotations."""
+    if work.untie and not rotates:
+        quality = "" if work.quality is None else f" with {arg('quality', work.quality)}"
+        raise UsageError(
+            f"{arg('untie', True)} is for the rotations that {arg('quality', 'best')} learns for a format with "
+            f"quantized inputs, and {what}{quality} has none; leave {arg('untie')} out"
+        )
 
 
 def texts_of(data: Sequence[str]) -> list[str]:

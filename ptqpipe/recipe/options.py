@@ -304,10 +304,10 @@ class RecipeOptions(CodeOptions, CheckpointOptions, Options):
         return RecipeOptions(self.format, self.ignore, **{**self.overrides, **options})
 
 
-def recipe_path(given: str | Path | None) -> Path | None:
+def recipe_path(name: str | Path | None) -> Path | None:
     """The recipe that a call names, a path even where it is a name. ``./NAME`` becomes absolute: `Path` drops the
     ``./``, which says that a file is meant and no recipe that comes with ptqpipe."""
-    if given is None:
+    if name is None:
         return None
-    path = Path(given)
-    return path.absolute() if str(given).startswith("./") else path
+    path = Path(name)
+    return path.absolute() if str(name).startswith("./") else path

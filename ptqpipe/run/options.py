@@ -92,8 +92,8 @@ def options_of(owner: type) -> Iterator[Field[Any]]:
     """The options of a class, its own before those of its bases, which come in the order of the class's line."""
     by_name = {one.name: one for one in fields(owner)}
     order = dict.fromkeys(name for base in owner.__mro__ for name in get_annotations(base))
-    known = (by_name[name] for name in order if name in by_name)
-    return (one for one in known if (row := described(one)) is not None and row.help)
+    ordered = (by_name[name] for name in order if name in by_name)
+    return (one for one in ordered if (row := described(one)) is not None and row.help)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
@@ -114,12 +114,12 @@ class Options:
         return self
 
 
-def check_names(options: Iterable[str], known: Iterable[str], *, what: str) -> None:
-    """UsageError for the first name that is not ``known``, with the nearest that is."""
-    known = list(known)
+def check_names(options: Iterable[str], allowed: Iterable[str], *, what: str) -> None:
+    """UsageError for the first name that is not ``allowed``, with the nearest that is."""
+    allowed = list(allowed)
     for name in options:
-        if name not in known:
-            raise UsageError(f"{what} has no option {name!r}; {did_you_mean(name, sorted(known))}")
+        if name not in allowed:
+            raise UsageError(f"{what} has no option {name!r}; {did_you_mean(name, sorted(allowed))}")
 
 
 def check_value(name: str, value: Any, row: Option | None, error: type[UsageError | RecipeError]) -> None:
@@ -134,9 +134,9 @@ def check_value(name: str, value: Any, row: Option | None, error: type[UsageErro
             remedy = f"{f'did you mean {meant}? ' if meant else ''}use {', '.join(row.choices)}"
             raise error(f"{option} is unknown; {remedy}")
         if row.bounds is not None and not row.bounds[0] <= one <= row.bounds[1]:
-            least, most = row.bounds
+            least, most = (f"{bound:.9g}" for bound in row.bounds)
             hint = f" ({row.usual})" if row.usual else ""
-            raise error(f"{option} is out of range; use {least:g} to {most:g}{hint}")
+            raise error(f"{option} is out of range; use {least} {'or more' if most == 'inf' else f'to {most}'}{hint}")
 
 
 _LONG = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

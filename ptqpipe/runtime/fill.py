@@ -191,12 +191,12 @@ def _region(model: Any, source: Source, name: str, homes: Sequence[Home], plan: 
     stored = source.stored.get(name)
     shape = source.tensors[name][1]
     transposed = is_transposed(model.get_submodule(home.module))
-    at = tuple(axis_of(len(shape), axis, transposed=transposed, leaf=home.leaf) for axis in ("out", "in"))
-    extent = shape[at[0 if cut.axis == "out" else 1]] if stored is None else stored.shape[cut.axis == "in"]
+    dims = tuple(axis_of(len(shape), axis, transposed=transposed, leaf=home.leaf) for axis in ("out", "in"))
+    extent = shape[dims[0 if cut.axis == "out" else 1]] if stored is None else stored.shape[cut.axis == "in"]
     ranges = cut.ranges(extent)
     if cut.axis == "out":
-        return Region(rows=ranges, at=(at[0], at[1]))
-    return Region(columns=ranges[0], at=(at[0], at[1]))
+        return Region(rows=ranges, dims=(dims[0], dims[1]))
+    return Region(columns=ranges[0], dims=(dims[0], dims[1]))
 
 
 def _quantizers(source: Source, stored: StoredWeight, activations: bool) -> tuple[InputQuantizer, ...]:

@@ -80,9 +80,9 @@ def find_mtp(source: Source) -> tuple[Mtp, int] | None:
     names, layers = family_of(config).mtp, layer_count(config)
     if names is None or layers is None:
         return None
-    wanted = [f"{part}.weight".format(at=layers) for part in (names.join, names.tokens, names.states, names.last)]
+    wanted = [f"{part}.weight".format(layer=layers) for part in (names.join, names.tokens, names.states, names.last)]
     missing = [name for name in wanted if name not in source.tensors]
-    block = names.block.format(at=layers)
+    block = names.block.format(layer=layers)
     if len(missing) == len(wanted):
         return None
     if missing or not any(name.startswith(f"{block}.") for name in source.tensors):
@@ -106,7 +106,7 @@ def require_mtp(source: Source) -> None:
         )
     raise UsageError(
         f"{arg('speculative', 'mtp')}: {path} has no multi-token prediction layer (no "
-        f"{names.join.format(at=layers)!r}); serve without it, or add the files with it from where the model "
+        f"{names.join.format(layer=layers)!r}); serve without it, or add the files with it from where the model "
         "was published"
     )
 
@@ -137,7 +137,7 @@ def add_mtp(model: Any, layer: tuple[Mtp, int]) -> list[Any]:
 
 
 def _escaped(name: str, layers: int) -> str:
-    return name.format(at=layers).replace(".", r"\.")
+    return name.format(layer=layers).replace(".", r"\.")
 
 
 def _config_of_more_layers(config: Any) -> Any:

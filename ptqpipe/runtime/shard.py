@@ -29,22 +29,23 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A part of an axis: of each of ``pieces`` equal runs, the ``index``-th of ``of`` equal parts."""
+    """A part of an axis: of each of ``pieces`` equal runs, the ``index``-th of ``parts`` equal ones."""
 
     axis: Axis
     index: int
-    of: int
+    parts: int
     pieces: int = 1
 
     def ranges(self, extent: int) -> Ranges:
         """The [start, stop) of the part, ascending."""
         run = extent // self.pieces
-        part = run // self.of
-        return tuple((at * run + self.index * part, at * run + (self.index + 1) * part) for at in range(self.pieces))
+        part = run // self.parts
+        starts = (piece * run + self.index * part for piece in range(self.pieces))
+        return tuple((start, start + part) for start in starts)
 
     def local(self, extent: int) -> int:
         """Length of this rank's part of the axis."""
-        return extent // self.of
+        return extent // self.parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,7 @@ def _misfit(name: str, module: torch.nn.Module, cut: Cut, extent: int, columns: 
     together = columns(name) if cut.axis == "in" else 1
     if getattr(module, "is_concatenated", True) is False and cut.axis == "out" and "gate_up" in name:
         together = 2  # a gate's row and its up row
-    if extent % (cut.of * cut.pieces * together):
+    if extent % (cut.parts * cut.pieces * together):
         noun = "columns" if cut.axis == "in" else "rows"
         blocks = f" in blocks of {together}" if together > 1 else ""
         return f"the {extent} {noun} of {name}{blocks}"
@@ -276,9 +277,9 @@ def shrink(model: Any, plan: ShardPlan) -> None:
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
         parameter = module._parameters[leaf]
-        at = axis_of(parameter.dim(), cut.axis, transposed=is_transposed(module), leaf=leaf)
+        dim = axis_of(parameter.dim(), cut.axis, transposed=is_transposed(module), leaf=leaf)
         shape = list(parameter.shape)
-        shape[at] = cut.local(shape[at])
+        shape[dim] = cut.local(shape[dim])
         module._parameters[leaf] = torch.nn.Parameter(parameter.new_empty(shape), requires_grad=False)
         if isinstance(module, torch.nn.Linear) and leaf == "weight":
             module.out_features, module.in_features = shape

@@ -29,11 +29,11 @@ def read_box(reader: CheckpointReader, name: str, ranges: Sequence[Sequence[Rang
     dtype = stored_dtype(reader, name)
     shape = [sum(stop - start for start, stop in part) for part in ranges]
     out = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
-    view, at = bytes_of(out), 0
+    view, offset = bytes_of(out), 0
     for start, stop in _runs(entry.shape, ranges):
         first, last = start * dtype.itemsize, stop * dtype.itemsize
-        reader.read_into(name, view[at : at + last - first], start=first, stop=last)
-        at += last - first
+        reader.read_into(name, view[offset : offset + last - first], start=first, stop=last)
+        offset += last - first
     return out.view(dtype).reshape(shape)
 
 
@@ -135,10 +135,10 @@ def _read_rows(
     runs: list[Range] = [(start * width, stop * width) for start, stop in rows]
     if last - first != width:
         runs = [(row * width + first, row * width + last) for start, stop in rows for row in range(start, stop)]
-    view, at = bytes_of(out), 0
+    view, offset = bytes_of(out), 0
     for begin, end in runs:
-        source.reader.read_into(part.name, view[at : at + end - begin], start=base + begin, stop=base + end)
-        at += end - begin
+        source.reader.read_into(part.name, view[offset : offset + end - begin], start=base + begin, stop=base + end)
+        offset += end - begin
     return out
 
 
@@ -158,7 +158,7 @@ def _read_scales(
     raw = _read_rows(source, part, runs, expert, (columns[0] * size, columns[1] * size, grid[1] * size))
     if len(raw) != len(rows):  # blocks that were cut: a row of scales serves several
         read = [row for start, stop in runs for row in range(start, stop)]
-        index = {row: at for at, row in enumerate(read)}
+        index = {row: position for position, row in enumerate(read)}
         raw = raw[torch.tensor([index[row] for row in rows])]
     scales, fmt = raw.view(stored_dtype(source.reader, part.name)), stored.scheme.fmt
     return scale_codes(scales, fmt, part.name) if fmt.scale.enumerable else scales

@@ -24,20 +24,20 @@ class Region:
     """The part of a tensor that a rank holds; None is all of an axis.
 
     rows, columns  of outputs and inputs of the layer, whatever the orientation
-    at             the dimensions of the float tensor that they are in
+    dims           the dimensions of the float tensor that they are in
     """
 
     rows: tuple[Range, ...] | None = None
     columns: Range | None = None
-    at: tuple[int, int] = (-2, -1)
+    dims: tuple[int, int] = (-2, -1)
 
     def ranges(self, shape: tuple[int, ...]) -> list[tuple[Range, ...]]:
         """The ranges of each dimension of a float tensor of this shape."""
         ranges: list[tuple[Range, ...]] = [((0, extent),) for extent in shape]
         if self.rows is not None:
-            ranges[self.at[0]] = self.rows
+            ranges[self.dims[0]] = self.rows
         if self.columns is not None:
-            ranges[self.at[1]] = (self.columns,)
+            ranges[self.dims[1]] = (self.columns,)
         return ranges
 
 

@@ -1,9 +1,9 @@
 """The options of a service, of this package's own engine and of vLLM. Imports nothing that takes time."""
 
-import math
 import re
 import socket
 from dataclasses import dataclass
+from math import inf, isfinite
 from pathlib import Path
 
 from ptqpipe.errors import UsageError, arg
@@ -55,12 +55,14 @@ class ServeOptions(Options):
         "Quantize activations as the format of the checkpoint says, or leave them.",
         choices=("simulated", "none"),
     )
-    max_model_len: int | None = option(None, "Longest sequence in tokens.", metavar="N", shown="the model's")
-    max_num_seqs: int = option(32, "Largest number of sequences in one step.")
-    max_batch_tokens: int = option(1024, "Largest number of tokens in one step.")
-    max_queue: int = option(256, "Largest number of waiting sequences; further ones get HTTP 429.")
+    max_model_len: int | None = option(
+        None, "Longest sequence in tokens.", metavar="N", bounds=(2, inf), shown="the model's"
+    )
+    max_num_seqs: int = option(32, "Largest number of sequences in one step.", bounds=(1, inf))
+    max_batch_tokens: int = option(1024, "Largest number of tokens in one step.", bounds=(16, inf))
+    max_queue: int = option(256, "Largest number of waiting sequences; further ones get HTTP 429.", bounds=(0, inf))
     kv_cache_size: int | None = option(
-        None, "Memory for keys and values on each rank.", kind="size", shown="a quarter of the free memory"
+        None, "Memory for keys and values on each rank.", kind="size", bounds=(1, inf), shown="a quarter of free memory"
     )
     prefix_caching: bool = option(True, "Reuse the keys and values of common prompt prefixes.")
     speculative: str | None = option(
@@ -68,14 +70,17 @@ class ServeOptions(Options):
         "Draft with the model's own multi-token prediction layer (mtp): several tokens per step, the same output.",
         choices=("mtp",),
     )
-    speculative_tokens: int = option(1, "Tokens that {speculative} drafts for each sequence in a step.", metavar="N")
+    speculative_tokens: int = option(
+        1, "Tokens that {speculative} drafts for each sequence in a step.", metavar="N", bounds=(1, inf)
+    )
     workers: int | None = option(
         None,
         "CPU threads that work at the same time.",
         metavar="N",
+        bounds=(1, inf),
         shown="physical cores less one, divided by the ranks",
     )
-    max_body: int = option(4 << 20, "Largest body of a request.", kind="size", shown="4MiB")
+    max_body: int = option(4 << 20, "Largest body of a request.", kind="size", bounds=(1, inf), shown="4MiB")
     chat_template: Path | None = option(
         None, "Jinja file that turns chats into prompts.", metavar="FILE", kind="file", shown="the model's"
     )
@@ -89,10 +94,7 @@ class ServeOptions(Options):
     access_log: bool = option(False, "Write a line to stderr for each HTTP request.")
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UsageError(f"{arg(name)} is {value}, expected {least} or more")
+        self.check()
         _check_address(self.port, self.drain, self.api_key)
         self.host_names()
         if self.batch_invariant and (self.dtype, self.device, self.allreduce) != ("bfloat16", "cpu", "off"):
@@ -121,12 +123,6 @@ class ServeOptions(Options):
         own = socket.gethostname()
         short = own.partition(".")[0]
         return self.host, own, short, f"{short}.local", *self.allowed_host
-
-
-_LEAST = {
-    "max_num_seqs": 1, "max_batch_tokens": 16, "max_queue": 0, "workers": 1, "max_model_len": 2, "kv_cache_size": 1,
-    "max_body": 1, "speculative_tokens": 1,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
@@ -212,7 +208,7 @@ def _check_address(port: int, drain: float, api_key: str | None) -> None:
     """UsageError for a port, a time or a key that is none."""
     if not 0 <= port < _PORTS:
         raise UsageError(f"{arg('port')} is {port}, expected 0 to {_PORTS - 1}")
-    if not (math.isfinite(drain) and drain >= 0):
+    if not (isfinite(drain) and drain >= 0):
         raise UsageError(f"{arg('drain')} is {drain:g}, expected a number of seconds, 0 or more")
     if api_key is not None and not api_key.strip():
         raise UsageError(f"{arg('api_key')} is empty, which any client has; give a key, or leave the option out")

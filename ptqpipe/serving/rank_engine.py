@@ -10,7 +10,7 @@ from ptqpipe.runtime.compiled import make_batch_invariant, use_kernels
 from ptqpipe.runtime.loading import load_rank
 from ptqpipe.runtime.memory import keep_freed_memory
 from ptqpipe.serving.engine import Engine, EngineOptions, invariance
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner, check_model
+from ptqpipe.serving.engine.model_runner import ModelRunner, check_model
 from ptqpipe.serving.engine.ranks import agree, follow
 from ptqpipe.serving.engine.speculative import Drafter
 from ptqpipe.serving.options import ServeOptions
@@ -48,22 +48,28 @@ def build_runner(
     check_model(model)
     make_batch_invariant(model) if options.batch_invariant else use_kernels(model)
     keep_freed_memory()
-    cache = CacheOptions(options.kv_cache_size or place.cache_bytes(device), context, options.max_num_seqs)
-    runner = ModelRunner(model, cache, agree=agree if place.size > 1 else None, overlap=sums.overlap)
+    limits = EngineOptions(
+        options.kv_cache_size or place.cache_bytes(device),
+        context,
+        options.max_num_seqs,
+        max_batch_tokens=options.max_batch_tokens,
+        prefix_caching=options.prefix_caching,
+    )
+    runner = ModelRunner(model, limits, agree=agree if place.size > 1 else None, overlap=sums.overlap)
     if options.batch_invariant:
         invariance.check(runner)
     return runner
 
 
-def build_engine(options: ServeOptions, runner: ModelRunner, computes: Any, tokenizer: Any, context: int) -> Engine:
+def build_engine(options: ServeOptions, runner: ModelRunner, computes: Any, tokenizer: Any) -> Engine:
     """computes  the runner, or what runs the batches on all ranks"""
     drafter = None
     if options.speculative is not None:
-        drafter = Drafter(runner, most=options.speculative_tokens, max_len=context)
+        drafter = Drafter(runner, most=options.speculative_tokens, max_len=runner.options.max_len)
     return Engine(
         computes,
         tokenizer,
-        options=EngineOptions(context, options.max_num_seqs, options.max_batch_tokens, options.prefix_caching),
+        options=runner.options,
         vocabulary=runner.config.vocab_size,
         end_tokens=end_tokens(runner.model, tokenizer),
         drafter=drafter,

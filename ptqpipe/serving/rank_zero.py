@@ -73,7 +73,7 @@ class RankZero:
             runner = build_runner(options, ranks.place, self.context, self.sums, watchdog)
         if ranks.place.size > 1:
             self.leader = Leader(runner, watch=watchdog, lost=ranks.lost)
-        engine = build_engine(options, runner, self.leader or runner, self.tokenizer, self.context)
+        engine = build_engine(options, runner, self.leader or runner, self.tokenizer)
         if not isinstance(self.processor, str):
             engine.see = Tower(Path(options.ckpt), runner.dtype, str(runner.model.device), self.log).see
         self.log(summary(runner, ranks.place.size, self.threads, self.context))

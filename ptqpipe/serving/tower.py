@@ -173,4 +173,4 @@ def _groups(
         return (), ()
     if len(set(groups.values())) > 1:
         raise UsageError(f"the layers of {type(model).__name__} see different images whole; send text")
-    return next(iter(groups.values())), tuple(at for at, kind in enumerate(kinds) if kind in groups)
+    return next(iter(groups.values())), tuple(layer for layer, kind in enumerate(kinds) if kind in groups)

@@ -311,7 +311,7 @@ def test_large_objects_are_one_short_line(model: Path, tmp_path: Path) -> None:
 def test_a_service_that_cannot_start_says_why_in_pythons_words(model: Path) -> None:
     with pytest.raises(UsageError, match="does not exist, and is not a hub name"):
         ptqpipe.serve("no/such/folder")
-    with pytest.raises(UsageError, match=r"max_queue is -1, expected 0 or more") as error:
+    with pytest.raises(UsageError, match=r"max_queue=-1 is out of range; use 0 or more") as error:
         ptqpipe.serve(model, max_queue=-1)
     assert "--" not in str(error.value)
     with pytest.raises(UsageError, match=r"^tp is 0, expected 1 or more$"):  # said by the child, in Python's words

@@ -60,9 +60,9 @@ def test_what_is_planned_is_a_file_of_exactly_that_size_with_tensors_at_those_pl
         for shard in layout.shards:
             data = bytes(rng.randrange(2) for _ in range(shard.file_bytes - len(shard.header)))
             for name, info in deserialize(shard.header + data):  # the library refuses holes, overlaps, trailing bytes
-                place = layout.placements[name]
+                place = layout.entries[name]
                 file = shard.header + data
-                assert place.file == shard.file
+                assert place.file.name == shard.file
                 assert bytes(info["data"]) == file[place.offset : place.offset + place.nbytes]
                 seen[name] = (info["dtype"], tuple(info["shape"]))
         assert seen == {s.name: (s.dtype, s.shape) for s in specs}
@@ -94,7 +94,7 @@ def test_aligned_tensors_keep_their_order_and_others_go_by_element_size() -> Non
     ]
     layout = ShardLayout.plan([odd])
     assert names(layout) == [["f", "h", "i", "x", "y"]]
-    assert layout.placements["f"].offset % 8 == 0
+    assert layout.entries["f"].offset % 8 == 0
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,10 @@ def test_the_output_is_exactly_what_was_planned(source: Path, out: Path) -> None
     assert sum(len(files[name]) for name in LAYOUT.weight_files) == LAYOUT.file_bytes
     for unit in SIZES:
         for spec in specs(unit):
-            place = LAYOUT.placements[spec.name]
-            assert files[place.file][place.offset : place.offset + place.nbytes] == content(spec.name, place.nbytes)
+            place = LAYOUT.entries[spec.name]
+            assert files[place.file.name][place.offset : place.offset + place.nbytes] == content(
+                spec.name, place.nbytes
+            )
     assert completed_run(out) == RUN_ID
     assert completed_run(out) != "other"
 

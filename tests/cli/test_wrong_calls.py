@@ -151,7 +151,7 @@ CALLS: list[tuple[tuple[str, ...], int, str]] = [
     (("serve", "model", "--speculative", "mtp", "--tp", "2", "--port", "0"), 2, "on one rank, not on 2; leave it or"),
     (("serve", "model", "--speculative", "eagle"), 2, "'mtp'"),
     (("serve", "model", "--speculative-tokens", "2"), 2, "add --speculative mtp"),
-    (("serve", "model", "--speculative", "mtp", "--speculative-tokens", "0"), 2, "expected 1 or more"),
+    (("serve", "model", "--speculative", "mtp", "--speculative-tokens", "0"), 2, "out of range; use 1 or more"),
     (("serve", "images", "--port", "8017"), 1, "has no tokenizer that transformers reads"),
     (("eval", "images", "--data", "text.txt"), 1, "has no tokenizer that transformers reads"),
     (("calibrate", "images", "--data", "text.txt", "-o", "out"), 1, "has no tokenizer that transformers reads"),

@@ -24,7 +24,8 @@ from ptqpipe.conversion.transform.command import transform
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.loading import check_load
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner, check_model
+from ptqpipe.serving.engine import EngineOptions
+from ptqpipe.serving.engine.model_runner import ModelRunner, check_model
 from ptqpipe.serving.engine.probe import check_empty
 from ptqpipe.serving.engine.prompt_images import Images
 from ptqpipe.serving.preflight import check_checkpoint
@@ -103,7 +104,7 @@ def test_calibrated_converted_evaluated_and_served(
     assert [NOTE in line for line in said] == [True] * 3
     check_checkpoint(str(out.out), tp=1, packed=True)
     oracle, prompts = load(out.out, dtype="float32"), [(5, 6, 7, 8), tuple(range(9, 39))]
-    runner = ModelRunner(load(out.out, dtype="float32"), CacheOptions(1 << 24, 64, 4, 8))
+    runner = ModelRunner(load(out.out, dtype="float32"), EngineOptions(1 << 24, 64, 4, 8))
     found = served_by(
         engine(runner, max_len=64, max_batch_tokens=11, tokens=tokenizer()),
         [ask(prompt, 12, name=str(at)) for at, prompt in enumerate(prompts)],

@@ -141,11 +141,12 @@ def test_packed_layers_rotate_too(packed: Path) -> None:
 
 
 def test_the_engine_says_what_transformers_says(tmp_path: Path) -> None:
-    from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
+    from ptqpipe.serving.engine import EngineOptions
+    from ptqpipe.serving.engine.model_runner import ModelRunner
     from tests.serving.engine import models
 
     ptqpipe.convert(models.DEMO, format="mxfp4", rotate="down_proj:32", out=tmp_path / "out")
-    run = ModelRunner(load(tmp_path / "out", dtype="float32"), CacheOptions(1 << 28, 256, 16, 16))
+    run = ModelRunner(load(tmp_path / "out", dtype="float32"), EngineOptions(1 << 28, 256, 16, 16))
     prompt = models.encoded()[0]
     found = models.generate(models.engine(run), [models.ask(prompt, 16)])["a"][0]
     assert found == models.greedy_of(ptqpipe.load_model(tmp_path / "out"), prompt, 16)

@@ -18,7 +18,7 @@ from ptqpipe.conversion.unit_job import QuantizeUnit
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline import check_stages, command as stage, data_stages, disk_space, output_stages
-from ptqpipe.pipeline.pair_rows import pair_samples
+from ptqpipe.pipeline.data_stages import pair_samples
 from ptqpipe.pipeline.prepare_stages import prepare
 from ptqpipe.pipeline.stages import steps_of
 from ptqpipe.pipeline.tune import backwards, layer_codes
@@ -123,7 +123,7 @@ def test_rotations_are_learned_from_as_many_rows_as_have_the_tokens_that_are_kep
     monkeypatch.setattr(pairs, "NUMBERS", numbers)
     tiny.save(tmp_path / "model", tiny.llama(layers=1))
     with Source.open(tmp_path / "model") as source:
-        assert pair_samples(source, PipelineOptions(samples=samples, seqlen=16)) == wanted
+        assert pair_samples(source, samples=samples, seqlen=16) == wanted
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_the_python_of_a_further_process(traps: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("path", [None, os.pathsep], ids=["no PYTHONPATH", "an empty entry"])
 def test_the_service_of_the_python_api(traps: Path, monkeypatch: pytest.MonkeyPatch, path: str | None) -> None:
     set_path(monkeypatch, path)
-    with pytest.raises(UsageError, match="max_queue is -1"):
+    with pytest.raises(UsageError, match="max_queue=-1 is out of range"):
         ServiceProcess(Path("."), ["--max-queue", "-1"], dict(os.environ), drain_s=1)
 
 

@@ -62,7 +62,8 @@ def test_an_address_a_time_or_a_key_that_is_none_is_refused_by_both_engines(
 
 
 @pytest.mark.parametrize(
-    ("options", "says"), [({"kv_cache_size": 0}, "kv_cache_size is 0"), ({"max_body": 0}, "max_body is 0")]
+    ("options", "says"),
+    [({"kv_cache_size": 0}, "kv_cache_size=0 is out"), ({"max_body": 0}, "max_body=0 is out of range; use 1 or")],
 )
 def test_sizes_of_nothing_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):

@@ -124,12 +124,12 @@ def _output_error(row: Row, weights: Sequence[ReportedWeight]) -> float | None:
     return None if learned else mean_known(1.0 if weight.plain else weight.versus_rtn for weight in weights)
 
 
-def _by_number(row: Row, of: Callable[[Row, Sequence[ReportedWeight]], float | None]) -> list[tuple[int, float]]:
+def _by_number(row: Row, measure: Callable[[Row, Sequence[ReportedWeight]], float | None]) -> list[tuple[int, float]]:
     layers: dict[int, list[ReportedWeight]] = defaultdict(list)
     for weight in row.report.weights:
         if weight.layer is not None:
             layers[weight.layer].append(weight)
-    return [(layer, value) for layer, members in sorted(layers.items()) if (value := of(row, members)) is not None]
+    return [(layer, value) for layer, members in sorted(layers.items()) if (value := measure(row, members)) is not None]
 
 
 def _tuned_layers(row: Row) -> list[tuple[int, float]]:

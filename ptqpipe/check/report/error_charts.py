@@ -51,8 +51,8 @@ def _error_line(rows: Sequence[RoleRow], first: str) -> charts.Series | None:
             continue
         values = [w.sqnr_db for w in members if w.sqnr_db is not None]
         formats = ", ".join(dict.fromkeys(w.format for w in members))
-        of = f" ({len(members)} weights, {min(values):.2f} to {max(values):.2f})" if len(members) > 1 else ""
-        points.append((layer, pooled, f"layer {layer}  {rows[0].role}  {formats}: {pooled:.2f} dB{of}"))
+        spread = f" ({len(members)} weights, {min(values):.2f} to {max(values):.2f})" if len(members) > 1 else ""
+        points.append((layer, pooled, f"layer {layer}  {rows[0].role}  {formats}: {pooled:.2f} dB{spread}"))
         ranges.append((layer, min(values), max(values)))
         rings |= {layer} if formats != first else set()
     series = charts.Series(rows[0].role, rows[0].index, tuple(points), tuple(ranges), rings=frozenset(rings))

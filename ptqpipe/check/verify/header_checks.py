@@ -35,7 +35,7 @@ def check_headers(run: Verification) -> None:
             *([("record", claims.check_float)] if record.plain else []),
             ("files", files.check_written_files),
             ("record", claims.check_identity),
-            ("record", lambda *given: claims.check_lists(*given, source=source)),
+            ("record", partial(claims.check_lists, source=source)),
             *([] if record.plain else [("record", claims.check_rules)]),
         ]
         checks += [(name, RECORD_FILE, partial(check, ckpt, record, findings)) for name, check in own]

@@ -156,8 +156,7 @@ def replan(record: Record, source: Source) -> Outputs:
 
 def check_plan(ckpt: Source, source: Source, record: Record, planned: Outputs, findings: Findings) -> None:
     """Names, dtypes, shapes, places, config files and the run's identity follow from recipe and source."""
-    reader, layout = ckpt.reader, planned.layout
-    specs = {spec.name: spec for shard in layout.shards for spec in shard.tensors}
+    reader, specs = ckpt.reader, planned.layout.entries
     for name in sorted(specs.keys() - reader.entries.keys()):
         findings.fault("plan", name, "should have been written by the recorded recipe, but is missing")
     for name, entry in reader.entries.items():
@@ -167,10 +166,7 @@ def check_plan(ckpt: Source, source: Source, record: Record, planned: Outputs, f
         elif (entry.dtype, entry.shape) != (spec.dtype, spec.shape):
             wanted = f"{spec.dtype} {list(spec.shape)}"
             findings.fault("plan", name, f"is {entry.dtype} {list(entry.shape)}, the recorded recipe writes {wanted}")
-        elif (entry.file.relative_to(reader.path).as_posix(), entry.offset) != (
-            layout.placements[name].file,
-            layout.placements[name].offset,
-        ):
+        elif (entry.file.relative_to(reader.path), entry.offset) != (spec.file, spec.offset):
             findings.fault("plan", name, "lies at another place than the recorded recipe puts it")
     check_reasons(record, planned.plan, findings, planned.recipe)
     _check_config_files(ckpt, source, record, planned, findings)

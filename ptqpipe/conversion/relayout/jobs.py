@@ -160,7 +160,7 @@ def _move_rows(piece: WeightPiece, part: Part, origin: Part, reader: CheckpointR
     fmt = piece.scheme.fmt
     as_numbers = part.role is PartKind.SCALES and fmt.scale.enumerable and "F32" in (origin.dtype, part.dtype)
     same = origin.dtype == part.dtype or origin.dtype not in FLOAT_DTYPES
-    one = writer.layout.placements[part.name].nbytes // (part.shape[0] if part.stacked else 1)
+    one = writer.layout.entries[part.name].nbytes // (part.shape[0] if part.stacked else 1)
     written = writer.tensor(part.name, byte_offset=one * (piece.into or 0))
     for rows in _read_rows(piece, origin, reader):
         if as_numbers:  # codes on one side, their numbers on the other

@@ -73,7 +73,7 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def mtp_layer(config: Mapping[str, Any]) -> str:
     """What the names of the multi-token prediction layer begin with; "" where the table knows none."""
     row, layers = family_of(config).mtp, layer_count(config)
-    return "" if row is None or layers is None else f"{row.block.format(at=layers)}."
+    return "" if row is None or layers is None else f"{row.block.format(layer=layers)}."
 
 
 def in_mtp_layers(config: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -137,7 +137,7 @@ def check_config(config: Mapping[str, Any], names: Iterable[str]) -> None:
     row, layers = family_of(config).mtp, layer_count(config)
     if row is None or layers is None:
         return
-    parts = [f"{part}.weight".format(at=layers) for part in (row.join, row.tokens, row.states, row.last)]
+    parts = [f"{part}.weight".format(layer=layers) for part in (row.join, row.tokens, row.states, row.last)]
     missing = [part for part in parts if part not in unique]
     if missing and len(missing) < len(parts):
         raise CheckpointError(

@@ -83,7 +83,7 @@ class Norms:
 
 
 class Mtp(NamedTuple):
-    """The names of a multi-token prediction layer's parts in checkpoints; ``{at}``: how many other layers there are.
+    """The names of a multi-token prediction layer's parts in checkpoints; ``{layer}``: how many other layers there are.
 
     block   its decoder layer
     join    the projection of an embedding and a state, in this order

@@ -141,6 +141,6 @@ INTERNVL = (
 )
 
 # transformers' modeling_layers.py (MtpModel), vLLM's deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py.
-NUMBERED = Mtp(*(f"model.layers.{{at}}{leaf}" for leaf in ("", ".eh_proj", ".enorm", ".hnorm", ".shared_head.norm")))
+NUMBERED = Mtp(*(f"model.layers.{{layer}}{leaf}" for leaf in ("", ".eh_proj", ".enorm", ".hnorm", ".shared_head.norm")))
 QWEN_MTP = Mtp("mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
 # fmt: on

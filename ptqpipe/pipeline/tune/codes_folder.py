@@ -43,7 +43,7 @@ def _identity(prepared: Conversion, samples: Samples, options: TuneOptions) -> d
         "the data": samples.sha256,
         "the held-out data": tokens_digest(samples.held_out),
         "the settings": json.dumps(
-            [options.method, options.by_kl, options.share, options.train, asdict(options.settings)]
+            [options.method, options.by_kl, options.feedback, options.train, asdict(options.settings)]
         ),
         "the version of ptqpipe": __version__,
     }
@@ -108,7 +108,7 @@ def content(prepared: Conversion, samples: Samples, options: TuneOptions, folder
         },
         "method": options.method,
         "metric": "kl" if options.by_kl else "output",
-        "share": options.share,
+        "share": options.feedback,
         **({} if options.follows else {"start": "gptq"}),
         "settings": asdict(options.settings),
         **({} if ended is None else {"end_to_end": ended}),

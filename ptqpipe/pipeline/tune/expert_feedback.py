@@ -87,7 +87,7 @@ def _follow_expert(
                     LayerInputs(m, moments, rows, outputs_of(work, m.key, state.gradients), state.decoded[m.key])
                     for m in unit.members
                 ]
-                codes |= chosen(work, unit, members, share=state.share)
+                codes |= chosen(work, unit, members, feedback=state.feedback)
         if side == "up":
             first = _first(work, stack, expert, {**state.decoded, **{key: decoded(q) for key, q in codes.items()}})
             module = work.layer.module.get_submodule(stack)

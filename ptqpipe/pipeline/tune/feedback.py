@@ -36,7 +36,7 @@ class LayerState:
     parameters    of the layer, made of these, but for those of modules that run later
     cache         of earlier runs
     gradients     of the float model in this layer, where errors cost what they add to the KL divergence of the model
-    share         fraction of the error of earlier layers that is compensated for: 0 to 1
+    feedback      fraction of the error of earlier layers that is compensated for: 0 to 1
     """
 
     seen: Sequence[int]
@@ -46,7 +46,7 @@ class LayerState:
     parameters: Mapping[str, torch.Tensor]
     cache: ActivationCache
     gradients: Gradients | None
-    share: float
+    feedback: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class LayerInputs:
     nearest: torch.Tensor
 
 
-def chosen(work: TunedLayer, unit: Unit, members: Sequence[LayerInputs], *, share: float) -> dict[str, QTensor]:
+def chosen(work: TunedLayer, unit: Unit, members: Sequence[LayerInputs], *, feedback: float) -> dict[str, QTensor]:
     """Key -> the codes of one unit; none where it is to keep the nearest ones."""
     options, fmt = replace(by_data(unit), algorithm="gptq"), unit.scheme.fmt
     inputs: dict[int, tuple[Moments, Metric]] = {}  # by id of its moments
@@ -75,16 +75,16 @@ def chosen(work: TunedLayer, unit: Unit, members: Sequence[LayerInputs], *, shar
             name, device = m.member.weight, work.layer.device
             inputs[id(m.moments)] = moments, gptq.metric_of(moments, fmt, options, device=device, name=name)
 
-    def choose(rows: Sequence[slice], share: float, *, outputs: bool) -> dict[str, QTensor]:
+    def choose(rows: Sequence[slice], feedback: float, *, outputs: bool) -> dict[str, QTensor]:
         weights = [work.weights[m.member.key][run].float() for m, run in zip(members, rows, strict=True)]
         wanted = list(weights)
-        for of_input, (_, metric) in inputs.items() if share else ():
+        for of_input, (_, metric) in inputs.items() if feedback else ():
             sharing = [i for i, m in enumerate(members) if id(m.moments) == of_input]
             pair, name = members[sharing[0]].moments, members[sharing[0]].member.weight
             floats = [weights[i] for i in sharing]
             full = asymmetric.targets(floats, pair.moment, pair.cross, metric=metric, name=f"the input of '{name}'")
             for i, w, target in zip(sharing, floats, full, strict=True):
-                wanted[i] = w + share * (target - w)
+                wanted[i] = w + feedback * (target - w)
         runs: dict[tuple[int, int], QTensor] = {}
         task = Task(
             [LoadedWeight(w) for w in wanted],
@@ -102,14 +102,14 @@ def chosen(work: TunedLayer, unit: Unit, members: Sequence[LayerInputs], *, shar
         # An odd step: one that divides the size of a head would try the same places of each.
         rows = [slice(0, None, max(TRIED_SHARE, len(m.nearest) // TRIED_ROWS) | 1) for m in members]
         nearest = cost(work, members, rows, [m.nearest[run] for m, run in zip(members, rows, strict=True)])
-        for tried in dict.fromkeys((share, 0.0)):
+        for tried in dict.fromkeys((feedback, 0.0)):
             codes = choose(rows, tried, outputs=False)
             if cost(work, members, rows, [decoded(codes[m.member.key]) for m in members]) <= nearest:
-                share = tried
+                feedback = tried
                 break
         else:
             return {}
-    return choose([slice(None)] * len(members), share, outputs=True)
+    return choose([slice(None)] * len(members), feedback, outputs=True)
 
 
 def cost(

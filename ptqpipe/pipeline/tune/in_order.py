@@ -30,7 +30,7 @@ def follow(
     work: TunedLayer,
     start: Mapping[str, QTensor],
     *,
-    share: float,
+    feedback: float,
     held_out: float,
     inputs: Callable[[int], torch.Tensor],
     targets: Callable[[int], torch.Tensor],
@@ -44,7 +44,7 @@ def follow(
     weight gains on the rows that are tried first.
 
     start            those of `TunedLayer.start`
-    share            fraction of the error of earlier layers that each layer compensates for: 0 to 1
+    feedback         fraction of the error of earlier layers that each layer compensates for: 0 to 1
     held_out         share of the batches that only the gate sees
     inputs, targets  hidden states of a batch, where the layer is: what the quantized ones before return, this should
     cache            of the float layer's run; of the quantized one's with the codes that are returned, afterwards
@@ -67,7 +67,7 @@ def follow(
         cache.settle(set(cache.order) - waiting)
         later = cache.order[max(map(cache.order.index, step.modules)) + 1 :]
         parameters = work.parameters(weights, without=later)
-        state = LayerState(seen, judged, inputs, weights, parameters, cache, gradients, share)
+        state = LayerState(seen, judged, inputs, weights, parameters, cache, gradients, feedback)
         codes = step.codes(work, state, store, lambda name: on_unit(part, name))
         waiting -= set(step.modules)
         better |= codes
@@ -122,7 +122,7 @@ def _linear(work: TunedLayer, unit: Unit, state: LayerState) -> dict[str, QTenso
         )
         for m, name in zip(unit.members, modules, strict=True)
     ]
-    return chosen(work, unit, members, share=state.share)
+    return chosen(work, unit, members, feedback=state.feedback)
 
 
 def _in_order(work: TunedLayer, order: Sequence[str]) -> list[_Step]:

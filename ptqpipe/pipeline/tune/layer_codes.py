@@ -124,7 +124,7 @@ def _find(
         codes, before, after = follow(
             work,
             start,
-            share=options.share,
+            feedback=options.feedback,
             held_out=options.settings.held_out,
             inputs=partial(_at, layer=work.layer, stream=streams.entering),
             targets=partial(_at, layer=work.layer, stream=streams.targets),

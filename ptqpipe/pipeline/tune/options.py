@@ -35,7 +35,6 @@ METHODS = {
 METRICS = ("kl", "output")
 GLOBAL = "global"
 TRAIN = ("head", "embeddings", "norms", "biases", GLOBAL)
-FEEDBACK = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +78,12 @@ class TuneOptions(TextOptions):
         choices=METRICS,
         shown="kl; of layerwise, output",
     )
-    feedback: float | None = option(
-        None,
+    feedback: float = option(
+        0.5,
         "Fraction of the error of earlier layers that each layer compensates for, 0 to 1; for {method} gptq and kl.",
         metavar="F",
         bounds=(0, 1),
         usual="1: full compensation",
-        shown=f"{FEEDBACK}",
     )
     steps: int | None = option(
         None, "Steps of gradient descent, for {method} kl.", metavar="N", bounds=(1, 1_000_000), shown="100"
@@ -104,11 +102,6 @@ class TuneOptions(TextOptions):
     def __post_init__(self) -> None:
         settings = replace(self.settings, seed=self.seed, steps=self.steps or self.settings.steps)
         object.__setattr__(self, "settings", settings)
-
-    @property
-    def share(self) -> float:
-        """The fraction of the error of earlier layers that each layer compensates for."""
-        return FEEDBACK if self.feedback is None else self.feedback
 
     @property
     def by_kl(self) -> bool:
@@ -133,7 +126,7 @@ def check(options: TuneOptions) -> None:
     for name, needed in (("train", options.train), ("steps", options.steps)):
         if needed and options.descent is None:
             raise UsageError(f"{arg(name)} belongs to {arg('method', 'kl')}; add it, or leave {arg(name)} out")
-    if options.feedback is not None and not options.follows:
+    if options.feedback != TuneOptions.feedback and not options.follows:
         raise UsageError(
             f"{arg('feedback')} belongs to {arg('method')} gptq and kl; add it, or leave {arg('feedback')} out"
         )

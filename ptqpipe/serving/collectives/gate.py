@@ -85,11 +85,11 @@ def measure(
 def decide(times: Mapping[int, Times]) -> Thresholds:
     """From the times of each measured size."""
     sizes = sorted(times)
-    best = {nbytes: _fastest_plain(times, at) for at, nbytes in enumerate(sizes)}
+    best = {nbytes: _fastest_plain(times, index) for index, nbytes in enumerate(sizes)}
     start = NEVER
-    for at, nbytes in reversed(list(enumerate(sizes))):
+    for index, nbytes in reversed(list(enumerate(sizes))):
         if "quantized" in times[nbytes]:
-            ratios = log_ratios(_around(times, at, {best[nbytes], "quantized"}), best[nbytes], "quantized")
+            ratios = log_ratios(_around(times, index, {best[nbytes], "quantized"}), best[nbytes], "quantized")
             if statistics.median(ratios) < 0:
                 break  # and what is smaller stays plain, too
             if _pays(ratios, GAIN, DOUBT):
@@ -102,9 +102,9 @@ def log_ratios(several: Sequence[Times], slower: SumMethod, faster: SumMethod) -
     return [math.log(a / b) for times in several for a, b in zip(times[slower], times[faster], strict=True)]
 
 
-def _fastest_plain(times: Mapping[int, Times], at: int) -> PlainMethod:
-    tried = [method for method in PLAIN if method in times[sorted(times)[at]]]
-    several = _around(times, at, set(tried))
+def _fastest_plain(times: Mapping[int, Times], index: int) -> PlainMethod:
+    tried = [method for method in PLAIN if method in times[sorted(times)[index]]]
+    several = _around(times, index, set(tried))
     ratios = {method: log_ratios(several, "own", method) for method in tried}
     faster = {
         method: statistics.median(ratios[method]) for method in tried if _pays(ratios[method], PLAIN_GAIN, PLAIN_DOUBT)
@@ -112,9 +112,9 @@ def _fastest_plain(times: Mapping[int, Times], at: int) -> PlainMethod:
     return max(faster, key=lambda method: faster[method], default="own")
 
 
-def _around(times: Mapping[int, Times], at: int, methods: AbstractSet[SumMethod]) -> list[Times]:
+def _around(times: Mapping[int, Times], index: int, methods: AbstractSet[SumMethod]) -> list[Times]:
     """The times of a size and of its neighbours that tried these methods, too."""
-    return [times[nbytes] for nbytes in sorted(times)[max(0, at - 1) : at + 2] if methods <= set(times[nbytes])]
+    return [times[nbytes] for nbytes in sorted(times)[max(0, index - 1) : index + 2] if methods <= set(times[nbytes])]
 
 
 def _pays(ratios: list[float], gain: float, doubt: float) -> bool:

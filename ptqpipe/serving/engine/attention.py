@@ -179,15 +179,15 @@ class PagedAttention:
         if step.spans is None:
             raise RuntimeError("no kernel of the device covers this attention")
         singles = self._attend_singles(step, pages, query, terms)
-        at = 0 if singles is None else singles.shape[0]
-        if singles is not None and at == query.shape[0]:
+        start = 0 if singles is None else singles.shape[0]
+        if singles is not None and start == query.shape[0]:
             return singles
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         if singles is not None:
-            out[:at] = singles
+            out[:start] = singles
         each = groups or ((),) * len(step.tables)
-        for span, row, group in list(zip(step.batch.spans, step.tables, each, strict=True))[at:]:
-            rows = slice(at, at + span.count)
+        for span, row, group in list(zip(step.batch.spans, step.tables, each, strict=True))[start:]:
+            rows = slice(start, start + span.count)
             if span.count == span.total and pages.key_scale is None:  # all that it sees is at hand
                 k, v = key[rows], value[rows]
             else:
@@ -195,7 +195,7 @@ class PagedAttention:
                 k = load(pages.keys, table, span.total, pages.key_scale, query.dtype)
                 v = load(pages.values, table, span.total, pages.value_scale, query.dtype)
             out[rows] = self._one(step, span, query[rows], (k, v), terms, group)
-            at += span.count
+            start += span.count
         return out
 
     def _store(self, step: _Step, pages: Pages, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -261,12 +261,12 @@ class PagedAttention:
 def slots_of(batch: Batch, tables: torch.Tensor, block_size: int) -> torch.Tensor:
     """Slot of each token in the paged cache, int64 [T]."""
     if batch.tokens.shape[0] == len(batch.spans):  # one each
-        last = [(span.blocks, span.total - 1) for span in batch.spans]
-        return torch.tensor([blocks[at // block_size] * block_size + at % block_size for blocks, at in last])
+        ends = [(span.blocks, span.total - 1) for span in batch.spans]
+        return torch.tensor([blocks[end // block_size] * block_size + end % block_size for blocks, end in ends])
     places = []
     for span, table in zip(batch.spans, tables, strict=True):
-        at = torch.arange(span.total - span.count, span.total)
-        places.append(table[at // block_size] * block_size + at % block_size)
+        positions = torch.arange(span.total - span.count, span.total)
+        places.append(table[positions // block_size] * block_size + positions % block_size)
     return torch.cat(places)
 
 

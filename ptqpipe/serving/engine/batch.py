@@ -58,14 +58,14 @@ def unpack(packed: torch.Tensor) -> Batch:
     """The batch that `Batch.pack` packed."""
     numbers = packed.tolist()
     n_spans, n_tokens, n_wanted = numbers[:3]
-    at, spans = 3, []
+    offset, spans = 3, []
     for _ in range(n_spans):
-        count, total, row, n_blocks = numbers[at : at + 4]
-        spans.append(Span(count, total, tuple(numbers[at + 4 : at + 4 + n_blocks]), row))
-        at += 4 + n_blocks
-    end = at + n_tokens + n_wanted
+        count, total, row, n_blocks = numbers[offset : offset + 4]
+        spans.append(Span(count, total, tuple(numbers[offset + 4 : offset + 4 + n_blocks]), row))
+        offset += 4 + n_blocks
+    end = offset + n_tokens + n_wanted
     images = ImageRows.unpack(packed[end:]) if end < len(packed) else None
-    return Batch(packed[at : at + n_tokens], packed[at + n_tokens : end], tuple(spans), images)
+    return Batch(packed[offset : offset + n_tokens], packed[offset + n_tokens : end], tuple(spans), images)
 
 
 def make_batch(chunks: Row[Chunk], block_size: int) -> Batch:

@@ -43,8 +43,8 @@ class BlockManager:
         assert not seq.blocks
         if not self.prefix_caching or seq.needs_prompt_logits:
             return
-        for at in range((len(seq.tokens) - 1) // self.block_size):
-            block = self._block_of.get(self._digest(seq, at))
+        for index in range((len(seq.tokens) - 1) // self.block_size):
+            block = self._block_of.get(self._digest(seq, index))
             if block is None:
                 break
             self._take(block)
@@ -69,8 +69,8 @@ class BlockManager:
         """Makes the blocks that became full since ``start`` computed tokens available to later sequences."""
         if not self.prefix_caching:
             return
-        for at in range(start // self.block_size, seq.computed // self.block_size):
-            digest, block = self._digest(seq, at), seq.blocks[at]
+        for index in range(start // self.block_size, seq.computed // self.block_size):
+            digest, block = self._digest(seq, index), seq.blocks[index]
             if digest not in self._block_of and block not in self._digest_of:
                 self._block_of[digest] = block
                 self._digest_of[block] = digest
@@ -90,10 +90,10 @@ class BlockManager:
         self._holders[block] += 1
         self._free.pop(block, None)
 
-    def _digest(self, seq: Sequence, at: int) -> bytes:
+    def _digest(self, seq: Sequence, index: int) -> bytes:
         """Digest of all tokens up to the end of the sequence's block ``at`` (prefix caching)."""
-        for i in range(len(seq.digests), at + 1):
+        for i in range(len(seq.digests), index + 1):
             tokens = array("q", seq.keys(i * self.block_size, (i + 1) * self.block_size))
             parent = seq.digests[-1] if seq.digests else b""
             seq.digests.append(blake2b(parent + tokens.tobytes(), digest_size=16).digest())
-        return seq.digests[at]
+        return seq.digests[index]

@@ -68,7 +68,7 @@ class StopStrings:
         self._held += piece
         if not active:
             return self._release(len(self._held)), False
-        ends = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        ends = [index for index in (self._held.find(stop) for stop in self._stops) if index >= 0]
         if ends:
             return self._release(min(ends), drop=True), True
         return self._release(len(self._held) - self._risky()), False

@@ -46,14 +46,18 @@ class ModelExecutor(Protocol):
 class EngineOptions:
     """Limits of the engine.
 
+    max_bytes         size of the KV cache
     max_len           longest sequence, prompt and output
     max_seqs          most sequences in a step
+    block_size        tokens of a page of the cache
     max_batch_tokens  most tokens in a step: longer prompts are computed in pieces
     prefix_caching    whether the keys and values of a common beginning are computed once
     """
 
+    max_bytes: int
     max_len: int
-    max_seqs: int = 64
+    max_seqs: int
+    block_size: int = 16
     max_batch_tokens: int = 1024
     prefix_caching: bool = True
 
@@ -194,7 +198,7 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_tokens)
-        seqs = [self._sequence(request, at, params, ends) for at in range(request.n)]
+        seqs = [self._sequence(request, index, params, ends) for index in range(request.n)]
         for seq in seqs:
             detokenizer = Detokenizer(self.tokenizer, request.prompt)
             self._streams[seq] = _Stream(seq, detokenizer, StopStrings(params.stop))
@@ -202,8 +206,8 @@ class Engine:
         self._requests[request.id] = set(seqs)
         self.scheduler.add(seqs[0])
 
-    def _sequence(self, request: Request, at: int, params: SamplingParams, ends: frozenset[int]) -> Sequence:
-        return Sequence(request.id, at, list(request.prompt), params, ends, images=request.images)
+    def _sequence(self, request: Request, index: int, params: SamplingParams, ends: frozenset[int]) -> Sequence:
+        return Sequence(request.id, index, list(request.prompt), params, ends, images=request.images)
 
     def cancel(self, request: str) -> list[TokenOutput]:
         """Ends all sequences of a request; their last pieces (none for an unknown request)."""
@@ -225,17 +229,17 @@ class Engine:
         if self.drafter is not None:
             self.drafter.begin(chunks)
         logits = self.runner.run(make_batch(chunks, self.runner.block_size))
-        at, sampling = 0, []
+        end, sampling = 0, []
         for chunk in chunks:
-            every, at_start = chunk.seq.needs_prompt_logits, at
-            at += chunk.count if every else int(chunk.samples) + len(chunk.drafts)
+            every, start = chunk.seq.needs_prompt_logits, end
+            end += chunk.count if every else int(chunk.samples) + len(chunk.drafts)
             self._count(chunk)
             if every:
-                self._add_prompt_logprobs(chunk, logits[at_start:at])
+                self._add_prompt_logprobs(chunk, logits[start:end])
             chunk.seq.computed = chunk.start + chunk.count
             self.blocks.seal(chunk.seq, chunk.start)
             if chunk.samples:
-                sampling.append((chunk, at - 1 - len(chunk.drafts)))
+                sampling.append((chunk, end - 1 - len(chunk.drafts)))
         pieces = []
         for depth in range(1 + max(len(chunk.drafts) for chunk in chunks)):
             if sampling:
@@ -304,19 +308,19 @@ class Engine:
         logits = logits if all(finite) else logits.nan_to_num()
         tokens = sample(logits, seqs)
         logprobs: dict[int, TokenLogprob] = {}
-        wanted = [at for at, seq in enumerate(seqs) if seq.params.logprobs is not None]
+        wanted = [row for row, seq in enumerate(seqs) if seq.params.logprobs is not None]
         if wanted:
-            top = max(seqs[at].params.logprobs or 0 for at in wanted)
-            entries = logprobs_of(logits[wanted], [tokens[at] for at in wanted], top)
+            top = max(seqs[row].params.logprobs or 0 for row in wanted)
+            entries = logprobs_of(logits[wanted], [tokens[row] for row in wanted], top)
             logprobs = dict(zip(wanted, entries, strict=True))
         pieces = []
-        for at, seq in enumerate(seqs):
+        for row, seq in enumerate(seqs):
             stream = self._streams[seq]
-            if broken[at]:
+            if broken[row]:
                 error = "the model's logits are not finite; the checkpoint or its scales are damaged"
                 pieces.append(self._end(stream, TokenOutput(seq.request, seq.index, finish=Finish.STOP, error=error)))
                 continue
-            pieces.append(self._advance(stream, tokens[at], logprobs.get(at)))
+            pieces.append(self._advance(stream, tokens[row], logprobs.get(row)))
         return pieces
 
     def _advance(self, stream: _Stream, token: int, logprob: TokenLogprob | None) -> TokenOutput:

@@ -29,7 +29,7 @@ def check(runner: ModelRunner) -> None:
     tokens = torch.randint(vocabulary, (count + _OTHERS,), generator=torch.Generator().manual_seed(0))
     own, others = tokens[:count], tokens[count:]
     pages = tuple(range(-(-count // size)))
-    beside = tuple(Span(1, 1, (blocks + at,)) for at in range(_OTHERS))
+    beside = tuple(Span(1, 1, (blocks + index,)) for index in range(_OTHERS))
     whole = runner.run(Batch(own, torch.arange(count), (Span(count, count, pages),)))
     cuts = [cut for cut in _CUTS if cut < count]
     for first, last in zip([0, *cuts], [*cuts, count], strict=True):

@@ -8,7 +8,6 @@ their config says and by what the probe (``probe.py``) shows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from ptqpipe.run.quantities import option_size
 from ptqpipe.serving.engine.attention import PagedAttention, Pages, implementation, numbers_of
 from ptqpipe.serving.engine.batch import Batch
 from ptqpipe.serving.engine.decode_step import DecodeStep, decode_step
+from ptqpipe.serving.engine.engine import EngineOptions
 from ptqpipe.serving.engine.fused_layers import use_fused_layers
 from ptqpipe.serving.engine.graphs import StepGraphs
 from ptqpipe.serving.engine.probe import ATTENTION, STATES, check_tokens, kinds_of, mtp_shape, probe
@@ -36,23 +36,13 @@ _NOTHING = {"mlp", "moe"}  # kinds of layers that see a token alone
 _OTHER_TOKENS = {"paligemma"}  # measured: the engine's tokens are not those of transformers
 
 
-@dataclass(frozen=True, slots=True)
-class CacheOptions:
-    """The cache: ``block_size`` tokens a page, at most ``max_bytes`` in all, for sequences of ``max_len`` tokens."""
-
-    max_bytes: int
-    max_len: int
-    max_seqs: int
-    block_size: int = 16
-
-
 class ModelRunner:
     """A model with its cache. Every rank of a tensor-parallel group has one, and runs the same batches."""
 
     def __init__(
         self,
         model: Any,
-        options: CacheOptions,
+        options: EngineOptions,
         *,
         agree: Callable[[int], int] | None = None,
         overlap: "Overlap | None" = None,
@@ -62,7 +52,8 @@ class ModelRunner:
         agree    of all ranks on the number of blocks, and of sequences
         overlap  what runs the model's collectives, and steps in halves beside them
         """
-        self.model, self.block_size, self.overlap = model, options.block_size, overlap
+        self.model, self.options, self.overlap = model, options, overlap
+        self.block_size = options.block_size
         self.config = model.config.get_text_config()
         check_model(model)
         probed = probe(model, context_length(self.config))
@@ -103,13 +94,13 @@ class ModelRunner:
             return None
         return StepGraphs(self.model, self.attention, max_len=max_len, max_seqs=self.max_seqs, spare=self.blocks)
 
-    def _sequence_count(self, options: CacheOptions) -> int:
+    def _sequence_count(self, options: EngineOptions) -> int:
         """Number of sequences with recurrent states: as requested, within half of ``max_bytes``; at least one."""
         if not self.state_bytes:
             return options.max_seqs
         return max(1, min(options.max_seqs, options.max_bytes // 2 // self.state_bytes))
 
-    def _block_count(self, options: CacheOptions) -> int:
+    def _block_count(self, options: EngineOptions) -> int:
         """Number of cache blocks: as many as sequences use, within ``max_bytes``. UsageError if one does not fit."""
         one = -(-(options.max_len + 1) // options.block_size)
         states = self.max_seqs * self.state_bytes

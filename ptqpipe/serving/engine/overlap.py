@@ -170,12 +170,12 @@ def halves(batch: Batch, least_tokens: int) -> tuple[Batch, Batch] | None:
     """
     if batch.images is not None or sum(x.count for x in batch.spans if x.count > 1) < max(least_tokens, 4):
         return None
-    at = _place(batch)
+    middle = _place(batch)
     first: list[Span] = []
     second: list[Span] = []
     starts = itertools.accumulate((span.count for span in batch.spans), initial=0)
     for span, start in zip(batch.spans, starts, strict=False):
-        here = min(max(at - start, 0), span.count)
+        here = min(max(middle - start, 0), span.count)
         if here == span.count:
             first.append(span)
         elif here == 0:
@@ -186,23 +186,23 @@ def halves(batch: Batch, least_tokens: int) -> tuple[Batch, Batch] | None:
             second.append(Span(span.count - here, span.total, span.blocks, span.row))
     if not first or not second:
         return None
-    ahead = batch.wanted < at
+    ahead = batch.wanted < middle
     return (
-        Batch(batch.tokens[:at], batch.wanted[ahead], tuple(first)),
-        Batch(batch.tokens[at:], batch.wanted[~ahead] - at, tuple(second)),
+        Batch(batch.tokens[:middle], batch.wanted[ahead], tuple(first)),
+        Batch(batch.tokens[middle:], batch.wanted[~ahead] - middle, tuple(second)),
     )
 
 
 def _place(batch: Batch) -> int:
     """Where to split the batch: near the middle."""
     count = len(batch.tokens)
-    at = count // 2 // _TILE * _TILE or count // 2
+    middle = count // 2 // _TILE * _TILE or count // 2
     start = 0
     for span in batch.spans:
-        if start < at < start + span.count:
-            if at - start == 1:
+        if start < middle < start + span.count:
+            if middle - start == 1:
                 return start
-            if start + span.count - at == 1:
-                return at + 1
+            if start + span.count - middle == 1:
+                return middle + 1
         start += span.count
-    return at
+    return middle

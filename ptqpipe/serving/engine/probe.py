@@ -153,9 +153,9 @@ def check_tokens(model: Any, states: States) -> None:
 
     def logits(tokens: Sequence[int], *, places: bool = True, alone: bool = True) -> torch.Tensor:
         ids = torch.tensor([[token % vocabulary for token in tokens]])
-        at = torch.arange(len(tokens))[None]
-        batch = Batch(ids[0], at[0], (Span(len(tokens), len(tokens), (0,)),))
-        positions = {"position_ids": at.to(model.device)} if places else {}
+        indices = torch.arange(len(tokens))[None]
+        batch = Batch(ids[0], indices[0], (Span(len(tokens), len(tokens), (0,)),))
+        positions = {"position_ids": indices.to(model.device)} if places else {}
         with _implementation(model, 1, masks=False), _Alone().during(batch), states.during(batch, alone=alone):
             last: torch.Tensor = (
                 model(input_ids=ids.to(model.device), use_cache=False, **positions).logits[0, -1].float()
@@ -164,13 +164,13 @@ def check_tokens(model: Any, states: States) -> None:
 
     tries = [[(17 * step + 5 * place) for place in range(1, 5)] for step in range(1, 4)]
     alone: dict[int, torch.Tensor] = {}
-    for at, tokens in enumerate(tries):
-        alone[at] = logits(tokens)
-        if not _differ(alone[at], logits([token + 7 for token in tokens[:-1]] + tokens[-1:])):
+    for index, tokens in enumerate(tries):
+        alone[index] = logits(tokens)
+        if not _differ(alone[index], logits([token + 7 for token in tokens[:-1]] + tokens[-1:])):
             break
     else:
         raise UsageError(f"in {name} tokens see others without attention; the engine cannot serve it")
-    if all(_differ(row, logits(tries[at], places=False)) for at, row in alone.items()):
+    if all(_differ(row, logits(tries[index], places=False)) for index, row in alone.items()):
         raise UsageError(f"{name} counts positions in a way of its own; the engine cannot serve it")
     if states.held:
         with states.in_pieces() as check:
@@ -209,9 +209,9 @@ def mtp_shape(model: Any) -> dict[int, LayerShape]:
     """Shapes of the keys and values of ``model.mtp`` (``runtime/mtp.py``), by its layer number in the cache."""
     recorder, one = _Recorder(), torch.zeros(1, 1, dtype=torch.int64)
     pairs = torch.zeros(1, 1, 2 * model.mtp.config.hidden_size, dtype=model.dtype, device=model.device)
-    at = one.to(model.device)
+    position = one.to(model.device)
     with _implementation(model, 1, masks=False), recorder.during(Batch(one[0], one[0], (Span(1, 1, (0,)),))):
-        model.mtp(model, pairs, at)
+        model.mtp(model, pairs, position)
     return recorder.shapes
 
 

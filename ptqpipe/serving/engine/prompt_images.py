@@ -42,13 +42,13 @@ class Images:
 
         Where the images cannot be told apart by their runs of tokens, each place stands for all of them.
         """
-        places = [at for at, token in enumerate(prompt) if token == self.token]
-        runs = [[at for _, at in run] for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
+        places = [index for index, token in enumerate(prompt) if token == self.token]
+        runs = [[place for _, place in run] for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
         digests = self.digests
         if len(runs) != len(digests):
             runs, digests = [places], (b"".join(digests),)
         numbers = [int.from_bytes(blake2b(digest, digest_size=8).digest(), signed=True) for digest in digests]
-        return {at: number for run, number in zip(runs, numbers, strict=True) for at in run}
+        return {place: number for run, number in zip(runs, numbers, strict=True) for place in run}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,15 +117,15 @@ class ImageRows:
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> "ImageRows":
         count, hidden, deep, dtype, tokens, n_layers = packed[:6].tolist()
-        layers, at = tuple(packed[6 : 6 + n_layers].tolist()), 7 + n_layers
+        layers, offset = tuple(packed[6 : 6 + n_layers].tolist()), 7 + n_layers
         groups = []
-        for _ in range(int(packed[at - 1])):
-            size = int(packed[at])
-            groups.append(tuple(packed[at + 1 : at + 1 + size].tolist()))
-            at += 1 + size
-        places, at = packed[at : at + count], at + count
-        positions = packed[at : at + 3 * tokens].view(3, tokens) if tokens else None
-        features = packed[at + 3 * tokens :].contiguous().view(torch.uint8)
+        for _ in range(int(packed[offset - 1])):
+            size = int(packed[offset])
+            groups.append(tuple(packed[offset + 1 : offset + 1 + size].tolist()))
+            offset += 1 + size
+        places, offset = packed[offset : offset + count], offset + count
+        positions = packed[offset : offset + 3 * tokens].view(3, tokens) if tokens else None
+        features = packed[offset + 3 * tokens :].contiguous().view(torch.uint8)
         size = (1 + deep) * count * hidden * _DTYPES[dtype].itemsize
         rows = features[:size].view(_DTYPES[dtype]).view(1 + deep, count, hidden)
         return cls(places, rows[0], rows[1:], positions, tuple(groups), layers)
@@ -137,20 +137,20 @@ def rows_of(parts: Row[tuple[Seen | None, int, int]]) -> ImageRows | None:
     seen = [part for part, _, _ in parts if part is not None]
     if not any(one.positions is not None or bool((one.places >= start).any()) for one, start, _ in parts if one):
         return None
-    at, places, rows, deep = 0, [], [], []
+    offset, places, rows, deep = 0, [], [], []
     for one, start, end in parts:
         if one is not None:
             within = (one.places >= start) & (one.places < end)
-            places.append(one.places[within] - start + at)
+            places.append(one.places[within] - start + offset)
             rows.append(one.rows[within])
             deep.append(one.deep[:, within])
-        at += end - start
+        offset += end - start
     positions = None
     if any(one.positions is not None for one in seen):
         each = [torch.arange(a, b).expand(3, -1) if one is None else one.positions_of(a, b) for one, a, b in parts]
         positions = torch.cat(each, dim=1)
     groups = tuple(
-        tuple(at for group in (one.groups if one else ()) if start < group[1] and group[0] < end for at in group)
+        tuple(token for group in (one.groups if one else ()) if start < group[1] and group[0] < end for token in group)
         for one, start, end in parts
     )
     return ImageRows(

@@ -24,15 +24,15 @@ def sample(logits: torch.Tensor, seqs: Row[Sequence]) -> list[int]:
     else:
         best = adjusted.argmax(dim=-1).tolist()
     return [
-        best[at] if seq.params.greedy else _draw(adjusted[at], seq.params, seq.rng.random())
-        for at, seq in enumerate(seqs)
+        best[row] if seq.params.greedy else _draw(adjusted[row], seq.params, seq.rng.random())
+        for row, seq in enumerate(seqs)
     ]
 
 
 def _adjusted(logits: torch.Tensor, seqs: Row[Sequence]) -> torch.Tensor:
     """Logits with penalties and biases, and without end tokens that may not come yet."""
     changed = logits
-    for at, seq in enumerate(seqs):
+    for row, seq in enumerate(seqs):
         bans = seq.end_tokens if seq.generated < seq.params.min_tokens else frozenset()
         changes = _changes(seq)
         if not bans and not changes:
@@ -42,9 +42,9 @@ def _adjusted(logits: torch.Tensor, seqs: Row[Sequence]) -> torch.Tensor:
         if changes:
             tokens = torch.tensor(list(changes), device=logits.device)
             values = torch.tensor(list(changes.values()), dtype=logits.dtype, device=logits.device)
-            changed[at].index_add_(0, tokens, values)
+            changed[row].index_add_(0, tokens, values)
         for token in bans:
-            changed[at, token] = float("-inf")
+            changed[row, token] = float("-inf")
     return changed
 
 
@@ -72,8 +72,8 @@ def _draw(logits: torch.Tensor, params: SamplingParams, number: float) -> int:
         tokens = torch.arange(vocabulary, device=logits.device)
         probabilities = torch.exp(scaled - log_total)
     cumulative = torch.cumsum(probabilities, 0)
-    at = int(torch.searchsorted(cumulative, number * cumulative[-1], right=True))
-    return int(tokens[min(at, len(cumulative) - 1)])
+    index = int(torch.searchsorted(cumulative, number * cumulative[-1], right=True))
+    return int(tokens[min(index, len(cumulative) - 1)])
 
 
 def _best(scaled: torch.Tensor, log_total: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:

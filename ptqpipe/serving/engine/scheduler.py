@@ -70,17 +70,17 @@ class Scheduler:
     def step(self) -> list[Chunk]:
         """The next step; empty when there is nothing to do. The sequences have the blocks that it needs."""
         chunks: list[Chunk] = []
-        budget, at = self.max_tokens, 0
-        while at < len(self.running):
-            seq = self.running[at]
-            behind = len(self.running) - at - 1  # each of them gets a token at least
+        budget, index = self.max_tokens, 0
+        while index < len(self.running):
+            seq = self.running[index]
+            behind = len(self.running) - index - 1  # each of them gets a token at least
             count = _whole(seq, min(_most(seq), max(1, budget - behind)))
             if not self._make_room(seq, count):
                 break  # it was the last one and has left
             chunk = self._with_drafts(Chunk(seq, seq.computed, count), budget - behind - count)
             chunks.append(chunk)
             budget -= chunk.size
-            at += 1
+            index += 1
         self._admit(chunks, budget)
         chunks.sort(key=lambda chunk: chunk.size > 1)  # single tokens in front: their attention is one call
         return chunks

@@ -160,7 +160,7 @@ class Sequence:
         tokens = self.tokens[start:end]
         if not self.image_keys:
             return tokens
-        return [self.image_keys.get(at, token) for at, token in enumerate(tokens, start)]
+        return [self.image_keys.get(position, token) for position, token in enumerate(tokens, start)]
 
     @property
     def unseen(self) -> bool:

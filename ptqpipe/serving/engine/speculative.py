@@ -67,11 +67,11 @@ class Drafter:
     def _put_back(self, chunks: Row[Chunk]) -> None:
         """Gives sequences whose drafts were not all accepted the states of before the step."""
         drafted = [chunk for chunk in chunks if chunk.drafts] if self._before else []
-        for at, chunk in enumerate(drafted):
+        for index, chunk in enumerate(drafted):
             seq = chunk.seq
             if seq.blocks and seq.computed < chunk.start + chunk.size:
                 for one, before in zip(self._kept, self._before, strict=True):
-                    one[seq.row] = before[at]
+                    one[seq.row] = before[index]
                 seq.computed, seq.drafts = chunk.start, ()
 
     @torch.inference_mode()
@@ -81,16 +81,16 @@ class Drafter:
         rows: list[torch.Tensor] = []
         tokens: list[int] = []
         spans: list[Span] = []
-        at = 0
+        offset = 0
         for chunk in chunks:
             seq, count = chunk.seq, chunk.seq.computed - chunk.start
             if seq.blocks:
                 place = _DraftStart(seq, seq.computed, self._room(seq, blocks))
                 places.append(place)
-                rows.append(self._states[at : at + count])
+                rows.append(self._states[offset : offset + count])
                 tokens += seq.tokens[chunk.start + 1 : seq.computed + 1]
                 spans.append(place.span(count, 0, self._size))
-            at += chunk.size
+            offset += chunk.size
         if not places:
             return
         ends = [end - 1 for end in torch.tensor([span.count for span in spans]).cumsum(0).tolist()]

@@ -142,7 +142,7 @@ class States:
     @contextmanager
     def during(self, batch: Batch, *, alone: bool = False) -> Iterator[None]:
         """Within it a forward of the model's tokens is that of ``batch``; with ``alone`` each token is a sequence."""
-        each = tuple(_Part(at, at + 1, (0,), fresh=True) for at in range(len(batch.tokens)))
+        each = tuple(_Part(index, index + 1, (0,), fresh=True) for index in range(len(batch.tokens)))
         token = _STEP.set(each if alone else tuple(_parts(batch, by_tokens=self.by_tokens)))
         try:
             yield
@@ -153,18 +153,18 @@ class States:
 def _parts(batch: Batch, *, by_tokens: bool) -> list[_Part]:
     """Single tokens that lie beside each other are one part, if none is the first of its sequence."""
     parts: list[_Part] = []
-    at, single = 0, False
+    start, single = 0, False
     for span in batch.spans:
-        last, fresh = at + span.count, span.count == span.total
+        last, fresh = start + span.count, span.count == span.total
         joins = span.count == 1 and not fresh
         if joins and single:
             before = parts.pop()
             parts.append(_Part(before.first, last, (*before.rows, span.row), fresh=False))
         elif fresh or not by_tokens:
-            parts.append(_Part(at, last, (span.row,), fresh))
+            parts.append(_Part(start, last, (span.row,), fresh))
         else:
-            parts += [_Part(token, token + 1, (span.row,), fresh=False) for token in range(at, last)]
-        at, single = last, joins
+            parts += [_Part(token, token + 1, (span.row,), fresh=False) for token in range(start, last)]
+        start, single = last, joins
     return parts
 
 
@@ -216,7 +216,7 @@ def _join(outputs: list[Any], shapes: list[tuple[int, int]]) -> Any:
     """The outputs of parts as one: their tensors [sequences, tokens, ...] in one row, [1, T, ...]."""
     first = outputs[0]
     if isinstance(first, (tuple, list)):
-        return type(first)(_join([one[at] for one in outputs], shapes) for at in range(len(first)))
+        return type(first)(_join([one[index] for one in outputs], shapes) for index in range(len(first)))
     if isinstance(first, torch.Tensor) and first.dim() > 1 and tuple(first.shape[:2]) == shapes[0]:
         return torch.cat([one.reshape(1, -1, *one.shape[2:]) for one in outputs], dim=1)
     return first

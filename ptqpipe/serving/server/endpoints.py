@@ -52,18 +52,18 @@ class Completion:
         wants = body.logprobs is not None
         encoded = [prompts.encode(prompt) for prompt in body.prompts()]
         self.requests = []
-        for at, (tokens, _) in enumerate(encoded):
+        for index, (tokens, _) in enumerate(encoded):
             params = body.params(
                 max_tokens=body.tokens(prompts.context - len(tokens)),
                 logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if wants and body.echo else None,
             )
-            self.requests.append(Request(f"{self.id}-{at}", tokens, params, body.n))
+            self.requests.append(Request(f"{self.id}-{index}", tokens, params, body.n))
         self.choices = [AnswerChoice(tokens, text) for tokens, text in encoded for _ in range(body.n)]
 
     async def answer(self, http: HttpRequest, call: Call) -> dict[str, Any]:
         await collected(http, call, lambda place, piece: self.choices[place].take(piece))
-        choices = [self._choice(at, choice) for at, choice in enumerate(self.choices)]
+        choices = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
         return {**self._head(), "choices": choices, "usage": self._usage()}
 
     def stream(self, call: Call) -> EventStream:
@@ -86,7 +86,7 @@ class Completion:
         if self.body.usage_in_stream:
             yield {**self._head(), "choices": [], "usage": self._usage()}
 
-    def _choice(self, at: int, choice: AnswerChoice, *, echo: bool | None = None) -> dict[str, Any]:
+    def _choice(self, index: int, choice: AnswerChoice, *, echo: bool | None = None) -> dict[str, Any]:
         """One choice, or a part of one that begins ``named`` characters after the beginning."""
         echo = self.body.echo if echo is None else echo
         logprobs = None
@@ -97,7 +97,7 @@ class Completion:
             logprobs = for_completion(entries, tokens[: len(entries)], self.names, offset=start)
             choice.named += sum(len(name) for name in logprobs["tokens"])
         text = (choice.prompt_text if echo else "") + choice.text
-        return {"index": at, "text": text, "logprobs": logprobs, "finish_reason": choice.finish}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish}
 
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
@@ -155,10 +155,10 @@ class Chat:
     async def answer(self, http: HttpRequest, call: Call) -> dict[str, Any]:
         await collected(http, call, lambda place, piece: self.choices[place].take(piece))
         choices = []
-        for at, choice in enumerate(self.choices):
+        for index, choice in enumerate(self.choices):
             logprobs = for_chat(choice.logprobs, self.names) if self.body.logprobs else None
             message = {"role": "assistant", "content": choice.text, "refusal": None}
-            choices.append({"index": at, "message": message, "logprobs": logprobs, "finish_reason": choice.finish})
+            choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish})
         return {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
 
     def stream(self, call: Call) -> EventStream:
@@ -166,8 +166,8 @@ class Chat:
         return EventStream(call, self._events(call))
 
     async def _events(self, call: Call) -> AsyncIterator[dict[str, Any]]:
-        for at in range(len(self.choices)):
-            yield self._event(at, {"role": "assistant", "content": ""}, None, None)
+        for index in range(len(self.choices)):
+            yield self._event(index, {"role": "assistant", "content": ""}, None, None)
         async for place, piece in call.pieces():
             self.choices[place].take(piece)
             if piece.text or piece.finish or piece.logprobs:
@@ -177,9 +177,9 @@ class Chat:
             yield {**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()}
 
     def _event(
-        self, at: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, finish: str | None
+        self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, finish: str | None
     ) -> dict[str, Any]:
-        choice = {"index": at, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         usage = {"usage": None} if self.body.usage_in_stream else {}
         return {**self._head("chat.completion.chunk"), "choices": [choice], **usage}
 

@@ -47,7 +47,7 @@ def _byte_letters() -> dict[str, int]:
     """GPT-2's letters of bytes: printable ones are themselves, the others are counted up from 256."""
     own = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    return {chr(byte): byte for byte in own} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 _BYTES = _byte_letters()

@@ -119,7 +119,7 @@ class Prompts:
         if not messages:
             raise ApiError(400, "messages is empty; expected one at least", param="messages")
         try:
-            split = [split_content(message.content, f"messages[{at}]") for at, message in enumerate(messages)]
+            split = [split_content(message.content, f"messages[{index}]") for index, message in enumerate(messages)]
             places = [place for _, images_of_one in split for place in images_of_one]
             if not places:
                 text = self._render(messages, [message.text() for message in messages], generate=generate, extra=extra)

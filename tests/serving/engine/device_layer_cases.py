@@ -18,12 +18,12 @@ from transformers.models.llama import modeling_llama
 from ptqpipe.numerics.kernels import cpu_linear, triton_attention, triton_layer, triton_linear
 from ptqpipe.numerics.kernels.triton import interpreting
 from ptqpipe.runtime import load, packed
-from ptqpipe.serving.engine import fused_layers, model_runner as runners
+from ptqpipe.serving.engine import EngineOptions, fused_layers, model_runner as runners
 from ptqpipe.serving.engine.attention import PagedAttention
 from ptqpipe.serving.engine.batch import Batch, Span
 from ptqpipe.serving.engine.fused_layers import BOUND, use_fused_layers
 from ptqpipe.serving.engine.graphs import StepGraphs
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 from tests.runtime.models import SIZES, quantized
 from tests.serving.engine.models import has_kernels, steps
 
@@ -72,7 +72,7 @@ def checkpoint(kind: str, folder: Path, **sizes: Any) -> Path:
 def runner(path: Path, *, max_seqs: int = 3, activations: str = "none") -> ModelRunner:
     """As a service has it."""
     model = load(path, dtype="bfloat16", device=DEVICE, activations=activations).eval()
-    return ModelRunner(model, CacheOptions(1 << 24, max_len=64, max_seqs=max_seqs, block_size=BLOCK))
+    return ModelRunner(model, EngineOptions(1 << 24, max_len=64, max_seqs=max_seqs, block_size=BLOCK))
 
 
 def plain_runner(path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> ModelRunner:

@@ -9,9 +9,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ptqpipe.numerics.kernels.triton import interpreting
+from ptqpipe.serving.engine import EngineOptions
 from ptqpipe.serving.engine.batch import Batch, Span
 from ptqpipe.serving.engine.graphs import StepGraphs
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 
 BLOCK, MAX_LEN = 4, 24
 DEVICE = "cpu" if interpreting() else "cuda"
@@ -26,7 +27,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
             num_key_value_heads=1, tie_word_embeddings=False,
         )
     ).eval().to(DEVICE)  # fmt: skip
-    made = ModelRunner(model, CacheOptions(1 << 24, MAX_LEN, 6, BLOCK))
+    made = ModelRunner(model, EngineOptions(1 << 24, MAX_LEN, 6, BLOCK))
     if DEVICE == "cpu":
         assert made.graphs is None
         monkeypatch.setattr(StepGraphs, "_graph", lambda self, size: lambda: self._compute(size))

@@ -1,6 +1,7 @@
 """Models and oracles of the engine's tests: transformers' own `generate` says what is right."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from ptqpipe.numerics.kernels import cpu_library, cpu_linear
 from ptqpipe.runtime import load_model
 from ptqpipe.serving.engine.batch import Batch, Span
 from ptqpipe.serving.engine.engine import Engine, EngineOptions, Request, TokenOutput
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 from ptqpipe.serving.engine.sequence import SamplingParams
 
 DEMO = Path(__file__).resolve().parents[3] / "ptqpipe" / "demo_model"
@@ -77,7 +78,7 @@ def tokenizer(path: Path = DEMO) -> Any:
 @cache
 def runner(path: Path = DEMO, *, max_len: int = 256, max_bytes: int = 1 << 28, block_size: int = 16) -> ModelRunner:
     """A model of its own for the engine, whose attention it changes."""
-    return ModelRunner(load_model(path), CacheOptions(max_bytes, max_len, 16, block_size))
+    return ModelRunner(load_model(path), EngineOptions(max_bytes, max_len, 16, block_size))
 
 
 def engine(
@@ -92,7 +93,13 @@ def engine(
 ) -> Engine:
     """An engine on a runner (the demo model's)."""
     run = run or runner()
-    limits = EngineOptions(max_len, max_seqs, max_batch_tokens, prefix_caching)
+    limits = replace(
+        run.options,
+        max_len=max_len,
+        max_seqs=max_seqs,
+        max_batch_tokens=max_batch_tokens,
+        prefix_caching=prefix_caching,
+    )
     vocabulary = run.config.vocab_size
     return Engine(run, tokens or tokenizer(), options=limits, vocabulary=vocabulary, end_tokens=end_tokens)
 

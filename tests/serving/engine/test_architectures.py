@@ -13,8 +13,9 @@ import transformers
 from transformers import masking_utils
 
 from ptqpipe.errors import UsageError
+from ptqpipe.serving.engine import EngineOptions
 from ptqpipe.serving.engine.attention import Terms, causal_mask, explicit_attention, fused_attention
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner, context_length
+from ptqpipe.serving.engine.model_runner import ModelRunner, context_length
 from ptqpipe.serving.engine.probe import check_empty, rule_of
 from tests.serving.engine.models import ask, engine, generate, greedy_of, tokenizer
 
@@ -97,7 +98,7 @@ def build(config: Any) -> Any:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_architectures_equal_generate(name: str) -> None:
     model = build(CONFIGS[name]())
-    served = ModelRunner(copy.deepcopy(model), CacheOptions(1 << 24, 128, 4, 8))
+    served = ModelRunner(copy.deepcopy(model), EngineOptions(1 << 24, 128, 4, 8))
     requests = [ask(prompt, 20, name=str(at)) for at, prompt in enumerate(PROMPTS)]
     for max_batch_tokens in (512, 11):
         made = engine(served, max_len=128, max_batch_tokens=max_batch_tokens, tokens=tokenizer())
@@ -131,7 +132,7 @@ def test_attention_that_is_not_transformers_interface_is_refused() -> None:
     config = transformers.BloomConfig(vocab_size=96, hidden_size=64, n_layer=2, n_head=4)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with pytest.raises(UsageError, match="attention interface"):
-        ModelRunner(model.eval(), CacheOptions(1 << 24, 64, 2))
+        ModelRunner(model.eval(), EngineOptions(1 << 24, 64, 2))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_positions_that_a_model_counts_itself_are_refused() -> None:
     """RoBERTa's begin behind its padding token's number."""
     model = build(transformers.RobertaConfig(**SIZES, is_decoder=True))
     with pytest.raises(UsageError, match="counts positions"):
-        ModelRunner(model, CacheOptions(1 << 24, 64, 2))
+        ModelRunner(model, EngineOptions(1 << 24, 64, 2))
 
 
 def test_tokens_that_see_others_without_attention_are_refused() -> None:
@@ -162,7 +163,7 @@ def test_tokens_that_see_others_without_attention_are_refused() -> None:
     norm = model.model.layers[0].input_layernorm
     norm.register_forward_hook(lambda module, args, y: y + 0.5 * y.roll(1, dims=1))  # a short convolution
     with pytest.raises(UsageError, match="see others without attention"):
-        ModelRunner(model, CacheOptions(1 << 24, 64, 2))
+        ModelRunner(model, EngineOptions(1 << 24, 64, 2))
 
 
 @pytest.mark.slow
@@ -207,6 +208,6 @@ def test_sparse_and_chunked_attention_end_where_they_do_not_see_everything() -> 
 def test_a_cache_that_is_too_small_says_what_is_needed() -> None:
     model = build(CONFIGS["llama"]())
     with pytest.raises(UsageError, match=r"kv_cache_size to (\d+)") as error:
-        ModelRunner(model, CacheOptions(1000, 64, 2, 8))
+        ModelRunner(model, EngineOptions(1000, 64, 2, 8))
     needed = int(str(error.value).split("kv_cache_size to ")[1].split()[0])
-    assert ModelRunner(model, CacheOptions(needed, 64, 2, 8)).blocks == 9
+    assert ModelRunner(model, EngineOptions(needed, 64, 2, 8)).blocks == 9

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ptqpipe.runtime import load_model, simulate
-from ptqpipe.serving.engine import attention
+from ptqpipe.serving.engine import EngineOptions, attention
 from ptqpipe.serving.engine.batch import Batch, Span
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 from tests.runtime.models import quantized, save_source
 from tests.runtime.test_kv_cache import SCHEME, scales_named, with_scales
 from tests.serving.engine.models import ask, engine, generate, greedy_of, tokenizer
@@ -41,7 +41,7 @@ def test_the_engine_looks_for_scales_where_the_runtime_puts_them() -> None:
 @pytest.mark.parametrize("max_batch_tokens", [512, 7])
 def test_an_fp8_cache_equals_the_simulated_one(checkpoint: Path, max_batch_tokens: int) -> None:
     oracle: Any = load_model(checkpoint)
-    run = ModelRunner(load_model(checkpoint), CacheOptions(1 << 22, 64, 4, 8))
+    run = ModelRunner(load_model(checkpoint), EngineOptions(1 << 22, 64, 4, 8))
     assert run.attention.pages[0].keys.dtype is torch.float8_e4m3fn
     made = engine(run, max_len=64, max_batch_tokens=max_batch_tokens, tokens=tokenizer())
     found = generate(made, [ask(prompt, 16, name=str(at)) for at, prompt in enumerate(PROMPTS)])
@@ -51,7 +51,7 @@ def test_an_fp8_cache_equals_the_simulated_one(checkpoint: Path, max_batch_token
 def test_a_bfloat16_model_reads_its_codes_as_the_pages_of_their_numbers(checkpoint: Path) -> None:
     """By whatever kernel there is: within a rounding or two of float32's logits."""
     runs = {
-        dtype: ModelRunner(load_model(checkpoint, dtype=dtype), CacheOptions(1 << 22, 64, 4, 8)) for dtype in DTYPES
+        dtype: ModelRunner(load_model(checkpoint, dtype=dtype), EngineOptions(1 << 22, 64, 4, 8)) for dtype in DTYPES
     }
     batch = Batch(torch.tensor(PROMPTS[1]), torch.arange(30), (Span(30, 30, (3, 1, 0, 2)),))
     exact, found = (runs[dtype].run(batch) for dtype in DTYPES)
@@ -59,7 +59,7 @@ def test_a_bfloat16_model_reads_its_codes_as_the_pages_of_their_numbers(checkpoi
 
 
 def test_an_fp8_cache_holds_twice_the_tokens_of_a_bfloat16_one(checkpoint: Path) -> None:
-    options = CacheOptions(1 << 20, 64, 1000, 8)
+    options = EngineOptions(1 << 20, 64, 1000, 8)
     fp8 = ModelRunner(load_model(checkpoint, dtype="bfloat16"), options)
     plain = ModelRunner(load_model(checkpoint, dtype="bfloat16", activations="none"), options)
     assert plain.scales == {}

@@ -11,7 +11,8 @@ import pytest
 from ptqpipe.errors import UsageError
 from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.runtime import load_model
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine import EngineOptions
+from ptqpipe.serving.engine.model_runner import ModelRunner
 from ptqpipe.serving.engine.sequence import Finish
 from tests.serving.engine import models
 from tests.serving.engine.models import ask, encoded, engine, generate, greedy, run_all, runner, tokens_of
@@ -96,7 +97,7 @@ def test_several_choices_share_the_prompt_and_its_blocks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("max_batch_tokens", [512, 20])
 def test_preempted_sequences_equal_generate(max_batch_tokens: int) -> None:
-    small = ModelRunner(load_model(models.DEMO), CacheOptions(256 * 9 * 3 * 128 * 2 * 4 // 8, 120, 8, 8))
+    small = ModelRunner(load_model(models.DEMO), EngineOptions(256 * 9 * 3 * 128 * 2 * 4 // 8, 120, 8, 8))
     made = engine(small, max_len=120, max_batch_tokens=max_batch_tokens)
     prompts = [prompt[:60] for prompt in encoded()]
     for at, prompt in enumerate(prompts):

@@ -13,9 +13,9 @@ from ptqpipe.errors import UsageError
 from ptqpipe.runtime import load
 from ptqpipe.runtime.compiled import make_batch_invariant
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
-from ptqpipe.serving.engine import invariance
+from ptqpipe.serving.engine import EngineOptions, invariance
 from ptqpipe.serving.engine.batch import Batch, Span
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 from tests.runtime.models import quantized, save_source
 from tests.serving.engine.models import DEMO, has_one_order
 
@@ -28,7 +28,7 @@ def runner(path: Path, *, invariant: bool = True) -> ModelRunner:
     model = load(path, dtype="bfloat16").eval()
     if invariant:
         make_batch_invariant(model)
-    return ModelRunner(model, CacheOptions(1 << 24, max_len=160, max_seqs=len(LENGTHS), block_size=BLOCK))
+    return ModelRunner(model, EngineOptions(1 << 24, max_len=160, max_seqs=len(LENGTHS), block_size=BLOCK))
 
 
 class Sequences:

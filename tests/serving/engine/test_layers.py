@@ -13,10 +13,10 @@ from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.runtime import load
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.linear import PackedLinear
-from ptqpipe.serving.engine import model_runner as runners
+from ptqpipe.serving.engine import EngineOptions, model_runner as runners
 from ptqpipe.serving.engine.batch import Batch, Span
 from ptqpipe.serving.engine.fused_layers import use_fused_layers
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 from tests.runtime.models import linear_layers, quantized, save_source
 from tests.serving.engine.models import has_kernels, has_panels, steps
 
@@ -41,7 +41,7 @@ def runner(path: Path) -> ModelRunner:
     """As a service has it."""
     model = load(path, dtype="bfloat16", activations="none").eval()
     use_kernels(model, every=True)
-    return ModelRunner(model, CacheOptions(1 << 24, max_len=64, max_seqs=3, block_size=BLOCK))
+    return ModelRunner(model, EngineOptions(1 << 24, max_len=64, max_seqs=3, block_size=BLOCK))
 
 
 @pytest.mark.parametrize(("kind", "packed"), [("llama", False), ("biased", True)])
@@ -112,7 +112,7 @@ def test_layers_whose_norms_have_no_weight_keep_their_forward(tmp_path: Path) ->
     use_kernels(model, every=True)
     own = model.model.layers[0].input_layernorm
     model.model.layers[0].input_layernorm = OlmoLayerNorm(len(own.weight))
-    run = ModelRunner(model, CacheOptions(1 << 24, max_len=64, max_seqs=3, block_size=BLOCK))
+    run = ModelRunner(model, EngineOptions(1 << 24, max_len=64, max_seqs=3, block_size=BLOCK))
     assert has_kernels(run) == [False, *[True] * (len(model.model.layers) - 1)]
 
 

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from ptqpipe.serving import command as serve
 from ptqpipe.serving.collectives import QuantAllReduce
 from ptqpipe.serving.engine.batch import Batch, Span
 from ptqpipe.serving.engine.engine import Engine, EngineOptions
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 from ptqpipe.serving.engine.overlap import Overlap, _Half, halves, least_tokens
 from ptqpipe.serving.engine.ranks import Leader, follow
 from tests.runtime.models import quantized, save_source
@@ -239,7 +240,7 @@ class Reduce:
 def runner_of(path: Path, rank: int, reduce: Any, overlap: Overlap | None, **options: Any) -> ModelRunner:
     ranks = TensorParallel(2, rank, all_reduce=reduce, run=overlap)
     model = load_rank(path, ranks, **options)
-    return ModelRunner(model, CacheOptions(1 << 22, 64, 4, BLOCK), overlap=overlap)
+    return ModelRunner(model, EngineOptions(1 << 22, 64, 4, BLOCK), overlap=overlap)
 
 
 def both_ways(path: Path, rank: int, reduce: Any, **options: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -343,7 +344,8 @@ def served(rank: int, world: int, path: Path, prompts: list[tuple[int, ...]]) ->
         follow(runner)
         return []
     leader = Leader(runner)
-    engine = Engine(leader, NoText(), options=EngineOptions(64, 4, 40), vocabulary=VOCABULARY, end_tokens=[])
+    limits = replace(runner.options, max_batch_tokens=40)
+    engine = Engine(leader, NoText(), options=limits, vocabulary=VOCABULARY, end_tokens=[])
     tokens = [generate(engine, [ask(prompt, 12)])["a"][0] for prompt in prompts]
     assert engine.counters.cached_tokens > 0
     leader.close()

@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime import load, load_model
+from ptqpipe.serving.engine import EngineOptions
 from ptqpipe.serving.engine.batch import Batch, Span, unpack
 from ptqpipe.serving.engine.block_manager import BlockManager
 from ptqpipe.serving.engine.engine import Engine, Request
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 from ptqpipe.serving.engine.overlap import halves
 from ptqpipe.serving.engine.prompt_images import ImageRows, Images, Seen, rows_of
 from ptqpipe.serving.engine.sequence import SamplingParams
@@ -42,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def make_engine(path: Path, *, max_batch_tokens: int = 64) -> Engine:
     """On pages of four tokens."""
-    runner = ModelRunner(load_model(path), CacheOptions(1 << 24, 64, 4, 4))
+    runner = ModelRunner(load_model(path), EngineOptions(1 << 24, 64, 4, 4))
     made = engine(runner, max_len=64, max_seqs=4, max_batch_tokens=max_batch_tokens, tokens=tokenizer())
     made.see = Tower(path, torch.float32, "cpu", lambda line: None).see
     return made
@@ -85,7 +86,7 @@ def test_drafts_beside_images_change_no_token(tmp_path: Path) -> None:
     expected = images.greedy(whole, *images.inputs("qwen3_5", whole.config), COUNT)
     text = greedy_of(load_model(path), images.TEXT, COUNT)
     for most in (64, 7):
-        runner = ModelRunner(load(path, dtype="float32", packed=False, mtp=True), CacheOptions(1 << 24, 64, 4, 4))
+        runner = ModelRunner(load(path, dtype="float32", packed=False, mtp=True), EngineOptions(1 << 24, 64, 4, 4))
         run = engine(runner, max_len=64, max_seqs=4, max_batch_tokens=most, tokens=tokenizer())
         run.drafter, run.see = Drafter(runner, most=2, max_len=64), Tower(path, torch.float32, "cpu", print).see
         requests = [asked("qwen3_5", whole.config, "a", n=2), ask(images.TEXT, COUNT, name="b")]

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 import ptqpipe
 from ptqpipe.runtime import load
+from ptqpipe.serving.engine import EngineOptions
 from ptqpipe.serving.engine.block_manager import BlockManager
 from ptqpipe.serving.engine.engine import Engine
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 from ptqpipe.serving.engine.scheduler import Chunk
 from ptqpipe.serving.engine.speculative import Drafter
 from tests import families
@@ -45,7 +46,7 @@ def engine(run: ModelRunner, drafter: Any = None, **limits: Any) -> Engine:
 
 def runner(folder: Path, *, mtp: bool, max_bytes: int = 1 << 26) -> ModelRunner:
     """The model of a folder."""
-    return ModelRunner(load(folder, dtype="float32", mtp=mtp), CacheOptions(max_bytes, MAX_LEN, 8, 4))
+    return ModelRunner(load(folder, dtype="float32", mtp=mtp), EngineOptions(max_bytes, MAX_LEN, 8, 4))
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from ptqpipe.errors import UsageError
-from ptqpipe.serving.engine import invariance
+from ptqpipe.serving.engine import EngineOptions, invariance
 from ptqpipe.serving.engine.batch import Batch, Span
-from ptqpipe.serving.engine.model_runner import CacheOptions, ModelRunner
+from ptqpipe.serving.engine.model_runner import ModelRunner
 from tests.serving.engine.models import ask, engine, generate, greedy_of, run_all, tokenizer
 from tests.serving.engine.test_architectures import SIZES
 
@@ -100,7 +100,7 @@ def test_tokens_equal_generate(name: str) -> None:
     """At once and in steps of 9 tokens with a cache that is too small for all: pieces of prompts, single tokens and
     first ones beside each other, and sequences that are put out and computed again."""
     model = build(name)
-    served = ModelRunner(copy.deepcopy(model), CacheOptions(1 << 24, LENGTH, 3, 4))
+    served = ModelRunner(copy.deepcopy(model), EngineOptions(1 << 24, LENGTH, 3, 4))
     assert served.states.by_tokens == (name in BY_TOKENS)
     expected = [greedy_of(copy.deepcopy(model), prompt, 10) for prompt in PROMPTS]  # RecurrentGemma's keeps states
     served_blocks = served.blocks
@@ -115,7 +115,7 @@ def test_tokens_equal_generate(name: str) -> None:
 def test_a_common_beginning_is_computed_again_and_siblings_have_states_of_their_own() -> None:
     model = build("lfm2")
     made = engine(
-        ModelRunner(copy.deepcopy(model), CacheOptions(1 << 24, LENGTH, 4, 4)), max_len=LENGTH, tokens=tokenizer()
+        ModelRunner(copy.deepcopy(model), EngineOptions(1 << 24, LENGTH, 4, 4)), max_len=LENGTH, tokens=tokenizer()
     )
     made.add(ask(PROMPTS[1], 4))
     run_all(made)
@@ -129,23 +129,23 @@ def test_a_common_beginning_is_computed_again_and_siblings_have_states_of_their_
 
 def test_states_count_in_the_cache() -> None:
     model = build("mamba2, without pages")
-    served = ModelRunner(model, CacheOptions(1 << 24, LENGTH, 4))
+    served = ModelRunner(model, EngineOptions(1 << 24, LENGTH, 4))
     assert (served.bytes_per_block, served.max_seqs) == (0, 4)
     each = served.state_bytes
     inner, channels = 128, 128 + 2 * 16  # of 8 heads of 16, and with B and C
     assert each == 2 * 4 * (channels * 4 + inner * 16)  # layers, float32, a kernel of 4, 16 states
     for limit, sequences in ((5 * each, 2), (2 * each, 1)):
-        assert ModelRunner(build("mamba2, without pages"), CacheOptions(limit, LENGTH, 4)).max_seqs == sequences
+        assert ModelRunner(build("mamba2, without pages"), EngineOptions(limit, LENGTH, 4)).max_seqs == sequences
     with pytest.raises(UsageError, match="kv_cache_size to "):
-        ModelRunner(build("mamba2, without pages"), CacheOptions(each - 1, LENGTH, 4))
+        ModelRunner(build("mamba2, without pages"), EngineOptions(each - 1, LENGTH, 4))
     with pytest.raises(UsageError, match=r"beside 4 sequences' states.*kv_cache_size to (\d+)") as error:
-        ModelRunner(build("lfm2"), CacheOptions(12000, LENGTH, 4))
+        ModelRunner(build("lfm2"), EngineOptions(12000, LENGTH, 4))
     needed = int(str(error.value).split("kv_cache_size to ")[1].split()[0])
-    assert ModelRunner(build("lfm2"), CacheOptions(needed, LENGTH, 4)).blocks * 16 > LENGTH
+    assert ModelRunner(build("lfm2"), EngineOptions(needed, LENGTH, 4)).blocks * 16 > LENGTH
 
 
 def test_rows_that_do_not_lie_beside_each_other_give_the_same() -> None:
-    served = ModelRunner(build("qwen3-next"), CacheOptions(1 << 24, LENGTH, 4, 16))
+    served = ModelRunner(build("qwen3-next"), EngineOptions(1 << 24, LENGTH, 4, 16))
     tokens = torch.tensor(PROMPTS[1][:4])
 
     def logits(rows: tuple[int, ...]) -> torch.Tensor:
@@ -172,13 +172,13 @@ def test_states_that_do_not_continue_are_refused(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(type(conv), "forward", forgets)
     with pytest.raises(UsageError, match="does not continue its states"):
-        ModelRunner(model, CacheOptions(1 << 24, LENGTH, 2))
+        ModelRunner(model, EngineOptions(1 << 24, LENGTH, 2))
 
 
 def test_a_model_may_give_all_logits_where_some_are_asked() -> None:
     """As MiniCPM-V does."""
     model = build("lfm2")
-    served = ModelRunner(copy.deepcopy(model), CacheOptions(1 << 24, LENGTH, 2))
+    served = ModelRunner(copy.deepcopy(model), EngineOptions(1 << 24, LENGTH, 2))
     own = served.model.forward
     served.model.forward = lambda logits_to_keep, **options: own(**options)
     made = engine(served, max_len=LENGTH, tokens=tokenizer())
@@ -186,6 +186,6 @@ def test_a_model_may_give_all_logits_where_some_are_asked() -> None:
 
 
 def test_the_same_bits_in_every_batch_are_not_promised() -> None:
-    served = ModelRunner(build("lfm2"), CacheOptions(1 << 24, LENGTH, 2))
+    served = ModelRunner(build("lfm2"), EngineOptions(1 << 24, LENGTH, 2))
     with pytest.raises(UsageError, match="layers with states"):
         invariance.check(served)

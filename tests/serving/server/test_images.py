@@ -23,7 +23,7 @@ from tests.serving.engine import images
 from tests.serving.server.test_processes import started
 
 COUNT = 6
-LIMITS = EngineOptions(64)
+LIMITS = EngineOptions(1 << 24, 64, 4)
 BEFORE = "w3 " * 20  # more than a page of the cache
 FIRST, SECOND = processors.picture(1), processors.picture(2, width=40)
 
