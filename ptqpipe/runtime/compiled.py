@@ -17,14 +17,15 @@ from ptqpipe.numerics.kernels import cpu_layer, cpu_library, cpu_linear
 from ptqpipe.runtime.linear import PackedLinear, Siblings
 
 LEAST_NUMBERS = 1 << 20  # of a weight, where the CPU multiplies bfloat16: a smaller one is in the cache anyway
+PASS_NUMBERS = 1 << 19  # of the largest weight of a model that runs in bfloat16 where it need not
 _PROBE_ROWS = 8
 
 
 def pass_dtype(largest: int, device: torch.device) -> torch.dtype:
-    """What a pass through a float model runs in whose results are means over labels that are drawn, which moves them
-    far more than rounding does: bfloat16 where a CPU multiplies that faster and the ``largest`` weight has more numbers
-    than its cache, else float32."""
-    fast = device.type == "cpu" and cpu_library.multiplies_bf16() and largest >= LEAST_NUMBERS
+    """What a pass through a float model runs in whose results are means over tokens, or over labels that are drawn,
+    which move them far more than rounding does: bfloat16 where a CPU multiplies that faster and the ``largest`` weight
+    has `PASS_NUMBERS`, else float32, which is the same on every CPU."""
+    fast = device.type == "cpu" and cpu_library.multiplies_bf16() and largest >= PASS_NUMBERS
     return torch.bfloat16 if fast else torch.float32
 
 

@@ -465,7 +465,7 @@ def test_a_reverse_pass_in_bfloat16_finds_the_moments_of_one_in_float32(
 
     monkeypatch.setattr(reverse, "draw_labels", same)
     for fast, seed in ((False, 0), (True, 0), (False, 1)):
-        monkeypatch.setattr(compiled, "LEAST_NUMBERS", 1)
+        monkeypatch.setattr(compiled, "PASS_NUMBERS", 1)
         monkeypatch.setattr(cpu_library, "multiplies_bf16", lambda fast=fast: fast)
         folder = tmp_path / f"{fast}-{seed}"
         folder.mkdir()
