@@ -126,6 +126,133 @@ def test_calibration_rows_do_not_overlap_the_held_out_text(measure: ModuleType) 
     assert all(tuple(row) in cut for row in one.tolist())
 
 
+QUESTIONS = [
+    {"query": "Question: Why?\n", "choices": ["so", "because"], "gold": 1},
+    {"query": "Question: Which one?", "choices": ["this ", "that"], "gold": 0},
+    {"query": "Question: How?", "choices": ["slowly", "fast"], "gold": 0},
+]
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> list[Path]:
+    """Two files of three questions each, the second in capitals."""
+    files = [tmp_path / name for name in ("small.jsonl", "large.jsonl")]
+    rows = [json.dumps(row) + "\n" for row in QUESTIONS]
+    files[0].write_text("".join(rows))
+    files[1].write_text("".join(rows).replace("Why", "WHY").replace("Which", "WHICH").replace("How", "HOW"))
+    return files
+
+
+def test_a_chat_is_four_questions_in_turn_with_their_right_answers(measure: ModuleType, questions: list[Path]) -> None:
+    (chat,) = measure.turns(questions)  # the last two questions of six make no chat
+    assert [turn["role"] for turn in chat] == ["user", "assistant"] * 4
+    texts = [turn["content"] for turn in chat]
+    assert texts == ["Why?", "because", "WHY?", "because", "Which one?", "this", "WHICH one?", "this"]
+
+
+def test_chats_are_written_by_the_models_template(measure: ModuleType, questions: list[Path], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    assert measure.chat_tokens(DEMO, questions, 100) is None  # it has none
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}: {{ m['content'] }}]{% endfor %}"
+    shutil.copytree(DEMO, tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    tokens = measure.chat_tokens(tmp_path / "model", questions, 12)
+    whole = tokenizer(
+        "[user: Why?][assistant: because][user: WHY?][assistant: because]"
+        "[user: Which one?][assistant: this][user: WHICH one?][assistant: this]",
+        add_special_tokens=False,
+    )["input_ids"]
+    assert tokens.tolist() == whole[:12]
+
+
+@pytest.mark.shared
+@pytest.mark.published
+def test_chats_of_a_published_model_have_its_marks(modules: Any, measure: ModuleType, shared_dir: Path) -> None:
+    bench = modules("bench_quality")
+    (model,) = (one for one in bench.MODELS if one.name == "smollm2-135m")
+    folder = bench.place(model.folder, shared_dir)
+    tokens = measure.chat_tokens(folder, [bench.place(name, shared_dir) for name in bench.CHATS], 8192)
+    begin, end = measure.load_tokenizer(folder).convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert len(tokens) == 8192
+    assert tokens[0] == begin
+    assert abs(int((tokens == begin).sum()) - int((tokens == end).sum())) <= 1
+
+
+@pytest.mark.slow
+def test_every_text_is_measured_in_windows_of_every_size(measure: ModuleType, baseline: Any, tmp_path: Path) -> None:
+    ptqpipe.convert(DEMO, format="nvfp4", out=tmp_path / "out")
+    others = {"other_": baseline.texts.held_out[:700], "chat_": baseline.texts.calibration[:300]}
+    found = {}
+    for window in (64, 128):
+        one = measure.Baseline.of(DEMO, baseline.texts, others=others, window=window, folder=tmp_path)
+        found[window] = one.measure(tmp_path / "out", "nvfp4")
+        assert found[window].keys() >= {"kl", "other_kl", "chat_kl", "other_perplexity", "chat_perplexity"}
+        assert found[window]["window"] == window
+        assert found[window]["tokens"] == TOKENS - TOKENS // window  # a window's first token is not scored
+        # The text of another kind is a part of the first here: its windows are those of the first's.
+        own = found[window]["kl_windows"][: 700 // window]
+        assert found[window]["other_kl"] == pytest.approx(sum(own) / len(own) / (window - 1), rel=1e-4)
+    assert found[64]["kl"] != found[128]["kl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # logits leave no file behind
+
+
+def test_logits_are_computed_once_and_stay_what_they_were(measure: ModuleType, tmp_path: Path) -> None:
+    calls, spans = [], measure.Window(0, 3, 1)
+    logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+
+    def give(batch: Any, tokens: torch.Tensor) -> torch.Tensor:
+        calls.append(batch)
+        return logits.bfloat16()
+
+    remembered = measure.Remembered(give, tmp_path)
+    one, again = (remembered([spans], torch.arange(3)) for _ in range(2))
+    assert len(calls) == 1
+    assert torch.equal(one, logits.bfloat16().float())
+    assert torch.equal(again, one)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_published_models_are_where_the_option_or_the_environment_says(
+    modules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = modules("bench_quality").place
+    monkeypatch.delenv("PTQPIPE_MODELS", raising=False)
+    assert place("published/one", tmp_path / "shared") == tmp_path / "real" / "one"
+    monkeypatch.setenv("PTQPIPE_MODELS", str(tmp_path / "elsewhere"))
+    assert place("published/one", tmp_path / "shared") == tmp_path / "elsewhere" / "one"
+    assert place("published/one", tmp_path / "shared", tmp_path / "named") == tmp_path / "named" / "one"
+    assert place("./ptqpipe/demo_model", tmp_path) == DEMO
+
+
+def test_a_model_that_was_not_fetched_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "bench_quality.py"), "--models", "smollm2-135m", "--published", "nowhere"]
+    command += ["--formats", "fp8", "--entries", "ptqpipe:absmax", "--results", str(tmp_path / "lines.jsonl")]
+    env = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=240)
+    assert done.returncode == 0, done.stderr
+    (skipped,) = map(json.loads, done.stdout.splitlines())
+    assert skipped["model"] == "smollm2-135m"
+    assert "no folder nowhere/smollm2-135m" in skipped["skipped"]
+    assert "fetch_models.py" in skipped["skipped"]
+    assert not (tmp_path / "lines.jsonl").exists()
+
+
+def test_large_models_have_fewer_tokens_by_default(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = modules("bench_quality")
+    held_out = DEMO / "heldout.txt"
+    count = bench.weights_of(DEMO)
+    assert count == sum(w.numel() for w in load_file(DEMO / "model.safetensors").values())
+    monkeypatch.setattr(bench, "TOKENS", 1024)
+    monkeypatch.setattr(bench, "TOKENS_OF_LARGE", 512)
+    for large, tokens in ((count, 1024), (count - 1, 512)):
+        monkeypatch.setattr(bench, "LARGE", large)
+        (begun,) = bench.begin(DEMO, held_out, held_out, None, False, held_out)
+        assert begun["tokens"] == tokens
+        assert len(bench._current[0].held_out["other_"].tokens) == 256  # a window at least
+
+
 def test_entries_are_told_apart_by_tool_name_and_format(modules: Any) -> None:
     entries = modules("quality_entries")
     keys = [(entry.tool, entry.name, fmt) for entry in entries.ENTRIES for fmt in entry.formats]
