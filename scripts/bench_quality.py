@@ -53,6 +53,7 @@ PACKAGES = {
     "modelopt": "nvidia-modelopt",
     "auto-round": "auto-round",
     "fouroversix": "fouroversix",
+    "torchao": "torchao",
 }
 SHAKESPEARE = "assets/data/tinyshakespeare/input.txt"
 QUESTIONS = "assets/data/llm_foundry"

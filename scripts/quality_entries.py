@@ -187,6 +187,16 @@ ENTRIES = (
     Entry("llm-compressor", "mse", FORMATS[2:], options=("--method", "rtn", "--observer", "memoryless_mse")),
     Entry("llm-compressor", "imatrix_mse", FORMATS, True, ("--method", "rtn", "--observer", "imatrix_mse")),
     Entry("llm-compressor", "gptq", FORMATS, True, ("--method", "gptq")),
+    Entry("llm-compressor", "awq", FP4, True, ("--method", "rtn", "--transform", "awq")),
+    Entry("llm-compressor", "awq + gptq", FP4, True, ("--method", "gptq", "--transform", "awq")),
+    Entry("llm-compressor", "smoothquant", QUANTIZED_INPUTS, True, ("--method", "rtn", "--transform", "smoothquant")),
+    Entry(
+        "llm-compressor",
+        "smoothquant + gptq",
+        QUANTIZED_INPUTS,
+        True,
+        ("--method", "gptq", "--transform", "smoothquant"),
+    ),
     Entry("llm-compressor", "gptq + expanded_mse", NV, True, ("--method", "gptq", "--observer", "nvfp4_expanded_mse")),
     Entry("modelopt", "max"),
     Entry("modelopt", "mse", NV, options=("--config", SWEEP, "--algorithm", '{"method": "mse"}')),
@@ -197,6 +207,7 @@ ENTRIES = (
     Entry("modelopt", "awq_lite", NV, True, ("--config", AWQ)),
     Entry("fouroversix", "mse", NV, options=("--rule", "mse")),
     Entry("fouroversix", "static_6", FORMATS[2:4], options=("--rule", "static_6")),
+    Entry("torchao", "rtn"),
     Entry("auto-round", "opt_rtn", FORMATS, True, ("--iters", "0")),
     Entry("auto-round", "tuned", FORMATS, True, ("--iters", "200")),
 )
@@ -241,6 +252,8 @@ def peer_command(job: Job) -> list[str]:
         return [*head, "--scheme", LLMC_SCHEMES[fmt], *entry.options, *text]
     if entry.tool == "fouroversix":
         return [*head, "--dtype", "nvfp4" if fmt in NV else "mxfp4", *entry.options, *text]
+    if entry.tool == "torchao":
+        return [*head, "--format", fmt, *text]
     narrow = ["--weights-only"] if weights_only else []
     if entry.tool == "auto-round":
         seed = ["--seed", str(job.seed), "--calibration", str(job.calibration)]
