@@ -86,7 +86,10 @@ def modifiers_of(args: argparse.Namespace) -> list[Any]:
     """What llm-compressor's oneshot applies, in order."""
     if args.transform == "awq":
         from llmcompressor.modifiers.transform.awq import AWQModifier
+        from llmcompressor.pipelines.cache import IntermediatesCache
 
+        if not torch.accelerator.is_available():  # pages are pinned for copies to one; without one that is an error
+            IntermediatesCache.pin_memory = lambda *_: None
         return [AWQModifier(), modifier_of(args)]
     if args.transform == "smoothquant":
         from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
@@ -392,8 +395,8 @@ def torchao(args: argparse.Namespace) -> None:
     save_dump(args.out, args.model, scales)
 
 
-def main() -> None:
-    """Loads, quantizes, saves."""
+def parser_of() -> argparse.ArgumentParser:
+    """The options of every tool."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     tools = parser.add_subparsers(required=True, metavar="TOOL")
 
@@ -425,7 +428,12 @@ def main() -> None:
     part.add_argument("--rule", required=True)
     part = tool("torchao", torchao)
     part.add_argument("--format", required=True)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Loads, quantizes, saves."""
+    args = parser_of().parse_args()
     args.run(args)
 
 

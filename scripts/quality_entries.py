@@ -208,6 +208,8 @@ ENTRIES = (
     Entry("fouroversix", "mse", NV, options=("--rule", "mse")),
     Entry("fouroversix", "static_6", FORMATS[2:4], options=("--rule", "static_6")),
     Entry("torchao", "rtn"),
+    *(Entry("llama.cpp", kind, ("nvfp4",), options=(kind,)) for kind in ("Q4_0", "Q4_K_M", "NVFP4")),
+    Entry("llama.cpp", "MXFP4", ("mxfp4a16",), options=("MXFP4",)),
     Entry("auto-round", "opt_rtn", FORMATS, True, ("--iters", "0")),
     Entry("auto-round", "tuned", FORMATS, True, ("--iters", "200")),
 )
@@ -246,6 +248,8 @@ def peer_command(job: Job) -> list[str]:
     """The process of a peer, without the interpreter."""
     entry, fmt = job.entry, job.fmt
     weights_only = fmt in ("nvfp4", "mxfp4a16")
+    if entry.tool == "llama.cpp":
+        return [str(HERE / "llama_child.py"), "decode", str(job.source), str(job.out), *entry.options]
     text = ["--calibration", str(job.calibration)] if entry.needs_text(fmt) else []
     head = [str(HERE / "peers.py"), entry.tool, str(job.source), str(job.out)]
     if entry.tool == "llm-compressor":

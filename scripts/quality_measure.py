@@ -3,7 +3,7 @@
 A checkpoint in a known container is decoded and its inputs quantized by ``ptqpipe.runtime.load_model``. A folder of
 plain weights, with inputs/scales.safetensors beside them where inputs have static scales or factors, is a dump of
 weights that a tool has quantized and decoded itself: the same input quantizers are put on the layers whose weights it
-changed.
+changed. What stands in its size.json belongs to its result.
 """
 
 import json
@@ -202,6 +202,8 @@ class Baseline:
                 measured["tokens"], measured["window"] = len(scores.kl), self.window
                 by_window = [float(f"{value:.6g}") for value in sums]
         measured["weights"] = 0 if floats else len(changed)
+        if (out / "size.json").exists():
+            measured |= json.loads((out / "size.json").read_text(encoding="utf-8"))
         measured["read"] = "decoded weights" if dump else "checkpoint"
         return {**measured, "kl_windows": by_window}
 

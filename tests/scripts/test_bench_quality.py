@@ -69,7 +69,9 @@ def test_decoded_weights_measure_what_their_checkpoint_measures(baseline: Any, t
     exact: dict[str, Any] = {"input_amax": 336.0} if fmt == "nvfp4_w4a4" else {}  # 1/8 has an exact reciprocal
     ptqpipe.convert(DEMO, format=fmt, out=tmp_path / "ckpt", **exact)
     decoded(tmp_path / "ckpt", tmp_path / "dump")
+    (tmp_path / "dump" / "size.json").write_text('{"bytes": 5}')
     stored_one, dump = (baseline.measure(tmp_path / name, fmt) for name in ("ckpt", "dump"))
+    assert dump.pop("bytes") == 5
     assert (stored_one.pop("read"), dump.pop("read")) == ("checkpoint", "decoded weights")
     assert stored_one == dump
     assert 0 < dump["kl"] < 1
@@ -259,6 +261,45 @@ def test_entries_are_told_apart_by_tool_name_and_format(modules: Any) -> None:
     assert len(keys) == len(set(keys))
     assert {fmt for _, _, fmt in keys} == set(entries.FORMATS)
     assert {tool for tool, _, _ in keys} == {"ptqpipe", *modules("bench_quality").PACKAGES}
+
+
+def test_the_peers_script_takes_the_command_of_every_entry(modules: Any, tmp_path: Path) -> None:
+    entries, parser = modules("quality_entries"), modules("peers").parser_of()
+    for entry in entries.ENTRIES:
+        for fmt in entry.formats if entry.tool != "ptqpipe" else ():
+            job = entries.Job(entry, fmt, DEMO, tmp_path / "out", tmp_path / "rows", 1, 40, 64)
+            script, *words = entries.peer_command(job)
+            assert Path(script).exists()
+            if Path(script).name == "llama_child.py":  # which has no parser
+                assert words == ["decode", str(DEMO), str(tmp_path / "out"), entry.name]
+                continue
+            args = parser.parse_args(words)
+            assert (args.model, args.out) == (str(DEMO), tmp_path / "out")
+            # Whoever is calibrated is given the rows; whoever is not has no need of them, static input scales aside.
+            assert (args.calibration == tmp_path / "rows") >= entry.needs_text(fmt), entry.key
+
+
+@pytest.fixture
+def llama(monkeypatch: pytest.MonkeyPatch, modules: Any) -> ModuleType:
+    """llama_child.py without llama.cpp, which no function of these tests calls."""
+    monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
+    child: ModuleType = modules("llama_child")
+    return child
+
+
+def test_rows_of_queries_and_keys_come_back_from_llamas_order(llama: ModuleType) -> None:
+    weight = torch.arange(12 * 3).reshape(12, 3).numpy()  # two heads of six dimensions
+    there = llama.in_pairs(weight, 2)
+    assert there[:, 0].tolist() == [3 * row for row in (0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11)]
+    assert (llama.in_halves(there, 2) == weight).all()
+
+
+def test_decoded_arrays_are_written_as_safetensors(llama: ModuleType, tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 5), "b.weight": torch.randn(7).half(), "c": torch.randn(4, 2).T}
+    llama.write_safetensors({name: tensor.numpy() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensor.float()) for name, tensor in tensors.items())
 
 
 def test_own_text_beside_the_calibration_text_is_as_many_rows_of_each(modules: Any, tmp_path: Path) -> None:
