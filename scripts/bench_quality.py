@@ -7,23 +7,27 @@
 
 Each entry (quality_entries.py) makes a checkpoint in processes of its own, a peer under the interpreter given for it,
 with its own code (peers.py), from the same source; quality_measure.py then measures them all alike: decoded by
-ptqpipe, inputs quantized as the format says, the first 24,576 tokens of the held-out text in windows of 256. What is
-calibrated gets the same 128 rows of 256 tokens, chosen by the seed, once a seed. The head stays in the source's
-precision everywhere. One JSON line an entry, model, format and seed; lines that the results have already are not made
-again, so a run that was stopped continues, and ``--redo`` makes those again whose "tool:entry" contains PART. A peer
-that fails says so in its line. Times are of whole processes, imports included, on one thread; with ``--warm`` each
-tool is imported once, its jobs are forks, and times leave the imports out. With ``--device`` ptqpipe quantizes and all
-checkpoints are measured there; llm-compressor takes a GPU by itself, ModelOpt where its interpreter sees one.
+ptqpipe, inputs quantized as the format says, the first 24,576 tokens of the held-out text in windows of 256, or of each
+``--window``, and a third as many of a text of another kind and of chats, where the model has a template for them
+(questions of ARC-easy and PIQA with their right answers). Published models, which fetch_models.py writes, run where
+``--models`` names them, on half as many tokens. What is calibrated gets the same 128 rows of 256 tokens, chosen by the
+seed, once a seed. The head stays in the source's precision everywhere. One JSON line an entry, model, format and seed;
+lines that the results have already are not made again, so a run that was stopped continues, and ``--redo`` makes those
+again whose "tool:entry" contains PART. A peer that fails says so in its line. Times are of whole processes, imports
+included, on one thread; with ``--warm`` each tool is imported once, its jobs are forks, and times leave the imports
+out. With ``--device`` ptqpipe quantizes and all checkpoints are measured there; llm-compressor takes a GPU by itself,
+ModelOpt where its interpreter sees one.
 """
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -39,24 +43,32 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 OWN = "ptqpipe"
-TOKENS = 24_576
+TOKENS, TOKENS_OF_LARGE = 24_576, 12_288  # of the held-out text; of models of more than LARGE weights
+LARGE = 100_000_000
+OTHERS = 3  # one in so many tokens of a text of another kind, and of chats
+WINDOW = 256
 LIMIT_SECONDS = 7200  # of a job; a model of 150 M in `best` on one thread takes most of an hour
 PACKAGES = {
     "llm-compressor": "llmcompressor",
     "modelopt": "nvidia-modelopt",
     "auto-round": "auto-round",
     "fouroversix": "fouroversix",
+    "torchao": "torchao",
+    "llama.cpp": "llama-cpp-python",
 }
-OTHER_TOKENS = 8192  # of a text of another kind
 SHAKESPEARE = "assets/data/tinyshakespeare/input.txt"
+QUESTIONS = "assets/data/llm_foundry"
+CHATS = (f"{QUESTIONS}/world_knowledge/arc_easy.jsonl", f"{QUESTIONS}/commonsense_reasoning/piqa.jsonl")
+PUBLISHED = "published/"
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model and its texts, as paths below the shared folder ("./": below this repository).
+    """A model and its texts, as paths below the shared folder ("./": below this repository; "published/": below the
+    folder that fetch_models.py writes).
 
     shared_text  the one text there is serves for calibration, too: the model has memorised it
-    other        a text of another kind to measure on, too, its first 8,192 tokens; none where it is empty
+    other        a text of another kind to measure on, too; none where it is empty
     convert      what `ptqpipe convert` must be told
     """
 
@@ -80,12 +92,22 @@ MODELS = (
     Model(
         "slm4096", "assets/models/slm4096/hf", *CORPUS, shared_text=True, other="", convert=("--container", "ptqpipe")
     ),
+    Model("smollm2-135m", "published/smollm2-135m", *WIKI),
+    Model("smollm2-135m-dithered", "published/smollm2-135m-dithered", *WIKI),
 )
 
 
-def place(name: str, shared: Path) -> Path:
-    """Where a path of the table above is."""
+def place(name: str, shared: Path, published: Path | None = None) -> Path:
+    """Where a path of the table above is. Published models are in the folder PTQPIPE_MODELS, or beside ``shared``."""
+    if name.startswith(PUBLISHED):
+        published = published or Path(os.environ.get("PTQPIPE_MODELS", shared.resolve().parent / "real"))
+        return published / name.removeprefix(PUBLISHED)
     return HERE.parent / name[2:] if name.startswith("./") else shared / name
+
+
+def labelled(model: Model, window: int) -> str:
+    """What result lines call a model that is measured in windows of ``window`` tokens."""
+    return model.name if window == WINDOW else f"{model.name}, windows of {window}"
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -121,7 +143,7 @@ class Runs:
     def cost(self, tool: str, commands: list[list[str]]) -> dict[str, Any]:
         """Runs commands (without the interpreter) one after another; what they cost together. SystemExit with the last
         words of one that fails."""
-        if self._warm:
+        if self._warm and tool != "llama.cpp":  # which imports next to nothing
             parts = [self._forked(tool, command) for command in commands]
         else:
             parts = [self._process(tool, command) for command in commands]
@@ -168,25 +190,44 @@ def begin(
     source: Path,
     held_out: Path,
     calibration: Path,
-    tokens: int,
+    tokens: int | None,
     shared: bool,
     other: Path | None,
     device: str = "cpu",
     threads: int = 1,
-) -> dict[str, Any]:
-    """Loads a float model in the place of the one before; its perplexity, and that on the text of another kind."""
+    windows: Sequence[int] = (WINDOW,),
+    chats: Sequence[Path] = (),
+    folder: Path | None = None,
+) -> list[dict[str, Any]]:
+    """Loads a float model in the place of the one before; what it measures in windows of each size: its perplexity, and
+    that on the text of another kind and on chats. ``tokens`` None: as many as its size allows. ``folder`` is for its
+    logits."""
     import torch
-    from quality_measure import Baseline, read_texts
+    from quality_measure import Baseline, chat_tokens, read_texts
 
     torch.set_num_threads(threads)
     _current.clear()
+    tokens = tokens or (TOKENS_OF_LARGE if weights_of(source) > LARGE else TOKENS)
     texts = read_texts(source, held_out, calibration, tokens=tokens, shared=shared)
-    _current.append(Baseline.of(source, texts, device))
+    few = max(tokens // OTHERS, *windows)
+    others = {}
     if other is not None:
-        of_other = read_texts(source, other, other, tokens=min(tokens, OTHER_TOKENS), shared=True)
-        _current.append(Baseline.of(source, of_other, device))
-    more = {"other_perplexity": _current[1].perplexity} if other is not None else {}
-    return {"perplexity": _current[0].perplexity, "tokens": len(texts.held_out), **more}
+        others["other_"] = read_texts(source, other, other, tokens=few, shared=True).held_out
+    if chats and (written := chat_tokens(source, chats, few)) is not None:
+        others["chat_"] = written
+    for window in windows:
+        _current.append(Baseline.of(source, texts, device, others=others, window=window, folder=folder))
+    return [one.perplexities | {"tokens": len(one.held_out[""].tokens)} for one in _current]
+
+
+def weights_of(model: Path) -> int:
+    """How many weights a checkpoint has, from the headers of its files."""
+    count = 0
+    for file in model.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        count += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return count
 
 
 def write_rows(seed: int, file: Path) -> tuple[int, int]:
@@ -196,14 +237,10 @@ def write_rows(seed: int, file: Path) -> tuple[int, int]:
     return rows.shape[0], rows.shape[1]
 
 
-def measure(out: Path, fmt: str, floats: bool = False) -> dict[str, Any]:
-    """What a checkpoint measures, or with ``floats`` the float model behind its inputs; ``other_kl`` on the text of
-    another kind."""
-    found = _current[0].measure(out, fmt, floats=floats)
-    for other in _current[1:]:
-        its = other.measure(out, fmt, floats=floats)
-        found |= {"other_kl": its["kl"], "other_perplexity": its["perplexity"]}
-    return found
+def measure(out: Path, fmt: str, floats: bool = False, number: int = 0) -> dict[str, Any]:
+    """What a checkpoint measures, or with ``floats`` the float model behind its inputs, in windows of the size that has
+    that number in `begin`; ``other_kl`` on the text of another kind, ``chat_kl`` on chats."""
+    return _current[number].measure(out, fmt, floats=floats)
 
 
 def calibrated(job: Job, stats: Path, runs: Runs) -> dict[str, Any]:
@@ -237,46 +274,63 @@ def run_model(
     what its parent held, so this one must stay small.
     """
     todo = [
-        (seed, fmt, entry)
+        (seed, fmt, entry, numbers)
         for seed, fmt, entry in wanted(args)
-        if (model.name, fmt, entry.tool, entry.name, seed) not in done
-        and (entry.tool == OWN or entry.tool in args.pythons)
+        if (entry.tool == OWN or entry.tool in args.pythons)
+        and (
+            numbers := [
+                number
+                for number, window in enumerate(args.window)
+                if (labelled(model, window), fmt, entry.tool, entry.name, seed) not in done
+            ]
+        )
     ]
     if not todo:
         return
-    source = place(model.folder, args.shared)
+    source = place(model.folder, args.shared, args.published)
+    if not source.is_dir():
+        why = f"no folder {source}" + "; fetch_models.py writes it" * model.folder.startswith(PUBLISHED)
+        print(json.dumps({"model": model.name, "skipped": why}), flush=True)
+        return
     folder = args.scratch / model.name
     folder.mkdir(parents=True, exist_ok=True)
     texts = (place(model.held_out, args.shared), place(model.calibration, args.shared), args.tokens, model.shared_text)
     other = place(model.other, args.shared) if model.other else None
-    begun = worker.submit(begin, source, *texts, other, args.device, args.threads).result()
-    yield {"model": model.name, "tool": "float", **begun}
-    for seed, fmt, entry in todo:
+    chats = [file for name in CHATS if (file := place(name, args.shared)).exists()]
+    how = (other, args.device, args.threads, args.window, chats, folder)
+    for window, begun in zip(args.window, worker.submit(begin, source, *texts, *how).result(), strict=True):
+        yield {"model": labelled(model, window), "tool": "float", **begun}
+    for seed, fmt, entry, numbers in todo:
         number = 0 if seed is None else seed
         file = folder / f"rows-{number}.jsonl"
         rows, row_tokens = worker.submit(write_rows, number, file).result()
         out, machine = folder / "out", (args.device, args.threads)
         job = Job(entry, fmt, source, out, file, number, rows, row_tokens, model.convert, *machine)
-        line = {"model": model.name, "format": fmt, "tool": entry.tool, "entry": entry.name, "seed": seed}
+        line = {"format": fmt, "tool": entry.tool, "entry": entry.name, "seed": seed}
         line |= {"calibrated": entry.calibrated, "version": args.versions[entry.tool]}
         line |= {"device": args.device} if args.device != "cpu" else {}
         for left in (*folder.glob("out*"), *folder.glob(".out*")):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
+        failed = {}
         try:
             line |= produce(job, runs, folder / f"stats-{number}")
-            line |= worker.submit(measure, job.out, fmt, entry.floats).result()
-        except Exception as error:  # whatever a peer's output does to the reader belongs in its line
-            line["failed"] = reason_of(str(error))
-        except SystemExit as error:
-            line["failed"] = reason_of(str(error))
-        yield line
+        except (Exception, SystemExit) as error:
+            failed = {"failed": reason_of(str(error))}
+        for at in numbers:
+            measured = failed
+            if not failed:
+                try:
+                    measured = worker.submit(measure, job.out, fmt, entry.floats, at).result()
+                except (Exception, SystemExit) as error:  # whatever a peer's output does to the reader
+                    measured = {"failed": reason_of(str(error))}
+            yield {"model": labelled(model, args.window[at]), **line, **measured}
 
 
 def parsed() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the tables of a results file, and stop")
-    parser.add_argument("--models", nargs="+", default=[], choices=[m.name for m in MODELS], help="[all]")
+    parser.add_argument("--models", nargs="+", default=[], choices=[m.name for m in MODELS], help="[the small ones]")
     parser.add_argument(
         "--model",
         nargs=4,
@@ -289,17 +343,20 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--entries", nargs="+", default=[], metavar="PART", help='parts of "tool:entry" to run')
     parser.add_argument("--redo", nargs="+", default=[], metavar="PART", help='parts of "tool:entry" to run again')
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--tokens", type=int, help="of the held-out text [24576; 12288 of models above 100 M weights]")
+    parser.add_argument("--window", nargs="+", type=int, default=[WINDOW], help="tokens of a window [256]")
     parser.add_argument("--python", nargs="+", default=[], metavar="TOOL=PYTHON", help=", ".join(PACKAGES))
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N [cpu]")
     parser.add_argument("--threads", type=int, default=1, help="of each process [1]")
     parser.add_argument("--warm", action="store_true", help="import each tool once; times are then without imports")
     parser.add_argument("--shared", type=Path, default=HERE.parent.parent / "shared", help="folder of the assets")
+    parser.add_argument("--published", type=Path, metavar="DIR", help="published models [PTQPIPE_MODELS, ../real]")
     parser.add_argument("--scratch", type=Path, default=Path("bench-scratch"))
     parser.add_argument("--results", type=Path, default=HERE.parent / "benchmarks" / "quality.jsonl")
     args = parser.parse_args()
     args.chosen = [Model(*words) for words in args.model]
-    args.chosen += [m for m in MODELS if m.name in args.models or not (args.models or args.model)]
+    small = [m for m in MODELS if not (m.folder.startswith(PUBLISHED) or args.models or args.model)]
+    args.chosen += [m for m in MODELS if m.name in args.models or m in small]
     args.pythons = dict(item.split("=", 1) for item in args.python)
     unknown = sorted(set(args.pythons) - set(PACKAGES))
     if unknown:

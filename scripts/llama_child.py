@@ -1,20 +1,29 @@
-"""llama.cpp in its own environment, for bench_serve.py. Needs llama-cpp-python, gguf and numpy alone.
+"""llama.cpp in its own environment, for bench_serve.py and bench_quality.py. Needs llama-cpp-python, gguf and numpy
+alone.
 
     python llama_child.py make MODEL OUT.gguf           a bfloat16 Llama checkpoint as GGUF: the same numbers, then Q4_0
+    python llama_child.py decode MODEL OUT TYPE         what is left of its weights in Q4_0, Q4_K_M, MXFP4 or NVFP4
     python llama_child.py run OUT.gguf THREADS TOKENS SEQUENCES [--cpu-clock]
 
 ``make`` writes bfloat16 beside OUT and lets llama.cpp itself quantize that to Q4_0, as ``llama-quantize`` does: its
-output matrix becomes Q6_K. ``run`` answers lines of JSON on standard input, {"prompts": [[token, ...], ...], "new": N},
-with a line each: {"began": seconds, "tokens": [seconds of each token of all sequences]}. Prompts and steps go through
-``llama_decode`` with all sequences in one batch, each with a stream of the cache of its own; tokens are the largest
-logits. TOKENS is the length of a sequence, SEQUENCES the most at once; ``--cpu-clock`` counts CPU seconds.
+output matrix becomes Q6_K. ``decode`` lets it quantize the layers alone, embedding and head in bfloat16, with one
+thread and without an importance matrix; the folder OUT has the weights as the package gguf decodes them, in float32,
+and size.json: bytes of the layers' matrices, and bits of a weight. A matrix whose rows a type's blocks do not divide
+gets another type by llama.cpp's rules, such as Q5_0 for Q4_K.
+
+``run`` answers lines of JSON on standard input, {"prompts": [[token, ...], ...], "new": N}, with a line each:
+{"began": seconds, "tokens": [seconds of each token of all sequences]}. Prompts and steps go through ``llama_decode``
+with all sequences in one batch, each with a stream of the cache of its own; tokens are the largest logits. TOKENS is
+the length of a sequence, SEQUENCES the most at once; ``--cpu-clock`` counts CPU seconds.
 """
 
 import ctypes
 import json
 import math
 import re
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +73,11 @@ def in_pairs(weight: Any, heads: int) -> Any:
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
+def in_halves(weight: Any, heads: int) -> Any:
+    """The rows in transformers' order again."""
+    return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
 def write_gguf(model: Path, out: Path) -> None:
     """The checkpoint in bfloat16 (norms in float32), with a vocabulary of made-up words."""
     import gguf
@@ -102,16 +116,69 @@ def write_gguf(model: Path, out: Path) -> None:
     writer.close()
 
 
-def make(model: Path, out: Path) -> None:
-    """See the top."""
+def quantize(model: Path, out: Path, parameters: Any) -> None:
+    """A checkpoint as the GGUF file that llama.cpp makes of it."""
     whole = out.with_suffix(".bf16")
     write_gguf(model, whole)
-    parameters = llama_cpp.llama_model_quantize_default_params()
-    parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
     status = llama_cpp.llama_model_quantize(bytes(whole), bytes(out), ctypes.byref(parameters))
     whole.unlink()
     if status:
-        raise SystemExit(f"llama.cpp does not quantize {whole} to Q4_0: {status}")
+        raise SystemExit(f"llama.cpp does not quantize {whole} to type {parameters.ftype}: {status}")
+
+
+def make(model: Path, out: Path) -> None:
+    """See the top."""
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
+    quantize(model, out, parameters)
+
+
+def decode(model: Path, out: Path, kind: str) -> None:
+    """See the top."""
+    import gguf
+
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.nthread = 1
+    parameters.output_tensor_type = parameters.token_embedding_type = gguf.GGMLQuantizationType.BF16
+    if kind.endswith("FP4"):  # no type of a file: NVFP4 is refused, and MXFP4 is for experts, the others would be Q8_0
+        parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_MXFP4_MOE
+        override = llama_cpp.llama_model_tensor_override
+        every = (override * 2)(override(rb"blk\..*", gguf.GGMLQuantizationType[kind]), override(None, 0))
+        parameters.tt_overrides = every
+    else:
+        parameters.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    config = json.loads((model / "config.json").read_text())
+    turned = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    decoded, size, count = {}, 0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        quantize(model, Path(folder) / "model.gguf", parameters)
+        stored = {tensor.name: tensor for tensor in gguf.GGUFReader(Path(folder) / "model.gguf").tensors}
+        for name, bits in tensors_of(model):
+            tensor = stored[ggml_name(name)]
+            weight = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(bits.shape)
+            heads = turned.get(name.split(".")[-2])
+            decoded[name] = weight if heads is None else in_halves(weight, heads)
+            if name.startswith("model.layers.") and bits.ndim == 2:
+                size, count = size + int(tensor.n_bytes), count + bits.size
+    out.mkdir(parents=True)
+    write_safetensors(decoded, out / "model.safetensors")
+    shutil.copy(model / "config.json", out / "config.json")
+    (out / "size.json").write_text(json.dumps({"bytes": size, "bits": round(8 * size / count, 3)}))
+
+
+def write_safetensors(tensors: dict[str, Any], file: Path) -> None:
+    """Arrays as float32."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + 4 * tensor.size
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            stream.write(np.ascontiguousarray(tensor, np.float32).data)
 
 
 class Model:
@@ -183,5 +250,7 @@ def run(path: str, threads: int, tokens: int, sequences: int) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "make":
         make(Path(sys.argv[2]), Path(sys.argv[3]))
+    elif sys.argv[1] == "decode":
+        decode(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
     else:
         run(sys.argv[2], *map(int, sys.argv[3:6]))

@@ -4,9 +4,11 @@ Run by bench_quality.py under an interpreter that has the tool; must not import 
 so that only codes and scales differ between tools. The head is kept, as everywhere in that benchmark.
 
     python scripts/peers.py llm-compressor MODEL OUT --scheme NVFP4A16 --method rtn|gptq [--observer NAME]
+        [--transform awq|smoothquant]
     python scripts/peers.py modelopt MODEL OUT --config NVFP4_DEFAULT_CFG [--algorithm JSON] [--weights-only] [--export]
     python scripts/peers.py auto-round MODEL OUT --scheme NVFP4 --iters 0 [--weights-only] [--seed N]
     python scripts/peers.py fouroversix MODEL OUT --dtype nvfp4 --rule mse
+    python scripts/peers.py torchao MODEL OUT --format nvfp4
 
 All take ``--calibration FILE``, one {"input_ids": [...]} a line. OUT is a compressed-tensors checkpoint of
 llm-compressor, ModelOpt's unified checkpoint with ``--export``, and otherwise the decoded weights as plain safetensors.
@@ -14,7 +16,8 @@ Beside these, inputs/scales.safetensors has static scales of inputs, ``<module>.
 and ModelOpt's ``<module>.pre_quant_scale`` [K], by which an input is multiplied before it is quantized, and which the
 stored weight has folded in.
 
-- llm-compressor: rtn is its QuantizationModifier, gptq its GPTQModifier with its defaults.
+- llm-compressor: rtn is its QuantizationModifier, gptq its GPTQModifier with its defaults; AWQModifier or
+  SmoothQuantModifier come before, with their defaults, too.
 - ModelOpt quantizes and decodes FP4 blocks with CUDA and Triton kernels alone; on a machine without a GPU the two
   functions `cpu_dynamic` and `cpu_static` below stand for them, with their rules (E4M3 scales: amax / 6 rounded to
   nearest, E8M0: the ceiling of log2(amax / 6); halves to even); all calibration and search is ModelOpt's own.
@@ -23,6 +26,8 @@ stored weight has folded in.
 - fouroversix: its PyTorch code on the linear weights of the layers. It has no export for other readers, and quantizes
   inputs with a global scale of each call; here the static scales are those of the calibration tokens (the largest
   magnitude over 6 x 448), as checkpoints have them.
+- torchao: its prototype's NVFP4 and MXFP4, and its FP8, a scale a row; static scales of NVFP4 inputs are those of its
+  observers. Its MXFP4 takes bfloat16 weights alone, to which those of a source in another dtype are rounded.
 """
 
 import argparse
@@ -42,11 +47,16 @@ def token_rows(file: Path) -> list[list[int]]:
     return [json.loads(line)["input_ids"] for line in file.read_text().splitlines()]
 
 
-def float_model(folder: str) -> Any:
-    """The model in float32."""
+def float_model(folder: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The model, in float32 where nothing else is asked."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def linear_names(model: Any) -> list[str]:
+    """The linear layers but the head."""
+    return [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and not n.endswith("lm_head")]
 
 
 def save_dump(out: Path, source: str, scales: dict[str, torch.Tensor]) -> None:
@@ -72,8 +82,24 @@ def scheme_of(name: str, observer: str | None) -> dict[str, Any]:
     return {"group_0": scheme}
 
 
+def modifiers_of(args: argparse.Namespace) -> list[Any]:
+    """What llm-compressor's oneshot applies, in order."""
+    if args.transform == "awq":
+        from llmcompressor.modifiers.transform.awq import AWQModifier
+        from llmcompressor.pipelines.cache import IntermediatesCache
+
+        if not torch.accelerator.is_available():  # pages are pinned for copies to one; without one that is an error
+            IntermediatesCache.pin_memory = lambda *_: None
+        return [AWQModifier(), modifier_of(args)]
+    if args.transform == "smoothquant":
+        from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+
+        return [SmoothQuantModifier(), modifier_of(args)]
+    return [modifier_of(args)]
+
+
 def modifier_of(args: argparse.Namespace) -> Any:
-    """What llm-compressor's oneshot applies."""
+    """What llm-compressor quantizes with."""
     groups = scheme_of(args.scheme, args.observer)
     if args.method == "gptq":
         from llmcompressor.modifiers.gptq import GPTQModifier
@@ -99,7 +125,7 @@ def llm_compressor(args: argparse.Namespace) -> None:
             "max_seq_length": max(map(len, rows)),
             "shuffle_calibration_samples": False,
         }
-    oneshot(model=model, recipe=modifier_of(args), **options)
+    oneshot(model=model, recipe=modifiers_of(args), **options)
     model.save_pretrained(args.out, save_compressed=True)
 
 
@@ -317,7 +343,7 @@ def fouroversix(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     model = float_model(args.model)
     config = QuantizationConfig(backend="pytorch", dtype=args.dtype, scale_rule=args.rule)
-    names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and not n.endswith("lm_head")]
+    names = linear_names(model)
     scales = fouroversix_scales(model, names, args.calibration) if args.calibration else {}
     for name in names:
         weight = model.get_submodule(name).weight
@@ -327,8 +353,50 @@ def fouroversix(args: argparse.Namespace) -> None:
     save_dump(args.out, args.model, scales)
 
 
-def main() -> None:
-    """Loads, quantizes, saves."""
+# ---- torchao ----
+
+
+@torch.no_grad()
+def torchao(args: argparse.Namespace) -> None:
+    """Quantizes, decodes and saves."""
+    from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig, NVFP4WeightOnlyConfig
+    from torchao.prototype.mx_formats.inference_workflow import NVFP4DynamicActivationNVFP4WeightConfig
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+    torch.set_num_threads(1)
+    mx = args.format in ("mxfp4a16", "mxfp4")
+    model = float_model(args.model, torch.bfloat16 if mx else torch.float32)
+    names = linear_names(model)
+    scales: dict[str, torch.Tensor] = {}
+
+    def apply(config: Any) -> None:
+        quantize_(model, config, filter_fn=lambda _, name: name in names)
+
+    if args.format == "nvfp4_w4a4":
+        apply(NVFP4DynamicActivationNVFP4WeightConfig(step="prepare"))
+        rows = token_rows(args.calibration)
+        for start in range(0, len(rows), 8):
+            model(torch.tensor(rows[start : start + 8]))
+        apply(NVFP4DynamicActivationNVFP4WeightConfig(step="convert"))
+        for name in names:
+            scale = model.get_submodule(name).weight.act_per_tensor_scale
+            scales[f"{name}.input_scale"] = scale.float().reshape(1).clone()
+    elif args.format == "nvfp4":
+        apply(NVFP4WeightOnlyConfig())
+    elif mx:
+        fp4 = torch.float4_e2m1fn_x2
+        apply(MXDynamicActivationMXWeightConfig(activation_dtype=fp4, weight_dtype=fp4))
+    else:
+        apply(Float8WeightOnlyConfig())
+    for name in names:
+        module = model.get_submodule(name)
+        module.weight = torch.nn.Parameter(module.weight.dequantize(torch.float32), requires_grad=False)
+    model.float().save_pretrained(args.out)
+    save_dump(args.out, args.model, scales)
+
+
+def parser_of() -> argparse.ArgumentParser:
+    """The options of every tool."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     tools = parser.add_subparsers(required=True, metavar="TOOL")
 
@@ -344,6 +412,7 @@ def main() -> None:
     part.add_argument("--scheme", required=True)
     part.add_argument("--method", required=True, choices=["rtn", "gptq"])
     part.add_argument("--observer")
+    part.add_argument("--transform", choices=["awq", "smoothquant"])
     part = tool("modelopt", modelopt)
     part.add_argument("--config", required=True)
     part.add_argument("--algorithm")
@@ -357,7 +426,14 @@ def main() -> None:
     part = tool("fouroversix", fouroversix)
     part.add_argument("--dtype", required=True, choices=["nvfp4", "mxfp4"])
     part.add_argument("--rule", required=True)
-    args = parser.parse_args()
+    part = tool("torchao", torchao)
+    part.add_argument("--format", required=True)
+    return parser
+
+
+def main() -> None:
+    """Loads, quantizes, saves."""
+    args = parser_of().parse_args()
     args.run(args)
 
 

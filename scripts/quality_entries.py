@@ -187,6 +187,16 @@ ENTRIES = (
     Entry("llm-compressor", "mse", FORMATS[2:], options=("--method", "rtn", "--observer", "memoryless_mse")),
     Entry("llm-compressor", "imatrix_mse", FORMATS, True, ("--method", "rtn", "--observer", "imatrix_mse")),
     Entry("llm-compressor", "gptq", FORMATS, True, ("--method", "gptq")),
+    Entry("llm-compressor", "awq", FP4, True, ("--method", "rtn", "--transform", "awq")),
+    Entry("llm-compressor", "awq + gptq", FP4, True, ("--method", "gptq", "--transform", "awq")),
+    Entry("llm-compressor", "smoothquant", QUANTIZED_INPUTS, True, ("--method", "rtn", "--transform", "smoothquant")),
+    Entry(
+        "llm-compressor",
+        "smoothquant + gptq",
+        QUANTIZED_INPUTS,
+        True,
+        ("--method", "gptq", "--transform", "smoothquant"),
+    ),
     Entry("llm-compressor", "gptq + expanded_mse", NV, True, ("--method", "gptq", "--observer", "nvfp4_expanded_mse")),
     Entry("modelopt", "max"),
     Entry("modelopt", "mse", NV, options=("--config", SWEEP, "--algorithm", '{"method": "mse"}')),
@@ -197,6 +207,9 @@ ENTRIES = (
     Entry("modelopt", "awq_lite", NV, True, ("--config", AWQ)),
     Entry("fouroversix", "mse", NV, options=("--rule", "mse")),
     Entry("fouroversix", "static_6", FORMATS[2:4], options=("--rule", "static_6")),
+    Entry("torchao", "rtn"),
+    *(Entry("llama.cpp", kind, ("nvfp4",), options=(kind,)) for kind in ("Q4_0", "Q4_K_M", "NVFP4")),
+    Entry("llama.cpp", "MXFP4", ("mxfp4a16",), options=("MXFP4",)),
     Entry("auto-round", "opt_rtn", FORMATS, True, ("--iters", "0")),
     Entry("auto-round", "tuned", FORMATS, True, ("--iters", "200")),
 )
@@ -235,12 +248,16 @@ def peer_command(job: Job) -> list[str]:
     """The process of a peer, without the interpreter."""
     entry, fmt = job.entry, job.fmt
     weights_only = fmt in ("nvfp4", "mxfp4a16")
+    if entry.tool == "llama.cpp":
+        return [str(HERE / "llama_child.py"), "decode", str(job.source), str(job.out), *entry.options]
     text = ["--calibration", str(job.calibration)] if entry.needs_text(fmt) else []
     head = [str(HERE / "peers.py"), entry.tool, str(job.source), str(job.out)]
     if entry.tool == "llm-compressor":
         return [*head, "--scheme", LLMC_SCHEMES[fmt], *entry.options, *text]
     if entry.tool == "fouroversix":
         return [*head, "--dtype", "nvfp4" if fmt in NV else "mxfp4", *entry.options, *text]
+    if entry.tool == "torchao":
+        return [*head, "--format", fmt, *text]
     narrow = ["--weights-only"] if weights_only else []
     if entry.tool == "auto-round":
         seed = ["--seed", str(job.seed), "--calibration", str(job.calibration)]

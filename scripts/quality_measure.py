@@ -1,14 +1,17 @@
-"""How bench_quality.py measures: one text, one forward pass, one decode for every tool's output.
+"""How bench_quality.py measures: the same texts, one forward pass, one decode for every tool's output.
 
 A checkpoint in a known container is decoded and its inputs quantized by ``ptqpipe.runtime.load_model``. A folder of
 plain weights, with inputs/scales.safetensors beside them where inputs have static scales or factors, is a dump of
 weights that a tool has quantized and decoded itself: the same input quantizers are put on the layers whose weights it
-changed.
+changed. What stands in its size.json belongs to its result.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from safetensors.torch import load_file
 
 from ptqpipe.check.evaluate.bootstrap import cluster_sums, standard_error
 from ptqpipe.check.evaluate.measures import perplexity
-from ptqpipe.check.evaluate.scores import Logits, Scores, Window, model_logits, score
+from ptqpipe.check.evaluate.scores import Logits, Scores, Window, model_logits, score, vocabulary_of
 from ptqpipe.check.evaluate.tokenized_text import read_text
 from ptqpipe.numerics.schemes import Activation
 from ptqpipe.runtime.input_quantizers import InputQuantizer
@@ -25,18 +28,34 @@ from ptqpipe.runtime.loading import load_model, load_tokenizer
 
 DYNAMIC = {"mxfp4": Activation.MXFP4, "fp8": Activation.FP8_TOKEN}
 WINDOW, ROWS = 256, 128
+QUESTIONS = 4  # of a chat
 
 
 @dataclass(slots=True)
 class Remembered:
-    """A model's logits, computed once for every batch of windows."""
+    """A model's logits, computed once for every batch of windows and kept in float32 on the disk: 12,288 tokens of a
+    vocabulary of 49,152 are 2.4 GB. bfloat16 would not do: it rounds a logit of 20 by up to 0.06, and half the mean
+    square of that, some 6e-4 nats, is as much as an FP8 model's divergence.
+
+    folder      where the files are; they have no names and end with the process. None: the system's for temporary files
+    vocabulary  width of the logits; needed where these are scored themselves
+    """
 
     give: Logits
+    folder: Path | None = None
+    vocabulary: int | None = None
     known: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
         """As the protocol of ``evaluation.scores`` says."""
-        return self.known.setdefault(batch[0].start, self.give(batch, tokens).float())
+        start = batch[0].start
+        if start not in self.known:
+            logits = self.give(batch, tokens).float()
+            with tempfile.NamedTemporaryFile(dir=self.folder) as file:
+                logits.numpy().tofile(file.name)
+                stored = torch.from_file(file.name, size=logits.numel(), dtype=torch.float32)
+            self.known[start] = stored.view(logits.shape)
+        return self.known[start]
 
 
 def positions(model: Any) -> int:
@@ -73,24 +92,84 @@ def read_texts(model: Path, held_out: Path, calibration: Path, *, tokens: int, s
     )
 
 
+def turns(files: Sequence[Path]) -> Iterator[list[dict[str, str]]]:
+    """Chats of four questions of the files in turn, each answered by its right choice. A line of a file is
+    {"query": "Question: ...", "choices": [...], "gold": its number}.
+    """
+    rows = zip(*(map(json.loads, file.read_text(encoding="utf-8").splitlines()) for file in files), strict=False)
+    chat: list[dict[str, str]] = []
+    for row in chain.from_iterable(rows):
+        question, answer = row["query"].removeprefix("Question:").strip(), row["choices"][row["gold"]].strip()
+        chat += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        if len(chat) == 2 * QUESTIONS:
+            yield chat
+            chat = []
+
+
+def chat_tokens(model: Path, files: Sequence[Path], count: int) -> torch.Tensor | None:
+    """The first ``count`` tokens of the chats, one after another as the model's template writes each; None where its
+    tokenizer has no template."""
+    tokenizer: Any = load_tokenizer(model)
+    if getattr(tokenizer, "chat_template", None) is None:
+        return None
+    ids: list[int] = []
+    for chat in turns(files):
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) >= count:
+            break
+    return torch.tensor(ids[:count])
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """A text to measure on: its tokens, whole windows of them, and what the float model makes of it."""
+
+    tokens: torch.Tensor
+    reference: Remembered
+    perplexity: float
+
+
 @dataclass(slots=True)
 class Baseline:
-    """The float model: its weights and its logits on the held-out text; models run on ``device``."""
+    """The float model: its weights and its logits on held-out texts; models run on ``device``.
+
+    texts     what calibration rows are cut from
+    held_out  by the prefix of what is measured on them: "" is the text, "other_" of another kind, "chat_" chats
+    window    tokens
+    """
 
     texts: Texts
     state: Mapping[str, torch.Tensor]
-    reference: Remembered
-    perplexity: float
+    held_out: dict[str, HeldOut]
+    window: int
     device: str
 
+    @property
+    def perplexities(self) -> dict[str, float]:
+        """The float model's, on each text."""
+        return {f"{prefix}perplexity": text.perplexity for prefix, text in self.held_out.items()}
+
     @classmethod
-    def of(cls, source: Path, texts: Texts, device: str = "cpu") -> "Baseline":
-        """Loads it in float32."""
+    def of(
+        cls,
+        source: Path,
+        texts: Texts,
+        device: str = "cpu",
+        *,
+        others: Mapping[str, torch.Tensor] | None = None,
+        window: int = WINDOW,
+        folder: Path | None = None,
+    ) -> "Baseline":
+        """Loads it in float32. ``others`` are more held-out texts by their prefixes; ``folder`` is for the logits."""
         model = load_model(source, device=device)
-        window = min(texts.window, positions(model))
-        reference = Remembered(partial(model_logits, model))
-        found = perplexity(score(model, texts.held_out, window=window, reference=reference))
-        return cls(texts, model.state_dict(), reference, found.value, device)
+        window = min(window, positions(model))
+        held_out = {}
+        for prefix, tokens in {"": texts.held_out, **(others or {})}.items():
+            whole = tokens[: len(tokens) // window * window]
+            reference = Remembered(partial(model_logits, model), folder, vocabulary_of(model))
+            held_out[prefix] = HeldOut(whole, reference, perplexity(score(reference, whole, window=window)).value)
+        return cls(texts, model.state_dict(), held_out, window, device)
 
     def measure(self, out: Path, fmt: str, *, floats: bool = False) -> dict[str, Any]:
         """KL and perplexity of a checkpoint or dump; ``kl_windows`` are the sums by window, which intervals need.
@@ -109,21 +188,24 @@ class Baseline:
             quantize_inputs(model, out, fmt, [name.removesuffix(".weight") for name in changed])
         if floats:
             model.float().load_state_dict(self.state)
-        scores = score(model, self.texts.held_out, window=self.texts.window, reference=self.reference)
-        assert scores.kl is not None
-        assert scores.agree is not None
-        sums, counts = cluster_sums(scores.kl, scores.cluster)
-        return {
-            "kl": float(sums.sum() / counts.sum()),
-            "standard_error": standard_error(sums, counts),
-            "perplexity": perplexity(scores).value,
-            "top1_agreement": float(scores.agree.double().mean()),
-            "tokens": len(scores.kl),
-            "window": self.texts.window,
-            "weights": 0 if floats else len(changed),
-            "read": "decoded weights" if dump else "checkpoint",
-            "kl_windows": [float(f"{value:.6g}") for value in sums],
-        }
+        measured: dict[str, Any] = {}
+        for prefix, text in self.held_out.items():
+            scores = score(model, text.tokens, window=self.window, reference=text.reference)
+            assert scores.kl is not None
+            assert scores.agree is not None
+            sums, counts = cluster_sums(scores.kl, scores.cluster)
+            measured[f"{prefix}kl"] = float(sums.sum() / counts.sum())
+            measured[f"{prefix}perplexity"] = perplexity(scores).value
+            if prefix == "":
+                measured["standard_error"] = standard_error(sums, counts)
+                measured["top1_agreement"] = float(scores.agree.double().mean())
+                measured["tokens"], measured["window"] = len(scores.kl), self.window
+                by_window = [float(f"{value:.6g}") for value in sums]
+        measured["weights"] = 0 if floats else len(changed)
+        if (out / "size.json").exists():
+            measured |= json.loads((out / "size.json").read_text(encoding="utf-8"))
+        measured["read"] = "decoded weights" if dump else "checkpoint"
+        return {**measured, "kl_windows": by_window}
 
 
 def quantize_inputs(model: Any, out: Path, fmt: str, modules: list[str]) -> None:

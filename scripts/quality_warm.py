@@ -30,6 +30,7 @@ PRELOAD = {
     "modelopt": ("modelopt.torch.quantization", "modelopt.torch.export"),
     "auto-round": ("auto_round",),
     "fouroversix": ("fouroversix",),
+    "torchao": ("torchao.prototype.mx_formats", "torchao.quantization"),
     "ptqpipe": ("ptqpipe.api.models", "ptqpipe.cli", "ptqpipe.calibration.command", "ptqpipe.pipeline.tune.command"),
 }
 LLAMA = "transformers.models.llama.modeling_llama"

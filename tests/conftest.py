@@ -39,6 +39,11 @@ def shared_folder() -> Path:
     return Path(os.environ.get("PTQPIPE_SHARED", _REPOSITORY.parent / "shared"))
 
 
+def published_folder() -> Path:
+    """Where the models that scripts/fetch_models.py writes would be."""
+    return Path(os.environ.get("PTQPIPE_MODELS", shared_folder().resolve().parent / "real"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What all tests import stays for good: to look through it for garbage again and again took 6 of 20 CPU-seconds."""
@@ -51,13 +56,18 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what is marked ``shared`` where the shared folder is not."""
-    if shared_folder().is_dir():
-        return
-    skip = pytest.mark.skip(reason=f"no shared assets at {shared_folder()} (PTQPIPE_SHARED names another place)")
-    for item in items:
-        if item.get_closest_marker("shared"):
-            item.add_marker(skip)
+    """Skips what is marked ``shared`` or ``published`` where that folder is not."""
+    missing = {
+        "shared": (shared_folder(), "shared assets", "PTQPIPE_SHARED"),
+        "published": (published_folder(), "models of scripts/fetch_models.py", "PTQPIPE_MODELS"),
+    }
+    for name, (folder, what, variable) in missing.items():
+        if folder.is_dir():
+            continue
+        skip = pytest.mark.skip(reason=f"no {what} at {folder} ({variable} names another place)")
+        for item in items:
+            if item.get_closest_marker(name):
+                item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")

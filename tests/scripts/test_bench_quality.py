@@ -69,7 +69,9 @@ def test_decoded_weights_measure_what_their_checkpoint_measures(baseline: Any, t
     exact: dict[str, Any] = {"input_amax": 336.0} if fmt == "nvfp4_w4a4" else {}  # 1/8 has an exact reciprocal
     ptqpipe.convert(DEMO, format=fmt, out=tmp_path / "ckpt", **exact)
     decoded(tmp_path / "ckpt", tmp_path / "dump")
+    (tmp_path / "dump" / "size.json").write_text('{"bytes": 5}')
     stored_one, dump = (baseline.measure(tmp_path / name, fmt) for name in ("ckpt", "dump"))
+    assert dump.pop("bytes") == 5
     assert (stored_one.pop("read"), dump.pop("read")) == ("checkpoint", "decoded weights")
     assert stored_one == dump
     assert 0 < dump["kl"] < 1
@@ -126,12 +128,178 @@ def test_calibration_rows_do_not_overlap_the_held_out_text(measure: ModuleType) 
     assert all(tuple(row) in cut for row in one.tolist())
 
 
+QUESTIONS = [
+    {"query": "Question: Why?\n", "choices": ["so", "because"], "gold": 1},
+    {"query": "Question: Which one?", "choices": ["this ", "that"], "gold": 0},
+    {"query": "Question: How?", "choices": ["slowly", "fast"], "gold": 0},
+]
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> list[Path]:
+    """Two files of three questions each, the second in capitals."""
+    files = [tmp_path / name for name in ("small.jsonl", "large.jsonl")]
+    rows = [json.dumps(row) + "\n" for row in QUESTIONS]
+    files[0].write_text("".join(rows))
+    files[1].write_text("".join(rows).replace("Why", "WHY").replace("Which", "WHICH").replace("How", "HOW"))
+    return files
+
+
+def test_a_chat_is_four_questions_in_turn_with_their_right_answers(measure: ModuleType, questions: list[Path]) -> None:
+    (chat,) = measure.turns(questions)  # the last two questions of six make no chat
+    assert [turn["role"] for turn in chat] == ["user", "assistant"] * 4
+    texts = [turn["content"] for turn in chat]
+    assert texts == ["Why?", "because", "WHY?", "because", "Which one?", "this", "WHICH one?", "this"]
+
+
+def test_chats_are_written_by_the_models_template(measure: ModuleType, questions: list[Path], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    assert measure.chat_tokens(DEMO, questions, 100) is None  # it has none
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}: {{ m['content'] }}]{% endfor %}"
+    shutil.copytree(DEMO, tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    tokens = measure.chat_tokens(tmp_path / "model", questions, 12)
+    whole = tokenizer(
+        "[user: Why?][assistant: because][user: WHY?][assistant: because]"
+        "[user: Which one?][assistant: this][user: WHICH one?][assistant: this]",
+        add_special_tokens=False,
+    )["input_ids"]
+    assert tokens.tolist() == whole[:12]
+
+
+@pytest.mark.shared
+@pytest.mark.published
+def test_chats_of_a_published_model_have_its_marks(modules: Any, measure: ModuleType, shared_dir: Path) -> None:
+    bench = modules("bench_quality")
+    (model,) = (one for one in bench.MODELS if one.name == "smollm2-135m")
+    folder = bench.place(model.folder, shared_dir)
+    tokens = measure.chat_tokens(folder, [bench.place(name, shared_dir) for name in bench.CHATS], 8192)
+    begin, end = measure.load_tokenizer(folder).convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert len(tokens) == 8192
+    assert tokens[0] == begin
+    assert abs(int((tokens == begin).sum()) - int((tokens == end).sum())) <= 1
+
+
+@pytest.mark.slow
+def test_every_text_is_measured_in_windows_of_every_size(measure: ModuleType, baseline: Any, tmp_path: Path) -> None:
+    ptqpipe.convert(DEMO, format="nvfp4", out=tmp_path / "out")
+    others = {"other_": baseline.texts.held_out[:700], "chat_": baseline.texts.calibration[:300]}
+    found = {}
+    for window in (64, 128):
+        one = measure.Baseline.of(DEMO, baseline.texts, others=others, window=window, folder=tmp_path)
+        found[window] = one.measure(tmp_path / "out", "nvfp4")
+        assert found[window].keys() >= {"kl", "other_kl", "chat_kl", "other_perplexity", "chat_perplexity"}
+        assert found[window]["window"] == window
+        assert found[window]["tokens"] == TOKENS - TOKENS // window  # a window's first token is not scored
+        # The text of another kind is a part of the first here: its windows are those of the first's.
+        own = found[window]["kl_windows"][: 700 // window]
+        assert found[window]["other_kl"] == pytest.approx(sum(own) / len(own) / (window - 1), rel=1e-4)
+    assert found[64]["kl"] != found[128]["kl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # logits leave no file behind
+
+
+def test_logits_are_computed_once_and_stay_what_they_were(measure: ModuleType, tmp_path: Path) -> None:
+    calls, spans = [], measure.Window(0, 3, 1)
+    logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+
+    def give(batch: Any, tokens: torch.Tensor) -> torch.Tensor:
+        calls.append(batch)
+        return logits.bfloat16()
+
+    remembered = measure.Remembered(give, tmp_path)
+    one, again = (remembered([spans], torch.arange(3)) for _ in range(2))
+    assert len(calls) == 1
+    assert torch.equal(one, logits.bfloat16().float())
+    assert torch.equal(again, one)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_published_models_are_where_the_option_or_the_environment_says(
+    modules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = modules("bench_quality").place
+    monkeypatch.delenv("PTQPIPE_MODELS", raising=False)
+    assert place("published/one", tmp_path / "shared") == tmp_path / "real" / "one"
+    monkeypatch.setenv("PTQPIPE_MODELS", str(tmp_path / "elsewhere"))
+    assert place("published/one", tmp_path / "shared") == tmp_path / "elsewhere" / "one"
+    assert place("published/one", tmp_path / "shared", tmp_path / "named") == tmp_path / "named" / "one"
+    assert place("./ptqpipe/demo_model", tmp_path) == DEMO
+
+
+def test_a_model_that_was_not_fetched_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "bench_quality.py"), "--models", "smollm2-135m", "--published", "nowhere"]
+    command += ["--formats", "fp8", "--entries", "ptqpipe:absmax", "--results", str(tmp_path / "lines.jsonl")]
+    env = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=240)
+    assert done.returncode == 0, done.stderr
+    (skipped,) = map(json.loads, done.stdout.splitlines())
+    assert skipped["model"] == "smollm2-135m"
+    assert "no folder nowhere/smollm2-135m" in skipped["skipped"]
+    assert "fetch_models.py" in skipped["skipped"]
+    assert not (tmp_path / "lines.jsonl").exists()
+
+
+def test_large_models_have_fewer_tokens_by_default(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = modules("bench_quality")
+    held_out = DEMO / "heldout.txt"
+    count = bench.weights_of(DEMO)
+    assert count == sum(w.numel() for w in load_file(DEMO / "model.safetensors").values())
+    monkeypatch.setattr(bench, "TOKENS", 1024)
+    monkeypatch.setattr(bench, "TOKENS_OF_LARGE", 512)
+    for large, tokens in ((count, 1024), (count - 1, 512)):
+        monkeypatch.setattr(bench, "LARGE", large)
+        (begun,) = bench.begin(DEMO, held_out, held_out, None, False, held_out)
+        assert begun["tokens"] == tokens
+        assert len(bench._current[0].held_out["other_"].tokens) == 256  # a window at least
+
+
 def test_entries_are_told_apart_by_tool_name_and_format(modules: Any) -> None:
     entries = modules("quality_entries")
     keys = [(entry.tool, entry.name, fmt) for entry in entries.ENTRIES for fmt in entry.formats]
     assert len(keys) == len(set(keys))
     assert {fmt for _, _, fmt in keys} == set(entries.FORMATS)
     assert {tool for tool, _, _ in keys} == {"ptqpipe", *modules("bench_quality").PACKAGES}
+
+
+def test_the_peers_script_takes_the_command_of_every_entry(modules: Any, tmp_path: Path) -> None:
+    entries, parser = modules("quality_entries"), modules("peers").parser_of()
+    for entry in entries.ENTRIES:
+        for fmt in entry.formats if entry.tool != "ptqpipe" else ():
+            job = entries.Job(entry, fmt, DEMO, tmp_path / "out", tmp_path / "rows", 1, 40, 64)
+            script, *words = entries.peer_command(job)
+            assert Path(script).exists()
+            if Path(script).name == "llama_child.py":  # which has no parser
+                assert words == ["decode", str(DEMO), str(tmp_path / "out"), entry.name]
+                continue
+            args = parser.parse_args(words)
+            assert (args.model, args.out) == (str(DEMO), tmp_path / "out")
+            # Whoever is calibrated is given the rows; whoever is not has no need of them, static input scales aside.
+            assert (args.calibration == tmp_path / "rows") >= entry.needs_text(fmt), entry.key
+
+
+@pytest.fixture
+def llama(monkeypatch: pytest.MonkeyPatch, modules: Any) -> ModuleType:
+    """llama_child.py without llama.cpp, which no function of these tests calls."""
+    monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
+    child: ModuleType = modules("llama_child")
+    return child
+
+
+def test_rows_of_queries_and_keys_come_back_from_llamas_order(llama: ModuleType) -> None:
+    weight = torch.arange(12 * 3).reshape(12, 3).numpy()  # two heads of six dimensions
+    there = llama.in_pairs(weight, 2)
+    assert there[:, 0].tolist() == [3 * row for row in (0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11)]
+    assert (llama.in_halves(there, 2) == weight).all()
+
+
+def test_decoded_arrays_are_written_as_safetensors(llama: ModuleType, tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 5), "b.weight": torch.randn(7).half(), "c": torch.randn(4, 2).T}
+    llama.write_safetensors({name: tensor.numpy() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensor.float()) for name, tensor in tensors.items())
 
 
 def test_own_text_beside_the_calibration_text_is_as_many_rows_of_each(modules: Any, tmp_path: Path) -> None:
