@@ -9,6 +9,7 @@ from ptqpipe.calibration.kv import check_seen
 from ptqpipe.conversion.kv_cache import cache_specs
 from ptqpipe.conversion.planned_outputs import container_of
 from ptqpipe.errors import UsageError, arg
+from ptqpipe.models.language_model import layered_model_of
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline import validate
 from ptqpipe.pipeline.presets import QualityPreset
@@ -20,8 +21,8 @@ from ptqpipe.runtime.loading import default_length, read_config
 def check_data(path: Path, work: PipelineOptions, texts: Sequence[str]) -> None:
     """UsageError for windows that the model cannot take, or of which the texts have too few."""
     if work.data:
-        config = read_config(path)
-        seqlen = default_length(config) if work.seqlen is None else work.seqlen
+        config = read_config(path, layered_model_of)
+        seqlen = default_length(config, path) if work.seqlen is None else work.seqlen
         check_windows(config, samples=work.samples, seqlen=seqlen)
         check_seed(work.seed)
         if texts:
@@ -35,7 +36,7 @@ def check_cache(path: Path, recipe: Recipe, work: PipelineOptions) -> None:
         container = container_of(recipe, recipe.container_name)
         with Source.open(path) as source:
             modules = cache_specs(source, recipe.kv_cache, container, container_name=recipe.container_name)
-        check_seen(modules, read_config(path))
+        check_seen(modules, read_config(path, layered_model_of))
 
 
 def check_untie(work: PipelineOptions, preset: QualityPreset | None, what: str) -> None:

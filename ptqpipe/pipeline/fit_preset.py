@@ -8,7 +8,7 @@ from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.plan import foldable_rotations, matrix_bytes
 from ptqpipe.errors import PtqError
 from ptqpipe.models.folding.find_structure import find_structure
-from ptqpipe.models.language_model import takes_images
+from ptqpipe.models.language_model import layered_model_of, takes_images
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline import validate
 from ptqpipe.pipeline.presets import QualityPreset
@@ -35,7 +35,7 @@ def rotatable(preset: QualityPreset | None, source: Source, recipe: Recipe, *, u
     scheme, reader = recipe.schemes()[0], source.reader
     if recipe.rotations:
         return _without_rotations(preset, "the recipe rotates inputs while the model runs")
-    if takes_images(read_config(reader.path), reader.path):
+    if takes_images(read_config(reader.path, layered_model_of), reader.path):
         return _without_rotations(preset, "they are learned from text alone, and the model takes images")
     if source.container is not None:
         return _without_rotations(preset, "the model is quantized already")
@@ -54,7 +54,7 @@ def rotatable(preset: QualityPreset | None, source: Source, recipe: Recipe, *, u
 
 def with_own_text(preset: QualityPreset, work: PipelineOptions, path: Path) -> tuple[QualityPreset, PipelineOptions]:
     """The call with the model's own text beside its data, half of the windows; or the preset, and why there is none."""
-    if takes_images(read_config(path), path):
+    if takes_images(read_config(path, layered_model_of), path):
         why = "the model takes images, and writes text alone"
     elif work.text_field is not None:
         why = f"field {work.text_field} is in no row of it"

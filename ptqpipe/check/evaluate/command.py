@@ -198,7 +198,7 @@ def _prepare(ckpt: str, source: str | None, options: EvalOptions, progress: bool
                 f"the baseline {other} has a vocabulary of {theirs}, {path} one of {ours}; only models with one "
                 "vocabulary can be compared"
             )
-    window, stride = _protocol(config, options)
+    window, stride = _protocol(config, path, options)
     if options.tasks:
         check_tasks(_request(options))
     words = path if other is None or (path / "tokenizer_config.json").exists() else other
@@ -220,9 +220,9 @@ def _check_tokens(text: Text, vocabulary: int) -> None:
         )
 
 
-def _protocol(config: Any, options: EvalOptions) -> tuple[int, int]:
+def _protocol(config: Any, path: Path, options: EvalOptions) -> tuple[int, int]:
     positions = positions_of(config)
-    window = default_length(config) if options.seqlen is None else options.seqlen
+    window = default_length(config, path) if options.seqlen is None else options.seqlen
     stride = window if options.stride is None else options.stride
     if positions is not None and window > positions:
         raise UsageError(
