@@ -301,9 +301,9 @@ def _from_head(runner: Runner, batch: int, seeds: Sequence[int]) -> torch.Tensor
 
 
 def _from_embedding(runner: Runner, batch: int, seeds: Sequence[int]) -> torch.Tensor:
-    """dLoss/dx of what the last layer returns in a batch of a sentence embedder. The loss of a text is the inner product
-    of its embedding, at length 1, with a normal vector: the mean of the slope's outer product is the Gauss-Newton matrix
-    of half the squared distance of embeddings, which is one minus their cosine.
+    """dLoss/dx of what the last layer returns in a batch of a sentence embedder. The loss of a text is the inner
+    product of its embedding, at length 1, with a normal vector: the mean of the slope's outer product is the
+    Gauss-Newton matrix of half the squared distance of embeddings, which is one minus their cosine.
 
     seeds  of the vectors, one for each window of the batch
     """

@@ -261,8 +261,8 @@ class _Chosen:
 @dataclass(frozen=True, slots=True)
 class _Pool:
     """What is chosen from: the tokens of texts in a row, and rows with images; ``ends`` of the files in the stream, how
-    many rows have which length, whether the files have ``more``, and the tokens that windows of text ``begin`` with and,
-    of a sentence embedder, ``end`` with."""
+    many rows have which length, whether the files have ``more``, and the tokens that windows of text ``begin`` with
+    and, of a sentence embedder, ``end`` with."""
 
     files: list[DataFile]
     stream: "array[int]"

@@ -68,8 +68,8 @@ class EvalOptions(Options):
     )
     pairs: tuple[Path, ...] = option(
         (),
-        "Of a sentence embedder: pairs of sentences to compare its embeddings on, two with a tab between them a line, or "
-        ".jsonl with two fields. Repeatable.",
+        "Of a sentence embedder: pairs of sentences to compare its embeddings on, two with a tab between them a line, "
+        "or .jsonl with two fields. Repeatable.",
         metavar="FILE",
         kind="file",
         shown="up to 2,000 pairs of sentences of {data}",

@@ -32,7 +32,9 @@ def end_token(tokenizer: Any) -> int | None:
     """The token that a tokenizer puts behind every text: [SEP], or the end of text; None for one that puts none
     there."""
     last = tokenizer("a", verbose=False)["input_ids"][-1]
-    return int(last) if last in {getattr(tokenizer, f"{name}_token_id", None) for name in ("sep", "eos", "pad")} else None
+    return (
+        int(last) if last in {getattr(tokenizer, f"{name}_token_id", None) for name in ("sep", "eos", "pad")} else None
+    )
 
 
 def has_beginning(value: Any, tokens: Sequence[int], begin: int | None) -> bool:

@@ -117,7 +117,9 @@ def evaluate(
     )
 
 
-def _result(path: Path, baseline: Path | None, options: EvalOptions, **rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _result(
+    path: Path, baseline: Path | None, options: EvalOptions, **rows: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     return result_json(
         checkpoint={"name": name_of(path), "run_id": completed_run(path)},
         baseline=None if baseline is None else {"name": name_of(baseline)},
@@ -195,9 +197,7 @@ def _header(job: _Job) -> str:
     return "\n".join(lines)
 
 
-def _prepare(
-    path: Path, other: Path | None, options: EvalOptions, progress: bool, log: Callable[[str], None]
-) -> _Job:
+def _prepare(path: Path, other: Path | None, options: EvalOptions, progress: bool, log: Callable[[str], None]) -> _Job:
     for name in ("max_tokens", "limit", "batch_size"):
         value = getattr(options, name)
         if value is not None and value < 1:

@@ -52,8 +52,8 @@ class EmbedderJob:
 
     @classmethod
     def of(cls, path: Path, baseline: Path | None, options: EvalOptions) -> "EmbedderJob | None":
-        """None of a model that is no embedder. UsageError for what cannot be measured, CheckpointError for models without
-        a pooling; no weight is read."""
+        """None of a model that is no embedder. UsageError for what cannot be measured, CheckpointError for models
+        without a pooling; no weight is read."""
         if not is_embedder(path):
             if options.pairs:
                 raise UsageError(
@@ -102,9 +102,7 @@ class EmbedderJob:
     def rows(self, *, progress: bool) -> list[dict[str, Any]]:
         """A row of the eval file for each file of pairs or text."""
         theirs, ours = (self._embeddings(path, progress) for path in (self.baseline, self.path))
-        return [
-            embedding_row(pairs, mine, other) for pairs, mine, other in zip(self.pairs, ours, theirs, strict=True)
-        ]
+        return [embedding_row(pairs, mine, other) for pairs, mine, other in zip(self.pairs, ours, theirs, strict=True)]
 
     def _embeddings(self, path: Path, progress: bool) -> list[torch.Tensor]:
         """Of each file, float64 [2, pairs, hidden]."""
@@ -208,9 +206,7 @@ def spearman(a: np.ndarray, b: np.ndarray, counts: np.ndarray) -> np.ndarray:
     total = counts.sum(1, keepdims=True)
     x, y = (rank - (rank * counts).sum(1, keepdims=True) / total for rank in ranks)
     with np.errstate(invalid="ignore", divide="ignore"):
-        correlation: np.ndarray = (counts * x * y).sum(1) / np.sqrt(
-            (counts * x * x).sum(1) * (counts * y * y).sum(1)
-        )
+        correlation: np.ndarray = (counts * x * y).sum(1) / np.sqrt((counts * x * x).sum(1) * (counts * y * y).sum(1))
     return correlation
 
 

@@ -9,8 +9,9 @@ tasks       task, metric, higher_is_better, samples; checkpoint, stderr, baselin
             the baseline's value), difference, interval (95 % of the difference)
 samples     data, prompt; baseline and checkpoint, the text that each continues it with
 embeddings  of a sentence embedder alone: data, sha256, pairs; cosine (mean, of an embedding with the baseline's),
-            cosine_interval, cosine_least; spearman (rank correlation of the pairs' similarities with the baseline's),
-            interval; same_nearest (share of first sentences whose nearest second one is the same), same_nearest_interval
+            cosine_interval, cosine_least; spearman (rank correlation of the pairs' similarities with the baseline's)
+            and its interval; same_nearest (share of first sentences whose nearest second one is the same) and
+            same_nearest_interval
 
 ``verdict`` is that of ``verdict.py``, for other readers: ptqpipe takes it from the rows. ``made`` says when, on which
 machine and by which command. A number that is not finite is null. A report and a terminal show the same rows.
@@ -176,7 +177,7 @@ _MUST: dict[str, dict[str, Callable[[Any], Any]]] = {
     "kl": {"data": _file_name, "tokens": int, "mean": _real},
     "tasks": {"task": str, "metric": str, "checkpoint": float},
     "samples": {"data": _file_name, "prompt": str, "baseline": str, "checkpoint": str},
-    "embeddings": {"data": _file_name, "pairs": int, "cosine": _real, "spearman": float, "same_nearest": float},
+    "embeddings": {"data": _file_name, "pairs": int, "cosine": _real, "spearman": _maybe(float), "same_nearest": float},
 }
 _MAY: dict[str, dict[str, Callable[[Any], Any]]] = {
     "perplexity": {"window": _maybe(int), "sha256": _maybe(str)}

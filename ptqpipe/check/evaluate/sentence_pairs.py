@@ -15,7 +15,7 @@ from ptqpipe.errors import UsageError, arg, first_line
 MOST = 2000  # pairs that are made of a text
 LEAST = 2  # a rank correlation needs two
 _WORDS = (4, 60)  # of a sentence of a text: shorter ones are headings, longer ones tables
-_ENDS = re.compile(r"(?<=[.!?])[\"')\]]*\s+|(?<=[。！？])|\n+")  # noqa: RUF001
+_ENDS = re.compile(r"(?<=[.!?])[\"')\]]*\s+|(?<=[。！？])|\n+")
 
 
 @dataclass(frozen=True, slots=True)
