@@ -102,7 +102,8 @@ def run_backward(
 
     NumericsError for hidden states or gradients that are not finite.
     """
-    runner.skeleton.require_head()  # before the layers run
+    if runner.skeleton.pooling is None:
+        runner.skeleton.require_head()  # before the layers run
     entering: dict[int, Activations] = {}
     batches = range(len(runner.batches))
 
@@ -265,10 +266,12 @@ def draw_labels(chances: torch.Tensor, generator: torch.Generator) -> tuple[torc
 
 def _through_head(runner: Runner, gradients: Activations, seed: int, of_ranks: tuple[int, int]) -> None:
     begun, (rank, world) = 0, of_ranks
-    with runner.head():
+    embeds = runner.skeleton.pooling is not None
+    with contextlib.nullcontext() if embeds else runner.head():
         for batch, ids in enumerate(runner.batches):
             numbers = [rank + window * world for window in range(begun, begun + len(ids))]
-            gradients.put(batch, _from_head(runner, batch, [seed * 1_000_003 + number for number in numbers]))
+            seeds = [seed * 1_000_003 + number for number in numbers]
+            gradients.put(batch, (_from_embedding if embeds else _from_head)(runner, batch, seeds))
             begun += len(ids)
 
 
@@ -294,6 +297,22 @@ def _from_head(runner: Runner, batch: int, seeds: Sequence[int]) -> torch.Tensor
             labels, counts = (torch.stack(part).unsqueeze(2).to(logits.device) for part in zip(*drawn, strict=True))
             slopes = chances.mul_(counts).scatter_add_(2, labels, -counts)  # of counts times the labels' losses
             (gradient[piece],) = torch.autograd.grad(logits, rows, slopes)
+    return gradient
+
+
+def _from_embedding(runner: Runner, batch: int, seeds: Sequence[int]) -> torch.Tensor:
+    """dLoss/dx of what the last layer returns in a batch of a sentence embedder. The loss of a text is the inner
+    product of its embedding, at length 1, with a normal vector: the mean of the slope's outer product is the
+    Gauss-Newton matrix of half the squared distance of embeddings, which is one minus their cosine.
+
+    seeds  of the vectors, one for each window of the batch
+    """
+    rows = runner.activations.get(batch).to(runner.device).detach().requires_grad_(True)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    with torch.enable_grad():
+        vectors = torch.nn.functional.normalize(runner.embeddings_of(batch, rows))
+        drawn = torch.stack([torch.randn(vectors.shape[1], generator=generator) for generator in generators])
+        (gradient,) = torch.autograd.grad(vectors, rows, drawn.to(vectors))
     return gradient
 
 

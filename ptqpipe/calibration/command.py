@@ -27,7 +27,7 @@ from ptqpipe.calibration.store import OUTPUTS, digest_of, is_of_outputs, outputs
 from ptqpipe.calibration.summary import described, no_held_out
 from ptqpipe.checkpoint import Finished, LayerFolder, Mode, check_disjoint, check_place, name_of, resolve_source
 from ptqpipe.errors import UsageError, arg
-from ptqpipe.models.language_model import with_note
+from ptqpipe.models.language_model import layered_model_of, with_note
 from ptqpipe.models.source import Source
 from ptqpipe.run.machine import Machine, Ranks, compute_threads, peak_bytes, threads
 from ptqpipe.runtime.loading import DTYPES, config_of
@@ -65,7 +65,7 @@ def calibrate(
         path = source.reader.path
         check_disjoint(path, out)
         check_place(out)
-        config = config_of(source)
+        config = config_of(source, layered_model_of)
         samples = samples_of_model(
             data,
             path,

@@ -27,6 +27,7 @@ from ptqpipe.calibration.rows import (
     Notes,
     begin_token,
     begun,
+    end_token,
     files_of,
     has_beginning,
     pieces,
@@ -39,6 +40,7 @@ from ptqpipe.calibration.rows import (
 )
 from ptqpipe.checkpoint import file_sha256
 from ptqpipe.errors import UsageError, arg, usage
+from ptqpipe.models.embedder import is_embedder
 from ptqpipe.models.images import decode_images, digest_of, read_image, split_content
 from ptqpipe.models.language_model import takes_images
 from ptqpipe.runtime.loading import default_length, load_tokenizer, read_config
@@ -155,12 +157,13 @@ def load_samples(
     check_seed(seed)
     tokenizer = cache(lambda: load_tokenizer(model))  # rows of token ids need none
     see = cache(lambda: Processor(model, read_config(model))) if images else None
+    embeds = is_embedder(model)
     sources = _sources(names)
     shares, usual = _shares(samples, sources), _shares(samples // HELD_SHARE, sources)
     held = usual if holdout is None else _shares(holdout, sources)
     pools = list[_Pool]()
     for (files, weight), count, more, least in zip(sources, shares, held, usual, strict=True):
-        read = partial(_read, files, weight, tokenizer, see, seqlen=seqlen, field=field)
+        read = partial(_read, files, weight, tokenizer, see, seqlen=seqlen, field=field, embeds=embeds)
         pool = read(wanted=count + max(more, least))  # so that stages which hold none out choose from the same windows
         pools.append(read(wanted=None) if pool.more and pool.candidates < count + more else pool)
     generator = torch.Generator().manual_seed(seed)
@@ -181,7 +184,7 @@ def load_samples(
 def samples_of_model(names: Sequence[str], model: Path, config: Any, *, seqlen: int | None, **options: Any) -> Samples:
     """`load_samples` with images where the model of ``config`` takes them, and of its usual length where ``seqlen`` is
     None."""
-    length = default_length(config) if seqlen is None else seqlen
+    length = default_length(config, model) if seqlen is None else seqlen
     return load_samples(names, model, seqlen=length, images=takes_images(config, model), **options)
 
 
@@ -258,7 +261,8 @@ class _Chosen:
 @dataclass(frozen=True, slots=True)
 class _Pool:
     """What is chosen from: the tokens of texts in a row, and rows with images; ``ends`` of the files in the stream, how
-    many rows have which length, whether the files have ``more``, and the token that windows of text ``begin`` with."""
+    many rows have which length, whether the files have ``more``, and the tokens that windows of text ``begin`` with
+    and, of a sentence embedder, ``end`` with."""
 
     files: list[DataFile]
     stream: "array[int]"
@@ -269,6 +273,7 @@ class _Pool:
     lengths: "Counter[int]"
     more: bool
     begin: int | None = None
+    end: int | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -277,7 +282,7 @@ class _Pool:
 
     def choose(self, which: torch.Tensor) -> _Chosen:
         count = len(self.stream) // self.seqlen
-        windows = _windows(self.stream, self.shown, self.seqlen, self.begin)
+        windows = _windows(self.stream, self.shown, self.seqlen, self.begin, self.end)
         begins = torch.arange(count) * self.seqlen
         origin = torch.cat(
             [torch.searchsorted(torch.tensor(self.ends), begins, right=True), torch.tensor(self.shown_of).long()]
@@ -328,11 +333,13 @@ def _read(
     *,
     seqlen: int,
     field: str | None,
+    embeds: bool,
     wanted: int | None,
 ) -> _Pool:
     """The tokens of a source's files.
 
     see     what makes tokens of images; None: rows with images are refused
+    embeds  whether the model is a sentence embedder, which sees the token behind a text
     wanted  windows, which decides how much of long data is tokenized; None: all of them
     """
     most = math.inf if wanted is None else max(LONG, CHARACTERS * wanted * seqlen)
@@ -375,7 +382,8 @@ def _read(
         pool.files.append(_described(name, rows, total, weight, every))
         pool.ends.append(len(pool.stream))
     pool.notes.extend(notes.lines())
-    return replace(pool, begin=begin if begins else None)
+    end = end_token(tokenizer()) if begins and embeds else None
+    return replace(pool, begin=begin if begins else None, end=end)
 
 
 def _check_asked(names: Sequence[str], samples: int, seqlen: int, holdout: int | None) -> None:
@@ -475,14 +483,18 @@ def tokens_digest(windows: torch.Tensor) -> str:
     return hashlib.sha256(windows.numpy().astype("<i8").tobytes()).hexdigest()
 
 
-def _windows(stream: "array[int]", shown: Sequence[_Shown], seqlen: int, begin: int | None) -> torch.Tensor:
-    """int64 [n, seqlen]: the text cut into windows that start with ``begin``, what is left of it aside; then each row
-    with images."""
+def _windows(
+    stream: "array[int]", shown: Sequence[_Shown], seqlen: int, begin: int | None, end: int | None
+) -> torch.Tensor:
+    """int64 [n, seqlen]: the text cut into windows that start with ``begin`` and stop with ``end``, what is left of it
+    aside; then each row with images."""
     count = len(stream) // seqlen
     windows = torch.full((count + len(shown), seqlen), NO_TOKEN)
     if count:
         cut = torch.frombuffer(stream, dtype=torch.int64, count=count * seqlen).view(count, seqlen)
         windows[:count] = begun(cut, begin)
+        if end is not None:
+            windows[:count, -1] = end
     for number, row in enumerate(shown, count):
         windows[number, : len(row.tokens)] = torch.tensor(row.tokens)
     return windows

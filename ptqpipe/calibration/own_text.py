@@ -44,7 +44,7 @@ def generate(
     path = resolve_source(str(model))
     Source.open(path).close()  # which refuses what cannot be read
     config = read_config(path)
-    samples, seqlen = options.samples, default_length(config) if options.seqlen is None else options.seqlen
+    samples, seqlen = options.samples, default_length(config, path) if options.seqlen is None else options.seqlen
     held_out = samples // HELD_SHARE
     count = samples + held_out
     check_windows(config, samples=samples, seqlen=seqlen)

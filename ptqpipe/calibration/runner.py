@@ -325,6 +325,13 @@ class Runner:
         ``torch.no_grad``."""
         return self._around.logits(ids, x)
 
+    def embeddings_of(self, batch: int, x: torch.Tensor) -> torch.Tensor:
+        """A sentence embedder's vectors [samples, hidden] of a batch for which the last layer returned ``x``. Records
+        gradients unless under ``torch.no_grad``."""
+        pooling = self.skeleton.pooling
+        assert pooling is not None
+        return pooling.pool(self._around.last_hidden(self.batches[batch], x))
+
     def mtp_layers(self) -> Iterator[MtpLayer]:
         """The multi-token prediction layer, if there is one, its weights loaded; after the last layer and the head."""
         skeleton, embedding = self.skeleton, self.skeleton.model.get_input_embeddings()

@@ -66,6 +66,14 @@ class EvalOptions(Options):
         metavar="FILE|DIR|NAME:CONFIG:SPLIT",
         shown="a sample text of 110 kB",
     )
+    pairs: tuple[Path, ...] = option(
+        (),
+        "Of a sentence embedder: pairs of sentences to compare its embeddings on, two with a tab between them a line, "
+        "or .jsonl with two fields. Repeatable.",
+        metavar="FILE",
+        kind="file",
+        shown="up to 2,000 pairs of sentences of {data}",
+    )
     text_field: str | None = same_option(TextOptions, "text_field")
     seqlen: int | None = option(
         None, "Tokens in each window.", metavar="N", shown="the model's positions, at most 2048"

@@ -90,7 +90,7 @@ def convert(
     """
     if page is not None:
         yield from report(page)
-    elif measured or _continues_text(out):
+    elif measured or _is_measured(out):
         yield "ptqpipe", "report" if measured else "eval", out, "--source", options.model
     else:
         yield "ptqpipe", "verify", out, "--source", options.model
@@ -124,6 +124,12 @@ def _continues_text(path: str | Path) -> bool:
     return continues_text(Path(path))
 
 
+def _is_measured(path: str | Path) -> bool:
+    from ptqpipe.models.model_kind import is_measured
+
+    return is_measured(Path(path))
+
+
 def generate(options: "GenerateCommand", windows: Call) -> Iterator[Call]:
     """Quantize with its text at once, or by way of statistics."""
     yield "ptqpipe", "convert", options.model, "--data", options.out, *windows
@@ -155,7 +161,7 @@ def verify(options: "VerifyCommand", sound: bool) -> Iterator[Call]:
     """Check a sound checkpoint against its model, measure and serve it; of a fault the fault itself says what to do."""
     if not sound:
         return
-    if options.source is not None and _continues_text(options.ckpt):
+    if options.source is not None and _is_measured(options.ckpt):
         yield "ptqpipe", "eval", options.ckpt, "--source", options.source
     elif options.source is None and (original := _original(options.ckpt)):
         yield "ptqpipe", "verify", options.ckpt, *original
@@ -181,7 +187,7 @@ def _original(ckpt: str | Path) -> Call:
 def diff(options: "DiffCommand", equal: bool, backwards: bool = False) -> Iterator[Call]:
     """How much a difference is; nothing for none. ``backwards``: A is what was made, B what it was made from."""
     derived, source = (options.a, options.b) if backwards else (options.b, options.a)
-    if equal or not _continues_text(derived):
+    if equal or not _is_measured(derived):
         return
     if not _is_quantized(source):
         yield "ptqpipe", "eval", derived, "--source", source

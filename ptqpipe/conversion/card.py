@@ -19,6 +19,7 @@ from ptqpipe.checkpoint import hub_name, name_of, write_file
 from ptqpipe.checkpoint.regular_file import read_regular
 from ptqpipe.conversion.record import text_data
 from ptqpipe.errors import argv, one_line
+from ptqpipe.models.embedder import is_embedder
 from ptqpipe.models.source import Source
 from ptqpipe.recipe.recipe import FORMER_NAMES
 from ptqpipe.run.quantities import disk_size
@@ -57,8 +58,8 @@ def card(source: Source, record: Mapping[str, Any], *, nbytes: int, warnings: Se
     what = _kind(record, formats)
     lines = [f"# {code(_name(source, record))}, {what}", ""]
     lines += [_BEGIN, _END, "", *_facts(source, record, nbytes, formats, plain=plain), "", *_command_lines(record), ""]
-    return f"---\n{head}---\n\n{chr(10).join(lines + _use(record, warnings, plain=plain))}\n".encode(
-        "utf-8", errors="replace")  # fmt: skip
+    lines += _use(record, warnings, plain=plain, embeds=is_embedder(source.reader.path))
+    return f"---\n{head}---\n\n{chr(10).join(lines)}\n".encode("utf-8", errors="replace")
 
 
 class _Loader(yaml.SafeLoader):
@@ -267,15 +268,18 @@ def _words(text: str) -> str:
     return one_line(text, limit=80).replace("_", " ")
 
 
-def _use(record: Mapping[str, Any], warnings: Sequence[str], *, plain: bool) -> list[str]:
+def _use(record: Mapping[str, Any], warnings: Sequence[str], *, plain: bool, embeds: bool) -> list[str]:
     container = str(record.get("container"))
     readers = _PLAIN_READERS if plain else _READERS.get(container, ())
+    if embeds:  # vLLM's pooling runner is the one whose encoders are known to take these layers
+        readers = (" ".join([_VLLM, *argv(runner="pooling")]),) if _VLLM in readers else ()
     needs = not plain and container in ("modelopt", "ptqpipe")
     lines = ["## Use", "", "PATH is this folder, or its name on the hub.", ""]
-    lines += [f"    {line}" for line in (*readers, "ptqpipe serve PATH")]
-    lines += ["", "    from transformers import AutoModelForCausalLM"]
+    model_class = "AutoModel" if embeds else "AutoModelForCausalLM"
+    lines += [f"    {line}" for line in (*readers, *([] if embeds else ["ptqpipe serve PATH"]))]
+    lines += ["", f"    from transformers import {model_class}"]
     lines += ["    import ptqpipe  # for this layout"] if needs else []
-    lines += ['    model = AutoModelForCausalLM.from_pretrained("PATH")', ""]
+    lines += [f'    model = {model_class}.from_pretrained("PATH")', ""]
     lines += [*(f"- {one_line(warning, limit=500)}" for warning in warnings), ""] if warnings else []
     return [*lines, "`ptqpipe verify PATH` checks every byte of it. [ptqpipe.json](ptqpipe.json) lists what became of "
             "every tensor."]  # fmt: skip

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.errors import CheckpointError, arg
+from ptqpipe.models.embedder import is_embedder
 
 _LEFT_OUT = "_ptqpipe_left_out"
 CACHES = ("cache", "cache_params", "past_key_values")  # what transformers calls a cache: today, and before
@@ -45,10 +46,43 @@ def causal_model_of(config: Any, path: Path) -> tuple[Any, Any]:
 
 
 def _no_text(config: Any, path: Path) -> CheckpointError:
+    if is_embedder(path):
+        return CheckpointError(
+            f"{path} is a sentence embedder, which gives no probabilities of tokens, as generate, serve and plan's "
+            "measurements need; use convert, calibrate, tune and eval with it"
+        )
     return CheckpointError(
-        f"{path} is a {config.model_type!r} model, which is no causal language model, as calibrate, tune, generate, "
-        f"eval and serve need; convert it without {arg('data')} and {arg('stats')}, which does not run it"
+        f"{path} is a {config.model_type!r} model, which is no causal language model and no sentence embedder "
+        f"(modules.json), as calibrate, tune, generate, eval and serve need; convert it without {arg('data')} and "
+        f"{arg('stats')}, which does not run it"
     )
+
+
+def embedder_model_of(config: Any, path: Path) -> tuple[Any, Any]:
+    """transformers' class of a sentence embedder, which has no head, and the config to make it with. CheckpointError
+    where there is none, and for encoder-decoders."""
+    from transformers import MODEL_MAPPING
+
+    model_class = MODEL_MAPPING.get(type(config), None)
+    if isinstance(model_class, tuple) or model_class is None or config.is_encoder_decoder:
+        raise CheckpointError(
+            f"{path} is a {config.model_type!r} model, of which no sentence embedder is run here: encoders and "
+            f"decoders alone are; convert it without {arg('data')} and {arg('stats')}, which does not run it"
+        )
+    return model_class, config
+
+
+def layered_model_of(config: Any, path: Path) -> tuple[Any, Any]:
+    """What calibrate and tune run layer by layer: a sentence embedder, else the causal model."""
+    return (embedder_model_of if is_embedder(path) else causal_model_of)(config, path)
+
+
+def leave_out_pooler(model: Any, filled: Container[str]) -> None:
+    """Takes the pooler out of an empty encoder where ``filled``, its parameters that a checkpoint has, are none of the
+    pooler's: an embedding is made of the hidden states, so many embedders are published without one."""
+    pooler = getattr(model, "pooler", None)
+    if pooler is not None and not any(f"pooler.{name}" in filled for name, _ in pooler.named_parameters()):
+        model.pooler = None
 
 
 def named_model_of(config: Any, path: Path) -> tuple[Any, Any]:
@@ -124,6 +158,8 @@ def image_model_of(config: Any, path: Path) -> tuple[Any, Any]:
 
 def takes_images(config: Any, path: Path) -> bool:
     """Whether a model whose text the class of `causal_model_of` continues has parts for images, too."""
+    if is_embedder(path):
+        return False
     causal = causal_model_of(config, path)[0]
     whole = _with_images(config)
     return whole is not None and (causal is whole or config.get_text_config() is not config)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ptqpipe.checkpoint.layouts import HF_QUANT_CONFIG
 from ptqpipe.checkpoint.regular_file import read_json
+from ptqpipe.models.embedder import is_embedder
 from ptqpipe.models.families import language_config
 
 _WORDS = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json")
@@ -32,7 +33,12 @@ def continues_text(folder: Path) -> bool:
     """Whether the folder's model continues text by its own tokenizer, as eval, serve and vLLM need: no encoder,
     embedding model, classifier, encoder-decoder or part of a pipeline, and nothing without config.json."""
     raw = read_json(folder / "config.json")
-    return isinstance(raw, dict) and has_tokenizer(folder) and may_continue_text(raw)
+    return isinstance(raw, dict) and has_tokenizer(folder) and may_continue_text(raw) and not is_embedder(folder)
+
+
+def is_measured(folder: Path) -> bool:
+    """Whether eval compares the folder's model with its source: one that continues text, or a sentence embedder."""
+    return continues_text(folder) or (has_tokenizer(folder) and is_embedder(folder))
 
 
 def may_continue_text(raw: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from ptqpipe.check.options import EvalOptions
 from ptqpipe.check.report.command import make_report
 from ptqpipe.check.verify.command import verify
 from ptqpipe.errors import CheckpointError, PtqWarning
+from ptqpipe.models.embedder import is_embedder
 from ptqpipe.pipeline.run_plan import Pipeline
 
 
@@ -30,7 +31,7 @@ def eval_stage(run: Pipeline) -> None:
         device=str(run.machine.device),
         cache_dir=run.begun / "logits",
         command=run.command,
-        samples=3,
+        samples=0 if is_embedder(run.path) else 3,
     )
     shown = run.machine.progress
     run.evaluation = evaluation.evaluate(str(run.out), source=str(run.path), options=options, progress=shown)

@@ -7,8 +7,9 @@ from ptqpipe.calibration.rows import weighted
 from ptqpipe.conversion.options import TransformOptions
 from ptqpipe.conversion.transform.plan import foldable_rotations, matrix_bytes
 from ptqpipe.errors import PtqError
+from ptqpipe.models.embedder import is_embedder
 from ptqpipe.models.folding.find_structure import find_structure
-from ptqpipe.models.language_model import takes_images
+from ptqpipe.models.language_model import layered_model_of, takes_images
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline import validate
 from ptqpipe.pipeline.presets import QualityPreset
@@ -32,10 +33,12 @@ def rotatable(preset: QualityPreset | None, source: Source, recipe: Recipe, *, u
     """The preset with those of its rotations that can be learned for this model, and why the others cannot be."""
     if preset is None or not preset.rotations:
         return preset
+    if is_embedder(source.reader.path):
+        return _without_rotations(preset, "they are learned for models that continue text, and this is an embedder")
     scheme, reader = recipe.schemes()[0], source.reader
     if recipe.rotations:
         return _without_rotations(preset, "the recipe rotates inputs while the model runs")
-    if takes_images(read_config(reader.path), reader.path):
+    if takes_images(read_config(reader.path, layered_model_of), reader.path):
         return _without_rotations(preset, "they are learned from text alone, and the model takes images")
     if source.container is not None:
         return _without_rotations(preset, "the model is quantized already")
@@ -54,8 +57,10 @@ def rotatable(preset: QualityPreset | None, source: Source, recipe: Recipe, *, u
 
 def with_own_text(preset: QualityPreset, work: PipelineOptions, path: Path) -> tuple[QualityPreset, PipelineOptions]:
     """The call with the model's own text beside its data, half of the windows; or the preset, and why there is none."""
-    if takes_images(read_config(path), path):
+    if takes_images(read_config(path, layered_model_of), path):
         why = "the model takes images, and writes text alone"
+    elif is_embedder(path):
+        why = "an embedder writes none"
     elif work.text_field is not None:
         why = f"field {work.text_field} is in no row of it"
     else:

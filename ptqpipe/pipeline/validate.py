@@ -12,6 +12,7 @@ from ptqpipe.calibration.rows import files_of, weighted
 from ptqpipe.conversion.kv_cache import cache_specs
 from ptqpipe.conversion.planned_outputs import container_of
 from ptqpipe.errors import UsageError, arg, usage
+from ptqpipe.models.language_model import layered_model_of
 from ptqpipe.models.reader_facts import check_rotation, container_for, formats_of
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
@@ -86,8 +87,8 @@ def _about_data(option: str) -> str:
 def check_data(path: Path, work: PipelineOptions, texts: Sequence[str]) -> None:
     """UsageError for windows that the model cannot take, or of which the texts have too few."""
     if work.data:
-        config = read_config(path)
-        seqlen = default_length(config) if work.seqlen is None else work.seqlen
+        config = read_config(path, layered_model_of)
+        seqlen = default_length(config, path) if work.seqlen is None else work.seqlen
         check_windows(config, samples=work.samples, seqlen=seqlen)
         check_seed(work.seed)
         if texts:
@@ -101,7 +102,7 @@ def check_cache(path: Path, recipe: Recipe, work: PipelineOptions) -> None:
         container = container_of(recipe, recipe.container_name)
         with Source.open(path) as source:
             modules = cache_specs(source, recipe.kv_cache, container, container_name=recipe.container_name)
-        check_seen(modules, read_config(path))
+        check_seen(modules, read_config(path, layered_model_of))
 
 
 def check_untie(work: PipelineOptions, what: str, *, rotates: bool) -> None:

@@ -153,6 +153,13 @@ class ModelShell:
             logits: torch.Tensor = self._call(ids).logits
         return logits
 
+    def last_hidden(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What a model without a head returns [samples, tokens, hidden] where the last block returned ``x``. Records
+        gradients unless under ``torch.no_grad``."""
+        with self._returning(x):
+            hidden: torch.Tensor = self._call(ids).last_hidden_state
+        return hidden
+
     @contextlib.contextmanager
     def _returning(self, x: torch.Tensor) -> Iterator[None]:
         """The last block returns ``x`` while it is open, whatever the model is given."""

@@ -18,7 +18,7 @@ import torch
 from ptqpipe.checkpoint.layouts import StoredWeight
 from ptqpipe.errors import UsageError
 from ptqpipe.models.families import in_mtp_layers
-from ptqpipe.models.language_model import lacks_head, without_head
+from ptqpipe.models.language_model import lacks_head, leave_out_pooler, without_head
 from ptqpipe.models.source import Source
 from ptqpipe.runtime.creating import other_shape
 from ptqpipe.runtime.input_quantizers import GROUP, InputQuantizer
@@ -151,7 +151,9 @@ def decide(
     homes = {name: places for name, places in all_homes.items() if places or not drafts(name)}
     for name, places in homes.items():
         _check_shape(model, source, name, places)
-    if causal and lacks_head(model, {home.parameter for places in homes.values() for home in places}):
+    filled = {home.parameter for places in homes.values() for home in places}
+    leave_out_pooler(model, filled)
+    if causal and lacks_head(model, filled):
         raise without_head(source.reader.path, model)
     blocks = _blocks(source, homes)
     plan = make_plan(model, ranks, columns=lambda name: blocks.get(name, 1))

@@ -29,6 +29,7 @@ from ptqpipe.errors import (
     missing_package,
     one_line,
 )
+from ptqpipe.models.embedder import Pooling, is_embedder
 from ptqpipe.models.families import check_experts
 from ptqpipe.models.language_model import causal_model_of, keep_language_model, named_model_of
 from ptqpipe.models.source import Source
@@ -202,9 +203,11 @@ def positions_of(config: Any) -> int | None:
     return None if count is None else int(count)
 
 
-def default_length(config: Any) -> int:
-    """The default number of tokens of a window: 2048, or the model's positions where they are fewer."""
-    return min(DEFAULT_LENGTH, positions_of(config) or DEFAULT_LENGTH)
+def default_length(config: Any, path: Path) -> int:
+    """The default number of tokens of a window: 2048, or the model's positions where they are fewer; of a sentence
+    embedder what it reads of a text."""
+    read = Pooling.of(path).longest if is_embedder(path) else None
+    return min(read or DEFAULT_LENGTH, positions_of(config) or DEFAULT_LENGTH)
 
 
 def check_length(config: Any, seqlen: int) -> None:

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import CheckpointError, first_line, is_no_memory, missing_package
+from ptqpipe.models.embedder import Pooling, is_embedder
 from ptqpipe.models.families import check_experts
 from ptqpipe.models.language_model import (
-    causal_model_of,
     image_model_of,
     image_parts,
     keep_language_model,
     lacks_head,
+    layered_model_of,
+    leave_out_pooler,
     without_head,
 )
 from ptqpipe.models.source import Source
@@ -61,7 +63,7 @@ class Skeleton:
         images  with the parts that only images pass, too
         """
         check_experts(source.reader.config, source.tensors)
-        config = config_of(source)
+        config = config_of(source, layered_model_of)
         model = _empty_model(config, dtype, source, images=images)
         model = model if images else keep_language_model(model)
         conversions, layer = _conversions(model), find_mtp(source)
@@ -72,6 +74,7 @@ class Skeleton:
         mtp = () if layer is None else ((MTP, model.mtp),)
         state = lazy_state(source)
         origins, unplaced = _place(state, model, conversions)
+        leave_out_pooler(model, origins)
         _check_apart(model, blocks, origins)
         return cls(model, blocks, origins, unplaced, dtype, state, conversions, mtp)
 
@@ -93,6 +96,12 @@ class Skeleton:
     def _head(self) -> str | None:
         head = self.model.get_output_embeddings()
         return next((name for name, module in self.model.named_modules() if module is head), None)
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """How a sentence embedder makes a vector of its last hidden states; None of a causal model."""
+        path = next(iter(self.state.values())).source.reader.path
+        return Pooling.of(path) if is_embedder(path) else None
 
     def require_head(self) -> None:
         """CheckpointError for a checkpoint without a language-model head."""
@@ -162,7 +171,7 @@ class Skeleton:
 
 
 def _empty_model(config: Any, dtype: torch.dtype, source: Source, *, images: bool) -> Any:
-    model_class, config = (image_model_of if images else causal_model_of)(config, source.reader.path)
+    model_class, config = (image_model_of if images else layered_model_of)(config, source.reader.path)
     text = config.get_text_config()
     if getattr(text, "output_router_logits", False):  # for a loss of training, which needs the routers of all layers
         text.output_router_logits = False

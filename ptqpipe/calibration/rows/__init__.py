@@ -12,7 +12,7 @@ Text that is not the user's never becomes data: a row of another form is mapped,
 from ptqpipe.calibration.rows.chats import Messages
 from ptqpipe.calibration.rows.forms import Notes, read_rows, shows_images, size_of
 from ptqpipe.calibration.rows.names import check_once, files_of, is_data_file, weighted
-from ptqpipe.calibration.rows.tokens import begin_token, begun, has_beginning, pieces, row_text, row_tokens
+from ptqpipe.calibration.rows.tokens import begin_token, begun, end_token, has_beginning, pieces, row_text, row_tokens
 
 __all__ = [
     "Messages",
@@ -20,6 +20,7 @@ __all__ = [
     "begin_token",
     "begun",
     "check_once",
+    "end_token",
     "files_of",
     "has_beginning",
     "is_data_file",

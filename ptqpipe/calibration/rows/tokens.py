@@ -18,12 +18,23 @@ MAX_TOKEN = 1 << 31
 
 
 def begin_token(tokenizer: Any) -> int | None:
-    """The beginning-of-text token that a tokenizer puts before every text; None for one that puts none there."""
+    """The beginning-of-text token, of an encoder its [CLS], that a tokenizer puts before every text; None for one that
+    puts none there."""
     begin = getattr(tokenizer, "bos_token_id", None)
+    begin = getattr(tokenizer, "cls_token_id", None) if begin is None else begin
     if begin is None:
         return None
     first = tokenizer("a", verbose=False)["input_ids"][:1]
     return int(begin) if list(first) == [begin] else None
+
+
+def end_token(tokenizer: Any) -> int | None:
+    """The token that a tokenizer puts behind every text: [SEP], or the end of text; None for one that puts none
+    there."""
+    last = tokenizer("a", verbose=False)["input_ids"][-1]
+    return (
+        int(last) if last in {getattr(tokenizer, f"{name}_token_id", None) for name in ("sep", "eos", "pad")} else None
+    )
 
 
 def has_beginning(value: Any, tokens: Sequence[int], begin: int | None) -> bool:

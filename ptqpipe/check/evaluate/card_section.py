@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.check.evaluate.verdict import verdict
+from ptqpipe.check.evaluate.verdict import Verdict, verdict
 from ptqpipe.conversion.card import cell, code, write_section
 
 
@@ -16,6 +16,8 @@ def write_quality(ckpt: Path, result: Mapping[str, Any]) -> bool:
     judged = verdict(result)
     if judged is None:
         return False
+    if result.get("embeddings"):
+        return write_section(ckpt, _of_embedder(result, judged))
     baseline = result.get("baseline") or {}
     name = baseline.get("name") if isinstance(baseline, Mapping) else baseline
     rows = "".join(
@@ -29,6 +31,24 @@ def write_quality(ckpt: Path, result: Mapping[str, Any]) -> bool:
         f"{judged.like}.\n"
         f"\n| text | tokens | KL divergence, nats per token | 95 % interval |\n|---|---:|---:|---:|\n{rows}\n",
     )
+
+
+def _of_embedder(result: Mapping[str, Any], judged: Verdict) -> str:
+    rows = "".join(
+        f"| {cell(code(row['data']))} | {row['pairs']:,} | {row['cosine']:.5f} | {_correlation(row['spearman'])} | "
+        f"{100 * row['same_nearest']:.1f} % |\n"
+        for row in result["embeddings"]
+    )
+    against = code((result.get("baseline") or {}).get("name") or "the original model")
+    return (
+        f"## Quality\n\n**{judged.level.capitalize()}**: {judged.words}, against {against}.\n"
+        f"\n| sentences | pairs | cosine of embeddings | rank correlation of similarities | same nearest sentence |\n"
+        f"|---|---:|---:|---:|---:|\n{rows}\n"
+    )
+
+
+def _correlation(value: float | None) -> str:
+    return "–" if value is None else f"{value:.5f}"
 
 
 def _number(value: float) -> str:

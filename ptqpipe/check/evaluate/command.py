@@ -1,4 +1,5 @@
-"""evaluate: what a checkpoint computes, measured. Perplexity, KL divergence to a baseline, lm-eval tasks; one JSON.
+"""evaluate: what a checkpoint computes, measured. Perplexity, KL divergence to a baseline, lm-eval tasks; of a sentence
+embedder its embeddings; one JSON.
 
 Both models are loaded with true semantics (``runtime/loading.py``). Whatever can be wrong with the call is found before
 a weight is read. The baseline goes first, its log-probabilities to the cache on disk, and is gone before the checkpoint
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from ptqpipe.check.evaluate.cache import not_cached, open_cache, store_bytes
+from ptqpipe.check.evaluate.embeddings import EmbedderJob, models_of
 from ptqpipe.check.evaluate.eval_file import kl_row, perplexity_row, result_json, task_row
 from ptqpipe.check.evaluate.harness import TaskMetric, TaskRequest, check_tasks, run_tasks
 from ptqpipe.check.evaluate.measures import divergence, perplexity
@@ -29,10 +31,9 @@ from ptqpipe.check.evaluate.token_divergence import (
 from ptqpipe.check.evaluate.tokenized_text import SAMPLE, SAMPLE_NAME, Text, read_texts
 from ptqpipe.check.options import EvalOptions
 from ptqpipe.check.report.provenance import run_facts
-from ptqpipe.checkpoint import CheckpointReader, completed_run, name_of, resolve_source
+from ptqpipe.checkpoint import CheckpointReader, completed_run, name_of
 from ptqpipe.errors import CheckpointError, UsageError, arg, one_line
 from ptqpipe.models.language_model import with_note
-from ptqpipe.models.source import Source
 from ptqpipe.run.machine import counting_bar
 from ptqpipe.runtime.loading import (
     check_device,
@@ -80,7 +81,13 @@ def evaluate(
 
     UsageError for what cannot be measured, before any weight is read.
     """
-    job = _prepare(ckpt, source, options or EvalOptions(), progress, log or (lambda line: None))
+    options, log = options or EvalOptions(), log or (lambda line: None)
+    path, baseline = models_of(ckpt, source)
+    embedder = EmbedderJob.of(path, baseline, options)
+    if embedder is not None:
+        log(embedder.header)
+        return _result(path, baseline, options, embeddings=embedder.rows(progress=progress))
+    job = _prepare(path, baseline, options, progress, log)
     job.log(with_note(_header(job), read_config(job.path)))
     references: Sequence[Any] = [None] * len(job.texts)
     theirs: list[TaskMetric] = []
@@ -99,15 +106,26 @@ def evaluate(
         if reference is not None:
             divergences.append(_kl_row(job, text, scores))
     by_key = {(metric.task, metric.name): metric for metric in theirs}
-    return result_json(
-        checkpoint={"name": name_of(job.path), "run_id": completed_run(job.path)},
-        baseline=None if job.baseline is None else {"name": name_of(job.baseline)},
-        settings=_settings(job.options),
+    return _result(
+        path,
+        baseline,
+        options,
         perplexity=perplexities,
         kl=divergences,
         tasks=[task_row(metric, by_key.get((metric.task, metric.name))) for metric in _tasks(job, model)],
         samples=_sample_rows(job, [*written, _written(job, model)]) if written else [],
-        made=run_facts(job.options.command),
+    )
+
+
+def _result(
+    path: Path, baseline: Path | None, options: EvalOptions, **rows: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    return result_json(
+        checkpoint={"name": name_of(path), "run_id": completed_run(path)},
+        baseline=None if baseline is None else {"name": name_of(baseline)},
+        settings=_settings(options),
+        made=run_facts(options.command),
+        **rows,
     )
 
 
@@ -179,15 +197,11 @@ def _header(job: _Job) -> str:
     return "\n".join(lines)
 
 
-def _prepare(ckpt: str, source: str | None, options: EvalOptions, progress: bool, log: Callable[[str], None]) -> _Job:
+def _prepare(path: Path, other: Path | None, options: EvalOptions, progress: bool, log: Callable[[str], None]) -> _Job:
     for name in ("max_tokens", "limit", "batch_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value}: expected 1 or more")
-    path = resolve_source(ckpt)
-    other = None if source is None else resolve_source(source)
-    for model in (path, *([other] if other is not None else [])):  # before one of them is measured
-        Source.open(model).close()
     config = read_config(path)
     dtype_of(options.dtype, config)
     check_device(options.device)
@@ -198,7 +212,7 @@ def _prepare(ckpt: str, source: str | None, options: EvalOptions, progress: bool
                 f"the baseline {other} has a vocabulary of {theirs}, {path} one of {ours}; only models with one "
                 "vocabulary can be compared"
             )
-    window, stride = _protocol(config, options)
+    window, stride = _protocol(config, path, options)
     if options.tasks:
         check_tasks(_request(options))
     words = path if other is None or (path / "tokenizer_config.json").exists() else other
@@ -220,9 +234,9 @@ def _check_tokens(text: Text, vocabulary: int) -> None:
         )
 
 
-def _protocol(config: Any, options: EvalOptions) -> tuple[int, int]:
+def _protocol(config: Any, path: Path, options: EvalOptions) -> tuple[int, int]:
     positions = positions_of(config)
-    window = default_length(config) if options.seqlen is None else options.seqlen
+    window = default_length(config, path) if options.seqlen is None else options.seqlen
     stride = window if options.stride is None else options.stride
     if positions is not None and window > positions:
         raise UsageError(

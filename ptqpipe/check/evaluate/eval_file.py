@@ -8,6 +8,10 @@ kl          data and the fields of ``measures.Divergence``; histogram, positions
 tasks       task, metric, higher_is_better, samples; checkpoint, stderr, baseline, baseline_stderr; recovery (percent of
             the baseline's value), difference, interval (95 % of the difference)
 samples     data, prompt; baseline and checkpoint, the text that each continues it with
+embeddings  of a sentence embedder alone: data, sha256, pairs; cosine (mean, of an embedding with the baseline's),
+            cosine_interval, cosine_least; spearman (rank correlation of the pairs' similarities with the baseline's)
+            and its interval; same_nearest (share of first sentences whose nearest second one is the same) and
+            same_nearest_interval
 
 ``verdict`` is that of ``verdict.py``, for other readers: ptqpipe takes it from the rows. ``made`` says when, on which
 machine and by which command. A number that is not finite is null. A report and a terminal show the same rows.
@@ -40,10 +44,11 @@ def result_json(
     checkpoint: Row,
     baseline: Row | None,
     settings: Row,
-    perplexity: Sequence[Row],
-    kl: Sequence[Row],
-    tasks: Sequence[Row],
+    perplexity: Sequence[Row] = (),
+    kl: Sequence[Row] = (),
+    tasks: Sequence[Row] = (),
     samples: Sequence[Row] = (),
+    embeddings: Sequence[Row] = (),
     made: Row | None = None,
 ) -> dict[str, Any]:
     """The content of an eval file. ``checkpoint``: its name and run_id; ``baseline``: its name."""
@@ -57,6 +62,7 @@ def result_json(
         "kl": kl,
         "tasks": tasks,
         "samples": samples,
+        **({"embeddings": embeddings} if embeddings else {}),
         "made": made or {},
     }
     fields = {key: _finite(value) for key, value in content.items()}
@@ -171,6 +177,7 @@ _MUST: dict[str, dict[str, Callable[[Any], Any]]] = {
     "kl": {"data": _file_name, "tokens": int, "mean": _real},
     "tasks": {"task": str, "metric": str, "checkpoint": float},
     "samples": {"data": _file_name, "prompt": str, "baseline": str, "checkpoint": str},
+    "embeddings": {"data": _file_name, "pairs": int, "cosine": _real, "spearman": _maybe(float), "same_nearest": float},
 }
 _MAY: dict[str, dict[str, Callable[[Any], Any]]] = {
     "perplexity": {"window": _maybe(int), "sha256": _maybe(str)}
@@ -180,6 +187,8 @@ _MAY: dict[str, dict[str, Callable[[Any], Any]]] = {
     | dict.fromkeys(("max", "top1_agreement"), _maybe(float)),
     "tasks": {"samples": _maybe(int)} | dict.fromkeys(("stderr", "baseline", "recovery"), _maybe(float)),
     "samples": {},
+    "embeddings": dict.fromkeys(("cosine_interval", "same_nearest_interval"), _maybe(_interval))
+    | {"cosine_least": _maybe(float), "sha256": _maybe(str)},
 }
 
 

@@ -67,13 +67,14 @@ def render(result: Mapping[str, Any]) -> str:
     """The result for a terminal: the verdict in words first, then tables that fit 80 columns."""
     settings = result["settings"]
     judged = verdict(result)
-    lines = [] if judged is None else [str(judged), judged.like, ""]
+    lines = [] if judged is None else [str(judged), *([judged.like] if judged.like else []), ""]
     against = "" if result["baseline"] is None else f" against {result['baseline']['name']}"
     lines.append(
         f"{result['checkpoint']['name']}{against} ({settings['dtype']}, activations {settings['activations']})"
     )
-    for key, rendered in (("perplexity", _perplexity_table), ("kl", _kl_tables), ("tasks", _task_table)):
-        if result[key]:
+    tables = {"perplexity": _perplexity_table, "kl": _kl_tables, "tasks": _task_table, "embeddings": _embedding_table}
+    for key, rendered in tables.items():
+        if result.get(key):
             lines += ["", rendered(result[key])]
     return "\n".join(lines)
 
@@ -124,6 +125,17 @@ def _task_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(head, body, left=2)
 
 
+def _embedding_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    measures = (("cosine", "cosine_interval"), ("spearman", "interval"), ("same_nearest", "same_nearest_interval"))
+    names = ("cosine with the source's", "rank correlation of pairs", "same nearest sentence")
+    body = [
+        [short(row["data"]), f"{row['pairs']:,}", name, _number(row[key], 5), _span(row[spread], 5)]
+        for row in rows
+        for name, (key, spread) in zip(names, measures, strict=True)
+    ]
+    return table(["embeddings", "pairs", "measure", "result", "95 %"], body)
+
+
 def _compared(row: Mapping[str, Any]) -> list[str]:
     return [_number(row["baseline"]), _signed(row["difference"]), _span(row["interval"])]
 
@@ -145,7 +157,7 @@ def _signed(value: float | None) -> str:
     return "-" if value is None else f"{'+' if value >= 0 else ''}{number(value, 3)}"
 
 
-def _span(interval: Sequence[float] | None) -> str:
+def _span(interval: Sequence[float] | None, digits: int = 3) -> str:
     if interval is None or None in interval:
         return "-"
-    return f"{number(interval[0], 3)} .. {number(interval[1], 3)}"
+    return f"{number(interval[0], digits)} .. {number(interval[1], digits)}"

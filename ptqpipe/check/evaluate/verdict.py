@@ -1,11 +1,13 @@
 """One sentence on a measured checkpoint, from near-lossless to damaged: by the mean KL divergence to its baseline, by
-how often both find the same token most likely, and by what its perplexity has surely gained.
+how often both find the same token most likely, and by what its perplexity has surely gained. On a sentence embedder: by
+the cosine of its embeddings with the baseline's, the rank correlation of similarities, and how often both find the same
+sentence nearest.
 
 The thresholds are the only place where a number becomes a word; terminal, report, model card and Python show the same.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -14,21 +16,25 @@ class Level(NamedTuple):
     is sure of all, the same top token; and one that is as often better as worse, the same perplexity.
 
     kl          the largest mean KL divergence, in nats per token
-    same        the smallest share of tokens with the same top token
+    same        the smallest share of tokens with the same top token; of an embedder, of the same nearest sentence
     perplexity  the largest rise of the perplexity, relative; one that is within noise does not count
+    cosine      of an embedder: the smallest mean cosine of embeddings
+    rank        of an embedder: the smallest rank correlation of the similarities of pairs
     """
 
     word: str
     kl: float
     same: float
     perplexity: float
+    cosine: float
+    rank: float
 
 
 LEVELS = (
-    Level("near-lossless", 0.005, 0.95, 0.005),
-    Level("very good", 0.02, 0.90, 0.015),
-    Level("acceptable", 0.05, 0.85, 0.03),
-    Level("visibly worse", 0.2, 0.75, 0.12),
+    Level("near-lossless", 0.005, 0.95, 0.005, 0.998, 0.998),
+    Level("very good", 0.02, 0.90, 0.015, 0.99, 0.99),
+    Level("acceptable", 0.05, 0.85, 0.03, 0.98, 0.98),
+    Level("visibly worse", 0.2, 0.75, 0.12, 0.95, 0.95),
 )
 DAMAGED = "damaged"
 WORDS = (*(level.word for level in LEVELS), DAMAGED)
@@ -52,7 +58,7 @@ class Verdict(NamedTuple):
 
     level  one of WORDS
     words  the numbers behind it, in words: KL, same top token, perplexity
-    like   which format of llama.cpp has about this KL, in words
+    like   which format of llama.cpp has about this KL, in words; of an embedder empty
     """
 
     level: str
@@ -66,6 +72,8 @@ class Verdict(NamedTuple):
 def verdict(result: Mapping[str, Any]) -> Verdict | None:
     """The verdict on the content of an eval file (``evaluation.result``), by the text with the worst one, of several
     that with the largest divergence; None where no divergence was measured."""
+    if result.get("embeddings"):
+        return _of_embedder(result["embeddings"])
     rows = [row for row in result.get("kl") or () if row.get("mean") is not None]
     if not rows:
         return None
@@ -81,6 +89,24 @@ def verdict(result: Mapping[str, Any]) -> Verdict | None:
     return Verdict(WORDS[place], ", ".join(words), like(kl))
 
 
+def _of_embedder(rows: Sequence[Mapping[str, Any]]) -> Verdict:
+    place, _, index = max((_place_of_embedder(row), -float(row["cosine"]), i) for i, row in enumerate(rows))
+    worst = rows[index]
+    words = [
+        f"cosine {float(worst['cosine']):.4f}",
+        "no rank correlation" if worst.get("spearman") is None else f"rank correlation {float(worst['spearman']):.4f}",
+        f"same nearest sentence {100 * float(worst['same_nearest']):.1f} %",
+    ]
+    return Verdict(WORDS[place], ", ".join(words), "")
+
+
+def _place_of_embedder(row: Mapping[str, Any]) -> int:
+    cosine, same = float(row["cosine"]), float(row["same_nearest"])
+    rank = 1.0 if row.get("spearman") is None else float(row["spearman"])  # all similarities are equal
+    reached = (cosine >= level.cosine and rank >= level.rank and same >= level.same for level in LEVELS)
+    return next((place for place, fits in enumerate(reached) if fits), len(LEVELS))
+
+
 def like(kl: float) -> str:
     """Which of `KNOWN` has about a mean KL divergence, in words."""
     least, most = next(iter(KNOWN)), next(reversed(KNOWN))
@@ -91,6 +117,15 @@ def like(kl: float) -> str:
         how, name = "above", most
     name = name or min(KNOWN, key=lambda each: abs(math.log(KNOWN[each] / kl)))
     return f"KL {how} that of Llama 3 8B in llama.cpp's {name}"
+
+
+def embedder_thresholds() -> str:
+    each = [f"{level.word}: {level.cosine:g}, {level.rank:g}, {100 * level.same:g} %" for level in LEVELS]
+    return (
+        "Thresholds: the smallest mean cosine to the original model's embeddings, the smallest rank correlation of the "
+        "similarities of pairs, the smallest share of sentences with the same nearest sentence: "
+        f"{'; '.join(each)}; {DAMAGED}: worse."
+    )
 
 
 def thresholds() -> str:

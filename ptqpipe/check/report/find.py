@@ -1,14 +1,14 @@
 """Finds what belongs to a checkpoint: the model that it was made from, and what `ptqpipe eval` wrote for it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from glob import escape
 from pathlib import Path
 from typing import Any
 
 from ptqpipe.check.evaluate.eval_file import read_result
 from ptqpipe.check.evaluate.eval_summary import default_out
-from ptqpipe.check.evaluate.verdict import thresholds, verdict
+from ptqpipe.check.evaluate.verdict import Verdict, embedder_thresholds, thresholds, verdict
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader
 from ptqpipe.checkpoint.regular_file import read_json
 from ptqpipe.errors import PtqError
@@ -76,9 +76,13 @@ def _json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def _beside(judged: Verdict, result: Mapping[str, Any]) -> str:
+    return embedder_thresholds() if result["embeddings"] else f"{judged.like}. {thresholds()}"
+
+
 def read_evaluation(path: Path, *, run_id: str | None) -> tuple[dict[str, Any], tuple[str, str, str] | None]:
     """An eval file, and the verdict on it as a report shows it: word, numbers, what they compare with; None where no
     divergence was measured. UsageError where it is of another run than ``run_id``."""
     result = read_result(path, run_id=run_id)
     judged = verdict(result)
-    return result, None if judged is None else (judged.level, judged.words, f"{judged.like}. {thresholds()}")
+    return result, None if judged is None else (judged.level, judged.words, _beside(judged, result))

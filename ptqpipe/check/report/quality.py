@@ -24,7 +24,7 @@ class CardNumber(NamedTuple):
 def facts(report: Report) -> list[CardNumber]:
     """The numbers beside the verdict: quality where it was measured, else what is known; size; whether verified."""
     row = worst_text(report)
-    cards = _measured(report, row) if row is not None else _proxies(report)
+    cards = _measured(report, row) if row is not None else _embedded(report) or _proxies(report)
     return [*cards, _size(report), *_verified(report)]
 
 
@@ -58,6 +58,22 @@ def _perplexity(report: Report, data: str) -> list[CardNumber]:
         change = f"{100 * (row['checkpoint'] / base - 1):+.2f} %"
         beside = f"from {numbers.plain(base)}, {change}{' (within noise)' if noise else ''}"
     return [CardNumber("Perplexity", numbers.plain(row["checkpoint"]), beside)]
+
+
+def _embedded(report: Report) -> list[CardNumber]:
+    """Of a sentence embedder, on the pairs with the smallest cosine."""
+    rows = report.evaluation["embeddings"] if report.evaluation is not None else []
+    row = min(rows, key=lambda each: each["cosine"], default=None)
+    if row is None or report.evaluation is None:
+        return []
+    beside = f"of {row['pairs']:,} pairs of {row['data']}, to {report.evaluation['baseline'] or 'the original'}"
+    span = row["cosine_interval"]
+    between = f"95 % interval {span[0]:.5f} to {span[1]:.5f}; " if span else ""
+    cards = [CardNumber("Cosine of embeddings", f"{row['cosine']:.4f}", between + beside)]
+    if row["spearman"] is not None:
+        rank = f"{row['spearman']:.4f}"
+        cards.append(CardNumber("Rank correlation", rank, "of the similarities of pairs (Spearman)"))
+    return [*cards, CardNumber("Same nearest sentence", f"{100 * row['same_nearest']:.1f} %", "of the first sentences")]
 
 
 def _proxies(report: Report) -> list[CardNumber]:

@@ -86,7 +86,7 @@ def measure(
             raise UsageError(f"{arg('seqlen', measurement.seqlen)}: expected 2 or more")
         check_length(config, measurement.seqlen)
     text = read_text(measurement.text, lambda: load_tokenizer(path), max_tokens=measurement.tokens)
-    window = measurement.seqlen or min(default_length(config), len(text.tokens))
+    window = measurement.seqlen or min(default_length(config, path), len(text.tokens))
     header = {
         "version": VERSION,
         "model": source.reader.fingerprint(),

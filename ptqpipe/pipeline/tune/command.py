@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ptqpipe.checkpoint import Finished, Mode, check_place
 from ptqpipe.conversion.prepare import prepare
+from ptqpipe.models.language_model import layered_model_of
 from ptqpipe.pipeline.tune import backwards, codes_folder, tune_samples
 from ptqpipe.pipeline.tune.layer_loop import tune_layers
 from ptqpipe.pipeline.tune.options import TuneOptions, check
@@ -50,7 +51,7 @@ def tune(
     prepared = prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats, collected=True)
     with prepared:
         check_place(out)
-        config, units = config_of(prepared.source), prepared.outputs.plan.units
+        config, units = config_of(prepared.source, layered_model_of), prepared.outputs.plan.units
         samples = tune_samples.load(data, prepared.source.reader.path, options, config)
         if samples.images or not backwards.are_used(prepared, options):
             options = replace(options, metric="output")  # the reverse pass takes rows of one length

@@ -82,7 +82,7 @@ def test_each_word_asks_for_less_than_the_one_before() -> None:
 def test_the_thresholds_are_those_of_the_documentation_and_of_the_report() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "using.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\w -]+) \| at most ([\d.]+) \| at least ([\d.]+) % \| at most ([\d.]+) % \|", page, re.M)
-    numbers = [(word, f"{kl:g}", f"{100 * same:g}", f"{100 * rise:g}") for word, kl, same, rise in LEVELS]
+    numbers = [(word, f"{kl:g}", f"{100 * same:g}", f"{100 * rise:g}") for word, kl, same, rise, *_ in LEVELS]
     assert rows == numbers
     assert all(f"{word}: {kl}, {same} %, {rise} %" in thresholds() for word, kl, same, rise in numbers)
     known = re.findall(r"^\| (\w+) \| ([\d.]+) \| \+([\d.]+) % \|(?: ([\d.]+) %)? \| ([\w -]+) \|$", page, re.M)
