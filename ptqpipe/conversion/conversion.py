@@ -7,13 +7,11 @@ source and recipe alone. tune takes its plan and its units, and runs no job of i
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.calibration.propagated import PropagatedInputs
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.checkpoint import CheckpointWriter, TensorWriter
 from ptqpipe.checkpoint.dtypes import NotFinite
@@ -50,11 +48,6 @@ class Conversion(CheckpointJob[OutputJob]):
     consumed: Consumed | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     doubts: tuple[str, ...] = ()
-
-    @cached_property
-    def propagated(self) -> PropagatedInputs:
-        """The input energies that the source's weights let expect."""
-        return PropagatedInputs(self.source)
 
     @property
     def run_parts(self) -> Mapping[str, str]:
@@ -99,8 +92,8 @@ class Conversion(CheckpointJob[OutputJob]):
         """Propagates the energies of inputs, where a unit that is not done yet needs them."""
         done = writer.done()
         jobs = (job for job in self.jobs if isinstance(job, QuantizeUnit) and job.id not in done)
-        if any(job.propagates for job in jobs):
-            self.propagated.compute(workers=machine.workers)
+        if any(job.unit.rule.propagates for job in jobs):
+            self.source.propagated.compute(workers=machine.workers)
 
     def after_commit(self, job: OutputJob, writer: CheckpointWriter) -> None:
         if self.consumed is not None:

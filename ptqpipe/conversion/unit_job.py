@@ -20,7 +20,6 @@ from ptqpipe.models.slices import Member
 from ptqpipe.models.source import Scratch, Source, SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization import UnitResult, WeightError, check_decode, gathered_bytes
-from ptqpipe.recipe.options import PROPAGATED
 from ptqpipe.recipe.plan import Unit
 from ptqpipe.run.machine import WorkerBudget
 
@@ -43,11 +42,6 @@ class QuantizeUnit(WriteJob):
     unit: Unit
     parts: tuple[tuple[Part, ...], ...]
     biases: tuple[str, ...] = ()
-
-    @property
-    def propagates(self) -> bool:
-        """Whether its scales are weighted by propagated energies."""
-        return self.unit.rule.objective == PROPAGATED
 
     def cache_bytes(self, work: "Conversion") -> int:
         """The weights as they are in memory, which most searches read more than once."""
@@ -81,7 +75,6 @@ class QuantizeUnit(WriteJob):
             weights,
             counting(weights, (errors or parts).write_rows, changed),
             statistics=work.statistics,
-            propagated=work.propagated,
             codes=codes,
             device=share.device,
         )

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import torch
 
-from ptqpipe.calibration.propagated import PropagatedInputs
 from ptqpipe.calibration.statistics import MomentSource
 from ptqpipe.conversion.input_moments import inputs_of
 from ptqpipe.errors import NumericsError, arg
+from ptqpipe.models.source import SourceRows
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization import RowWriter, Task, UnitResult, Weight, WeightError, quantizer
 from ptqpipe.quantization.driver import write_learned
@@ -27,7 +27,6 @@ def quantize_unit(
     sink: RowWriter,
     *,
     statistics: MomentSource | None = None,
-    propagated: PropagatedInputs | None = None,
     codes: Sequence[QTensor] | None = None,
     device: torch.device | None = None,
     recheck: bool = True,
@@ -35,7 +34,6 @@ def quantize_unit(
     """Quantizes a unit by its rule, and finds a sample of its blocks again by brute force.
 
     statistics  needed by rules that read moments; checked by ``moments.open_statistics``
-    propagated  what rules with that objective take for the moments of inputs
     codes       chosen before, one QTensor for each weight: taken as they are
     recheck     whether a sample is searched again
 
@@ -45,8 +43,8 @@ def quantize_unit(
     task = Task(weights, unit.scheme.fmt, names, sink, unit.rule, codes=codes)
     if codes is None and unit.rule.calibrated and statistics is not None:
         task = replace(task, inputs=inputs_of(unit, statistics))
-    if codes is None and unit.rule.objective == PROPAGATED and propagated is not None:
-        task = replace(task, importance=[propagated.of(m.source, m.shape[1]) for m in unit.members])
+    if codes is None and unit.rule.propagates:
+        task = replace(task, importance=[w.energies if isinstance(w, SourceRows) else None for w in weights])
     if device is not None:
         task = replace(task, device=device)
     try:

@@ -6,7 +6,7 @@ weight each, which is decoded when it is read.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from ptqpipe.checkpoint.layouts import (
 )
 from ptqpipe.errors import CheckpointError, NumericsError, UsageError, arg, one_line
 from ptqpipe.models.folded import FoldedTensors, folded, open_folded
+from ptqpipe.models.propagated import PropagatedInputs
 from ptqpipe.models.slices import Slice
 from ptqpipe.numerics.formats import Format
 from ptqpipe.numerics.qtensor import QTensor
@@ -48,6 +49,7 @@ class Source:
     tensors   logical tensors: name -> (dtype, shape), stored weights as the BF16 tensors that they stand for
     config    config.json, with the description of hf_quant_config.json where it has none: what it was read by
     view      of a checkpoint with factors folded in, its tensors before they are rounded
+    propagated  what the weights let expect of their inputs
     """
 
     reader: CheckpointReader
@@ -58,6 +60,14 @@ class Source:
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     config: Mapping[str, Any]
     view: FoldedTensors | None = None
+    propagated: PropagatedInputs = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        def rows(where: Slice, shape: tuple[int, int]) -> SourceRows:
+            return SourceRows(self, where, shape=shape)
+
+        propagated = PropagatedInputs(self.tensors, self.reader.config, rows=rows, read=self.reader.read)
+        object.__setattr__(self, "propagated", propagated)
 
     @classmethod
     def open(cls, path: Path, *, dangling: bool = False) -> "Source":
@@ -322,6 +332,11 @@ class SourceRows:
     def below_8_bits(self) -> bool:
         """Whether the source stores this weight in fewer than 8 bits."""
         return self.source.below_8_bits(self.where.tensor) is not None
+
+    @property
+    def energies(self) -> torch.Tensor | None:
+        """float32 [K]: the input energies that the source's weights let expect; None where nothing is known of them."""
+        return self.source.propagated.of(self.where, self.shape[1])
 
     def drop(self) -> None:
         """Forgets what is cached."""

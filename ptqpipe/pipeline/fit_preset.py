@@ -9,14 +9,14 @@ from ptqpipe.conversion.transform.plan import foldable_rotations, matrix_bytes
 from ptqpipe.errors import PtqError
 from ptqpipe.models.embedder import is_embedder
 from ptqpipe.models.folding.find_structure import find_structure
-from ptqpipe.models.language_model import layered_model_of, takes_images
+from ptqpipe.models.language_model import takes_images
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline import validate
 from ptqpipe.pipeline.presets import QualityPreset
 from ptqpipe.recipe.options import PipelineOptions
 from ptqpipe.recipe.recipe import Recipe
 from ptqpipe.run.quantities import disk_size
-from ptqpipe.runtime.loading import read_config
+from ptqpipe.runtime.loading import read_layered_config
 
 MATRICES = 128_000_000  # bytes of a record that the matrices of rotations may take: half of what is read
 
@@ -38,7 +38,7 @@ def rotatable(preset: QualityPreset | None, source: Source, recipe: Recipe, *, u
     scheme, reader = recipe.schemes()[0], source.reader
     if recipe.rotations:
         return _without_rotations(preset, "the recipe rotates inputs while the model runs")
-    if takes_images(read_config(reader.path, layered_model_of), reader.path):
+    if takes_images(read_layered_config(reader.path), reader.path):
         return _without_rotations(preset, "they are learned from text alone, and the model takes images")
     if source.container is not None:
         return _without_rotations(preset, "the model is quantized already")
@@ -57,7 +57,7 @@ def rotatable(preset: QualityPreset | None, source: Source, recipe: Recipe, *, u
 
 def with_own_text(preset: QualityPreset, work: PipelineOptions, path: Path) -> tuple[QualityPreset, PipelineOptions]:
     """The call with the model's own text beside its data, half of the windows; or the preset, and why there is none."""
-    if takes_images(read_config(path, layered_model_of), path):
+    if takes_images(read_layered_config(path), path):
         why = "the model takes images, and writes text alone"
     elif is_embedder(path):
         why = "an embedder writes none"

@@ -12,7 +12,6 @@ from ptqpipe.calibration.rows import files_of, weighted
 from ptqpipe.conversion.kv_cache import cache_specs
 from ptqpipe.conversion.planned_outputs import container_of
 from ptqpipe.errors import UsageError, arg, usage
-from ptqpipe.models.language_model import layered_model_of
 from ptqpipe.models.reader_facts import check_rotation, container_for, formats_of
 from ptqpipe.models.source import Source
 from ptqpipe.numerics.schemes import get_scheme
@@ -20,7 +19,7 @@ from ptqpipe.pipeline.budget.plan_units import DEFAULT_FORMATS, KEEP
 from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.recipe.recipe import Recipe
-from ptqpipe.runtime.loading import default_length, read_config
+from ptqpipe.runtime.loading import default_length, read_layered_config
 
 SELF = "self"
 _BY_QUALITY = ("algorithm", "objective", "damping", "refine_passes")
@@ -87,7 +86,7 @@ def _about_data(option: str) -> str:
 def check_data(path: Path, work: PipelineOptions, texts: Sequence[str]) -> None:
     """UsageError for windows that the model cannot take, or of which the texts have too few."""
     if work.data:
-        config = read_config(path, layered_model_of)
+        config = read_layered_config(path)
         seqlen = default_length(config, path) if work.seqlen is None else work.seqlen
         check_windows(config, samples=work.samples, seqlen=seqlen)
         check_seed(work.seed)
@@ -102,7 +101,7 @@ def check_cache(path: Path, recipe: Recipe, work: PipelineOptions) -> None:
         container = container_of(recipe, recipe.container_name)
         with Source.open(path) as source:
             modules = cache_specs(source, recipe.kv_cache, container, container_name=recipe.container_name)
-        check_seen(modules, read_config(path, layered_model_of))
+        check_seen(modules, read_layered_config(path))
 
 
 def check_untie(work: PipelineOptions, what: str, *, rotates: bool) -> None:

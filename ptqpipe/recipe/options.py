@@ -111,6 +111,11 @@ class CodeOptions:
         return "exact" if self.moments else SEARCHES.get(fmt, "exact")
 
     @property
+    def propagates(self) -> bool:
+        """Whether the scales are weighted by what the weights let expect of the inputs."""
+        return self.objective == PROPAGATED
+
+    @property
     def moments(self) -> tuple[str, ...]:
         """The moments of each input that choosing the codes reads; none without statistics."""
         needed = ALGORITHMS[self.algorithm].moment

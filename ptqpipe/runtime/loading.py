@@ -31,7 +31,7 @@ from ptqpipe.errors import (
 )
 from ptqpipe.models.embedder import Pooling, is_embedder
 from ptqpipe.models.families import check_experts
-from ptqpipe.models.language_model import causal_model_of, keep_language_model, named_model_of
+from ptqpipe.models.language_model import causal_model_of, keep_language_model, layered_model_of, named_model_of
 from ptqpipe.models.source import Source
 from ptqpipe.runtime.creating import create_config, creating, empty_model, lacks, no_place, other_shape, quiet
 from ptqpipe.runtime.fill import Filling, Prepare, completed, decide, instead_of_files, prepare
@@ -184,6 +184,11 @@ def read_config(path: Path, model_of: Callable[[Any, Path], Any] = causal_model_
         if value is not None and value < 1:
             raise CheckpointError(f"{path / 'config.json'} has {name} {value}, expected 1 or more")
     return config
+
+
+def read_layered_config(path: Path) -> Any:
+    """`read_config` of a model whose layers can be run one after another: a language model, or a sentence embedder."""
+    return read_config(path, layered_model_of)
 
 
 def config_of(source: Source, model_of: Callable[[Any, Path], Any] = causal_model_of) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptqpipe.conversion.output_error import TunedBlock, can_be_proven, mean_known
+from ptqpipe.recipe.options import PROPAGATED
 from ptqpipe.run.quantities import decibels
 
 
@@ -75,6 +76,11 @@ class ReportedWeight:
     weighting: str = ""
     versus_rtn: float | None = None
     reverted: bool = False
+
+    @property
+    def propagated(self) -> bool:
+        """Whether the columns' weights in the search of its scales follow from the source's weights."""
+        return self.algorithm in ("", "rtn") and self.weighting == PROPAGATED
 
     @property
     def plain(self) -> bool:

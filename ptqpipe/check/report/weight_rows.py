@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from ptqpipe.calibration.propagated import PropagatedInputs
 from ptqpipe.check.report import Codes, Histogram, KeptTensor, Proof, ReportedWeight, ScaleChoice, WorstBlock
 from ptqpipe.check.report.scale_choices import STORED, compare_choices
 from ptqpipe.check.scan import FLOAT_BINS, WeightFacts
@@ -25,7 +24,6 @@ from ptqpipe.errors import UsageError
 from ptqpipe.models.source import Source, SourceRows
 from ptqpipe.numerics.formats import Codec
 from ptqpipe.numerics.qtensor import scale_values
-from ptqpipe.recipe.options import PROPAGATED
 from ptqpipe.recipe.weight_map import WeightMap
 from ptqpipe.run.machine import Machine, counting_bar
 
@@ -202,22 +200,19 @@ def prove_sample(
         for item, weight in zip(items, weights, strict=True)
         if item.rows is not None
         and weight.proven
-        and (weight.plain or weight.weighting == PROPAGATED)
+        and (weight.plain or weight.propagated)
         and weight.energy
         and not item.stored.scheme.fmt.one_scale
     ]
     step = -(-len(provable) // PROOF_WEIGHTS) or 1
     chosen = provable[::step]
-    propagated = next((PropagatedInputs(item.rows.source) for item in chosen if item.rows is not None), None)
 
     def prove(item: Item) -> tuple[int, int]:
         assert item.rows is not None
         blocks = PROOF_BLOCKS if item.stored.scheme.fmt.scale.enumerable else PROOF_LONG_BLOCKS
         claim = None if record is None else record.weights.get(item.name)
         proof = prove_weight(
-            opened, item.stored.weight, item.rows, expert=item.expert, sample_blocks=blocks, claim=claim,
-            propagated=propagated,
-        )  # fmt: skip
+            opened, item.stored.weight, item.rows, expert=item.expert, sample_blocks=blocks, claim=claim)  # fmt: skip
         item.rows.drop()
         return proof.blocks, proof.worse + proof.tied
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import torch
 
-from ptqpipe.calibration.propagated import PropagatedInputs
 from ptqpipe.check.verify.findings import Findings
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.conversion.record import Claim
@@ -27,15 +26,13 @@ def prove_weight(
     expert: int | None,
     sample_blocks: int | None,
     claim: Claim | None = None,
-    propagated: PropagatedInputs | None = None,
 ) -> Optimality:
     """Proves the scales of ``sample_blocks`` blocks of a stored weight (``search/proof.py``); of all of them for None.
 
-    Whole rows of blocks, spread evenly from top to bottom; ``propagated``: of the source.
+    Whole rows of blocks, spread evenly from top to bottom. ``claim``: what its record says of it.
     """
     factor = 1.0 if claim is None else claim.enlarged
-    weighted = claim is not None and claim.weighting == PROPAGATED and propagated is not None
-    importance = propagated.of(rows.where, rows.shape[1]) if propagated is not None and weighted else None
+    importance = rows.energies if claim is not None and claim.weighting == PROPAGATED else None
     stored = ckpt.stored[weight]
     fmt = stored.scheme.fmt
     grid = fmt.scale_shape(stored.shape)

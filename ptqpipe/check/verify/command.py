@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ptqpipe.calibration.propagated import PropagatedInputs
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.check.verify.findings import Findings
 from ptqpipe.check.verify.header_checks import check_headers
@@ -111,7 +110,6 @@ def _verify(run: Verification, workers: int, *, shown: bool) -> None:
     findings.guard("record", RECORD_FILE, lambda: _read_own_record(run))
     findings.guard("source", "the source", lambda: _as_quantized(run))
     if run.source is not None:
-        run.propagated = PropagatedInputs(run.source)
         findings.guard("names", "the source", lambda: _find_origins(run))
     if ckpt.container is None and not (run.record is not None and run.record.plain):
         findings.fault("config", "config.json", "describes no quantization; this is a plain checkpoint")

@@ -29,7 +29,7 @@ def check_headers(run: Verification) -> None:
         ("names", "tensors", lambda: structure.check_dangling(ckpt, source, findings)),
     ]
     if record is not None:
-        own = [
+        own: list[tuple[str, Callable[..., None]]] = [
             ("record", claims.check_itself),
             ("record", claims.check_coverage),
             *([("record", claims.check_float)] if record.plain else []),

@@ -60,7 +60,6 @@ def _weight_job(
             record=run.record,
             optimal=run.optimal,
             sample_blocks=run.sample_blocks,
-            propagated=run.propagated,
             findings=findings,
         )
         reports.append(report)
@@ -114,7 +113,6 @@ def _unit_job(run: Verification, planned: Outputs, unit: Unit) -> tuple[Findings
             findings,
             cache_bytes=CACHE_BYTES,
             statistics=run.statistics,
-            propagated=run.propagated,
         )
         if run.optimal and unit.scheme.fmt.one_scale:
             prove_unit(run.ckpt, source, unit, record.weights, findings)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ptqpipe.calibration.propagated import PropagatedInputs
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.check.verify.claims import SUM_TOLERANCE, check_numbers, check_reasons, conversion_parts, recipe_of
 from ptqpipe.check.verify.findings import Findings
@@ -40,7 +39,6 @@ def repeat_unit(
     *,
     cache_bytes: int,
     statistics: Statistics | None = None,
-    propagated: PropagatedInputs | None = None,
 ) -> None:
     """Quantizes a unit again and compares its rows with the stored ones, its numbers with the claimed ones.
 
@@ -61,7 +59,7 @@ def repeat_unit(
         if others:
             differing[(member, row)] = others
 
-    result = quantize_unit(unit, rows, compare, statistics=statistics, propagated=propagated, recheck=False)
+    result = quantize_unit(unit, rows, compare, statistics=statistics, recheck=False)
     _check_outcomes(unit, result.record_fields, claims, findings)
     for (index, row), others in sorted(differing.items()):
         message = f"from row {row}: re-quantizing with the recorded recipe gives {others}"

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from ptqpipe.calibration.propagated import PropagatedInputs
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.check.verify.findings import Findings
 from ptqpipe.check.verify.weight_checks import WeightReport
@@ -24,4 +23,3 @@ class Verification:
     planned: Outputs | None = None
     statistics: Statistics | None = None
     weights: list[WeightReport] = field(default_factory=list)
-    propagated: PropagatedInputs | None = None

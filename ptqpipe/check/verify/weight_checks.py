@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ptqpipe.calibration.propagated import PropagatedInputs
 from ptqpipe.check.scan import AbsmaxErrors, WeightFacts, absmax_errors, scan_weight, usual_error
 from ptqpipe.check.verify.block_proofs import judge_proof, prove_weight
 from ptqpipe.check.verify.claims import SUM_TOLERANCE, check_hashes, check_numbers
@@ -60,13 +59,11 @@ def check_weight(
     record: Record | None,
     optimal: bool,
     sample_blocks: int | None,
-    propagated: PropagatedInputs | None,
     findings: Findings,
 ) -> WeightReport:
     """The numbers of one weight, or of one expert of a stack, against ``rows`` of the source; ``findings`` gets faults.
 
     optimal        also prove its block scales by brute force, ``sample_blocks`` of them; all for None
-    propagated     of the source, None without one
     """
     name = stored.key(expert)
     fmt = stored.scheme.fmt
@@ -100,9 +97,7 @@ def check_weight(
     proof = None
     joint = claim is not None and fmt.one_scale  # one scale for the fused group: proven by unit
     if optimal and not joint and (claim is None or claim.provable):
-        proof = prove_weight(
-            ckpt, stored.weight, rows, expert=expert, sample_blocks=sample_blocks, claim=claim, propagated=propagated
-        )
+        proof = prove_weight(ckpt, stored.weight, rows, expert=expert, sample_blocks=sample_blocks, claim=claim)
         judge_proof(name, proof, claim, findings)
     return replace(
         report,

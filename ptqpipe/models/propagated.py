@@ -19,16 +19,16 @@ attention, an MLP without a gate) nothing is known. What it gains: labs/propagat
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.models.folding import Edge, Matrix, Norm, Structure, find_structure
-from ptqpipe.models.slices import Slice
-from ptqpipe.models.source import Source, SourceRows
+from ptqpipe.models.slices import Shapes, Slice
 
 RUN_ELEMENTS = 1 << 18  # of a weight at a time: in float64 they stay in a cache
 LEAST = 2.0**-7  # of the median: no channel is so small that its weights may be lost, should it be larger than expected
@@ -38,20 +38,38 @@ _Place = tuple[str, int | None]
 """A tensor, and the expert in a stack."""
 
 
-class PropagatedInputs:
-    """The expected second moments of the inputs of a source's weights. Computing them reads every weight once."""
+class Rows(Protocol):
+    """A weight [out, in] whose rows are read when they are asked for."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def rows(self, start: int, stop: int) -> torch.Tensor: ...
+
+
+class PropagatedInputs:
+    """The expected second moments of the inputs of a model's weights. Computing them reads every weight once.
+
+    tensors, config  of a plain checkpoint, as `find_structure` takes them
+    rows             opens a weight
+    read             a whole tensor by name
+    """
+
+    def __init__(
+        self,
+        tensors: Shapes,
+        config: Mapping[str, Any],
+        *,
+        rows: Callable[[Slice, tuple[int, int]], Rows],
+        read: Callable[[str], torch.Tensor],
+    ) -> None:
+        self._tensors, self._config, self._rows, self._read = tensors, config, rows, read
         self._lock = threading.Lock()
         self._moments: dict[_Place, torch.Tensor] | None = None
 
-    def compute(self, *, workers: int = 1) -> dict[_Place, torch.Tensor]:
-        """By the weight that reads them, float32 [K], larger than 0; at the first call alone anything is computed, by
-        so many threads."""
+    def compute(self, *, workers: int = 1) -> Mapping[tuple[str, int | None], torch.Tensor]:
+        """By tensor and expert of the weight that reads them, float32 [K], larger than 0; empty for a model whose
+        structure is not known. At the first call alone anything is computed, by so many threads."""
         with self._lock:
             if self._moments is None:
-                self._moments = _rounded(propagate(self._source, workers=workers))
+                self._moments = _rounded(self._propagate(workers))
             return self._moments
 
     def of(self, where: Slice, columns: int) -> torch.Tensor | None:
@@ -59,15 +77,13 @@ class PropagatedInputs:
         moments = None if where.rotation else self.compute().get((where.tensor, where.expert))
         return moments if moments is not None and len(moments) == columns else None
 
-
-def propagate(source: Source, *, workers: int) -> dict[_Place, torch.Tensor]:
-    """float64 [K] by the weight that reads it; empty for a model whose structure is not known."""
-    try:
-        structure = find_structure(source.tensors, source.reader.config)
-    except (UsageError, CheckpointError):
-        return {}
-    with ThreadPoolExecutor(workers) as pool:
-        return _Propagation(source, structure, pool).run()
+    def _propagate(self, workers: int) -> dict[_Place, torch.Tensor]:
+        try:
+            structure = find_structure(self._tensors, self._config)
+        except (UsageError, CheckpointError):
+            return {}
+        with ThreadPoolExecutor(workers) as pool:
+            return _Propagation(structure, self._rows, self._read, pool).run()
 
 
 def _rounded(moments: dict[_Place, torch.Tensor]) -> dict[_Place, torch.Tensor]:
@@ -85,8 +101,14 @@ def _rounded(moments: dict[_Place, torch.Tensor]) -> dict[_Place, torch.Tensor]:
 class _Propagation:
     """The energies of the residual stream, and those of inputs so far."""
 
-    def __init__(self, source: Source, structure: Structure, pool: ThreadPoolExecutor) -> None:
-        self._source, self._structure, self._pool = source, structure, pool
+    def __init__(
+        self,
+        structure: Structure,
+        rows: Callable[[Slice, tuple[int, int]], Rows],
+        read: Callable[[str], torch.Tensor],
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self._structure, self._rows, self._read_whole, self._pool = structure, rows, read, pool
         self._residual = torch.ones(structure.hidden, dtype=torch.float64)
         self._moments: dict[_Place, torch.Tensor] = {}
         self._writers = {_place(writer) for writer in structure.writers}
@@ -158,7 +180,7 @@ class _Propagation:
 
     def _whole(self, name: str) -> torch.Tensor:
         """A norm or a bias, float64."""
-        return self._source.reader.read(name).double()
+        return self._read_whole(name).double()
 
     def _energies(self, matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
         """float64 [rows]: E y^2 of y = W x + bias."""
@@ -174,7 +196,7 @@ class _Propagation:
 
     def _over_rows(self, one: Matrix, other: Matrix, x: torch.Tensor) -> torch.Tensor:
         """float64 [rows]: sum_k w_k v_k x_k of the rows of two weights."""
-        rows = [_rows_of(self._source, matrix) for matrix in dict.fromkeys((one, other))]
+        rows = [self._rows(_slice_of(matrix), matrix.shape) for matrix in dict.fromkeys((one, other))]
         count, columns = one.shape
 
         def product(run: tuple[int, int]) -> torch.Tensor:
@@ -187,9 +209,8 @@ class _Propagation:
         return torch.cat(list(self._pool.map(product, runs))).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _rows_of(source: Source, matrix: Matrix) -> SourceRows:
-    where = Slice(matrix.tensor, start=matrix.start, expert=matrix.expert, transposed=matrix.transposed)
-    return SourceRows(source, where, shape=matrix.shape)
+def _slice_of(matrix: Matrix) -> Slice:
+    return Slice(matrix.tensor, start=matrix.start, expert=matrix.expert, transposed=matrix.transposed)
 
 
 def _place(matrix: Matrix) -> _Place:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.calibration.propagated import LEAST, PropagatedInputs
 from ptqpipe.check.verify.command import verify
 from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.models.propagated import LEAST
 from ptqpipe.models.slices import Slice
 from ptqpipe.models.source import Source
 from tests import tiny
@@ -33,7 +33,7 @@ def outliers(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def moments_of(folder: Path, *names: str, workers: int = 1) -> list[torch.Tensor]:
     with Source.open(folder) as source:
-        inputs = PropagatedInputs(source)
+        inputs = source.propagated
         inputs.compute(workers=workers)
         found = [inputs.of(Slice(f"{name}.weight"), source.tensors[f"{name}.weight"][1][1]) for name in names]
     assert all(one is not None for one in found)
@@ -82,7 +82,7 @@ def test_outliers_that_a_layer_writes_are_in_the_next_ones_inputs(tmp_path: Path
 def test_other_layouts_have_moments_of_what_a_norm_feeds(tmp_path: Path, kind: str) -> None:
     folder = make_model(tmp_path / "model", kind)
     with Source.open(folder) as source:
-        inputs = PropagatedInputs(source).compute()
+        inputs = source.propagated.compute()
         places = {name for name, _ in inputs}
         kept = ("norm", "embed", "wte", "wpe", "ln_", "lm_head", "bias", "router")
         missing = [n for n in source.tensors if n not in places and not any(part in n for part in kept)]
