@@ -13,7 +13,7 @@ import torch
 from ptqpipe.calibration.inputs import Moments
 from ptqpipe.errors import FormatError
 from ptqpipe.numerics.formats import Format
-from ptqpipe.numerics.global_scale import absmax_global, exact_global, pick, sample_rows
+from ptqpipe.numerics.global_scale import POINTS, absmax_global, exact_global, pick, sample_rows
 from ptqpipe.numerics.kernels.cpu_decode import decoded
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.quantization.metric import expected_error, output_error
@@ -120,18 +120,18 @@ def sampled_rows(task: Task) -> list[torch.Tensor]:
 
 
 def search_global(
-    task: Task, samples: Callable[[], Sequence[Sample]], amax: float, *, search: str
+    task: Task, samples: Callable[[], Sequence[Sample]], amax: float, *, search: str, points: int = POINTS
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, bool]:
     """(the global scale of the largest magnitude ``amax``, the one with the least error on ``samples``, whether that
     leaves no error on them, as the first one does); None for a format without one. Samples are read only where there is
-    something to search."""
+    something to search. ``points``: how many candidates there are besides."""
     fmt = task.fmt
     plain = absmax_global(amax, fmt) if fmt.has_global else None
     if plain is None or not task.search_global or amax == 0:
         return plain, plain, False
     rows = samples()
     exact = exact_global(amax, fmt, [w for w, _ in rows])
-    best = pick(plain, fmt, totals=lambda scales: errors_at(rows, fmt, search, scales), exact=exact)
+    best = pick(plain, fmt, totals=lambda scales: errors_at(rows, fmt, search, scales), points=points, exact=exact)
     if best is not exact:
         return plain, best, False
     at_best, at_plain = errors_at(rows, fmt, search, [best, plain])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ptqpipe.numerics.formats import Format, packed_columns
-from ptqpipe.numerics.global_scale import absmax_global, exact_global
+from ptqpipe.numerics.global_scale import POINTS, absmax_global, exact_global
 from ptqpipe.numerics.qtensor import QTensor
 from ptqpipe.numerics.search import get_search
 from ptqpipe.numerics.search.enlarged import enlarge, factor_for
@@ -60,11 +60,14 @@ def quantize(task: Task) -> UnitResult:
     amax, samples = largest(task), sampled_rows(task)
     rule = _rule(task, samples, amax)
     importance = task.importance or [None] * len(samples)
+    # Where columns count differently, candidates differ by less than the luck of rounding (labs/propagated).
+    points = POINTS if task.importance is None else 0
     plain, g, lossless = search_global(
         task,
         lambda: [(enlarge(w, rule.factor), h) for w, h in zip(samples, importance, strict=True)],
         amax * rule.factor,
         search=rule.search,
+        points=points,
     )
     lossless = lossless and rule.factor == 1
     compare = None if plain is None or g is None or torch.equal(plain, g) else plain
