@@ -297,7 +297,7 @@ def run_model(
     texts = (place(model.held_out, args.shared), place(model.calibration, args.shared), args.tokens, model.shared_text)
     other = place(model.other, args.shared) if model.other else None
     chats = [file for name in CHATS if (file := place(name, args.shared)).exists()]
-    how = (other, args.device, args.threads, args.window, chats, folder)
+    how: tuple[Any, ...] = (other, args.device, args.threads, args.window, chats, folder)
     for window, begun in zip(args.window, worker.submit(begin, source, *texts, *how).result(), strict=True):
         yield {"model": labelled(model, window), "tool": "float", **begun}
     for seed, fmt, entry, numbers in todo:
