@@ -316,14 +316,14 @@ def run_model(
             line |= produce(job, runs, folder / f"stats-{number}")
         except (Exception, SystemExit) as error:
             failed = {"failed": reason_of(str(error))}
-        for at in numbers:
+        for size in numbers:
             measured = failed
             if not failed:
                 try:
-                    measured = worker.submit(measure, job.out, fmt, entry.floats, at).result()
+                    measured = worker.submit(measure, job.out, fmt, entry.floats, size).result()
                 except (Exception, SystemExit) as error:  # whatever a peer's output does to the reader
                     measured = {"failed": reason_of(str(error))}
-            yield {"model": labelled(model, args.window[at]), **line, **measured}
+            yield {"model": labelled(model, args.window[size]), **line, **measured}
 
 
 def parsed() -> argparse.Namespace:
