@@ -297,7 +297,7 @@ def run_model(
     texts = (place(model.held_out, args.shared), place(model.calibration, args.shared), args.tokens, model.shared_text)
     other = place(model.other, args.shared) if model.other else None
     chats = [file for name in CHATS if (file := place(name, args.shared)).exists()]
-    how = (other, args.device, args.threads, args.window, chats, folder)
+    how: tuple[Any, ...] = (other, args.device, args.threads, args.window, chats, folder)
     for window, begun in zip(args.window, worker.submit(begin, source, *texts, *how).result(), strict=True):
         yield {"model": labelled(model, window), "tool": "float", **begun}
     for seed, fmt, entry, numbers in todo:
@@ -316,14 +316,14 @@ def run_model(
             line |= produce(job, runs, folder / f"stats-{number}")
         except (Exception, SystemExit) as error:
             failed = {"failed": reason_of(str(error))}
-        for at in numbers:
+        for size in numbers:
             measured = failed
             if not failed:
                 try:
-                    measured = worker.submit(measure, job.out, fmt, entry.floats, at).result()
+                    measured = worker.submit(measure, job.out, fmt, entry.floats, size).result()
                 except (Exception, SystemExit) as error:  # whatever a peer's output does to the reader
                     measured = {"failed": reason_of(str(error))}
-            yield {"model": labelled(model, args.window[at]), **line, **measured}
+            yield {"model": labelled(model, args.window[size]), **line, **measured}
 
 
 def parsed() -> argparse.Namespace:

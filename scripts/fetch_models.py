@@ -95,7 +95,8 @@ def block_steps(blocks: npt.NDArray[np.uint8], rows: int) -> torch.Tensor:
 def in_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """A query's or key's rows [N, K] from llama.cpp's order, where a rotation's two dimensions lie side by side, to
     transformers', where they are half a head apart."""
-    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    by_head: torch.Tensor = rows.unflatten(0, (heads, -1, 2))
+    return by_head.transpose(1, 2).flatten(0, 2)
 
 
 @torch.no_grad()
@@ -107,10 +108,11 @@ def dither(model: Any, file: Path, seed: int = 0) -> None:
     heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
-        _, _, layer, _, kind, *_ = [*name.split("."), "", "", ""]
+        parts = name.split(".")  # model.layers.N.self_attn.q_proj.weight
+        kind = parts[-2]
         if kind not in GGUF_NAMES:
             continue
-        tensor = stored[f"blk.{layer}.{GGUF_NAMES[kind]}.weight"]
+        tensor = stored[f"blk.{parts[2]}.{GGUF_NAMES[kind]}.weight"]
         if tensor.tensor_type != gguf.GGMLQuantizationType.Q4_1:
             raise SystemExit(f"{file.name}: {tensor.name} is {tensor.tensor_type.name}, expected Q4_1")
         steps = block_steps(np.asarray(tensor.data), len(weight))

@@ -28,7 +28,7 @@ class Cell:
         more = any(word in self.entry for word in ("trained", "untie"))  # beside what the others change or store
         self.rotated = self.tool == OWN and self.entry.startswith(ROTATED) and not more
         self.kls = [line["kl"] for line in lines]
-        self.others = [line["other_kl"] for line in lines if "other_kl" in line]
+        self.others, self.chats = ([line[name] for line in lines if name in line] for name in ("other_kl", "chat_kl"))
         self.perplexity = float(np.mean([line["perplexity"] for line in lines]))
         self.sums = np.mean([line["kl_windows"] for line in lines], axis=0)
         self.counts = np.full(len(self.sums), lines[0]["window"] - 1.0)
@@ -67,7 +67,7 @@ def cells_of(lines: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Cel
 
 def render(lines: list[dict[str, Any]], models: Collection[str] = ()) -> str:
     """Markdown: entries by formats for each model, where ptqpipe stands, what failed. ``models``: of these alone."""
-    lines = [line for line in lines if not models or line["model"] in models]
+    lines = [line for line in lines if not models or line["model"].partition(",")[0] in models]
     cells = cells_of(lines)
     perplexities = {line["model"]: line["perplexity"] for line in lines if line["tool"] == "float"}
     parts = []
@@ -81,15 +81,16 @@ def render(lines: list[dict[str, Any]], models: Collection[str] = ()) -> str:
 
 
 def other_text(cells: dict[tuple[str, str], dict[str, Cell]]) -> str:
-    """KL x 1000 on both texts, for the entries that were measured on one of another kind."""
-    rows = [
-        f"| {model} | {fmt} | {cell.name} | {1000 * cell.kl:.2f} | {1000 * float(np.mean(cell.others)):.2f} |"
-        f" {len(cell.others)} | {cell.cpu_s} |"
-        for (model, fmt), found in cells.items()
-        for cell in found.values()
-        if cell.others
-    ]
-    head = ["| model | format | entry | KL x 1000 | on text of another kind | seeds of it | CPU-s |", "|---" * 7 + "|"]
+    """KL x 1000 on all texts, for the entries that were measured on one of another kind, and on chats where any was."""
+    every = [(key, cell) for key, found in cells.items() for cell in found.values() if cell.others]
+    chats = any(cell.chats for _, cell in every)
+    rows = []
+    for (model, fmt), cell in every:
+        on_chats = [f"{1000 * float(np.mean(cell.chats)):.2f}" if cell.chats else ""] if chats else []
+        kls = [f"{1000 * cell.kl:.2f}", f"{1000 * float(np.mean(cell.others)):.2f}", *on_chats]
+        rows.append(f"| {' | '.join([model, fmt, cell.name, *kls, str(len(cell.others)), cell.cpu_s])} |")
+    titles = ["model", "format", "entry", "KL x 1000", "on text of another kind", *["on chats"] * chats]
+    head = [f"| {' | '.join([*titles, 'seeds of it', 'CPU-s'])} |", "|---" * (len(titles) + 2) + "|"]
     return "\n".join([*head, *rows]) if rows else ""
 
 

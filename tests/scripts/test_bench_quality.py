@@ -186,17 +186,17 @@ def test_chats_of_a_published_model_have_its_marks(modules: Any, measure: Module
 def test_every_text_is_measured_in_windows_of_every_size(measure: ModuleType, baseline: Any, tmp_path: Path) -> None:
     ptqpipe.convert(DEMO, format="nvfp4", out=tmp_path / "out")
     others = {"other_": baseline.texts.held_out[:700], "chat_": baseline.texts.calibration[:300]}
-    found = {}
+    measured = {}
     for window in (64, 128):
         one = measure.Baseline.of(DEMO, baseline.texts, others=others, window=window, folder=tmp_path)
-        found[window] = one.measure(tmp_path / "out", "nvfp4")
-        assert found[window].keys() >= {"kl", "other_kl", "chat_kl", "other_perplexity", "chat_perplexity"}
-        assert found[window]["window"] == window
-        assert found[window]["tokens"] == TOKENS - TOKENS // window  # a window's first token is not scored
+        measured[window] = one.measure(tmp_path / "out", "nvfp4")
+        assert measured[window].keys() >= {"kl", "other_kl", "chat_kl", "other_perplexity", "chat_perplexity"}
+        assert measured[window]["window"] == window
+        assert measured[window]["tokens"] == TOKENS - TOKENS // window  # a window's first token is not scored
         # The text of another kind is a part of the first here: its windows are those of the first's.
-        own = found[window]["kl_windows"][: 700 // window]
-        assert found[window]["other_kl"] == pytest.approx(sum(own) / len(own) / (window - 1), rel=1e-4)
-    assert found[64]["kl"] != found[128]["kl"]
+        own = measured[window]["kl_windows"][: 700 // window]
+        assert measured[window]["other_kl"] == pytest.approx(sum(own) / len(own) / (window - 1), rel=1e-4)
+    assert measured[64]["kl"] != measured[128]["kl"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # logits leave no file behind
 
 
@@ -373,6 +373,23 @@ def test_the_table_shows_the_lowest_and_pairs_by_window(modules: Any) -> None:
     again = {**line("peer", "gptq", 0.001, calibrated=True)}
     assert "why" not in modules("quality_table").render([*lines, again])
     assert "| ptqpipe exact |" not in modules("quality_table").render(lines, ["other"])
+
+
+def test_chats_have_a_column_where_any_entry_was_measured_on_them(modules: Any) -> None:
+    plain, render = line("peer", "rtn", 0.003) | {"other_kl": 0.004}, modules("quality_table").render
+    assert "| m | nvfp4 | peer rtn | 3.00 | 4.00 | 1 | 1 |" in render([plain])
+    text = render([plain, line("ptqpipe", "exact", 0.002) | {"other_kl": 0.005, "chat_kl": 0.006}])
+    assert "| on text of another kind | on chats | seeds of it |" in text
+    assert "| m | nvfp4 | peer rtn | 3.00 | 4.00 |  | 1 | 1 |" in text
+    assert "| m | nvfp4 | ptqpipe exact | 2.00 | 5.00 | 6.00 | 1 | 1 |" in text
+
+
+def test_a_model_is_shown_with_its_windows_of_other_sizes(modules: Any) -> None:
+    bench, model = modules("bench_quality"), modules("bench_quality").Model("m", "", "", "")
+    lines = [line("peer", "rtn", 0.003) | {"model": bench.labelled(model, window)} for window in (256, 2048)]
+    text = modules("quality_table").render(lines, ["m"])
+    assert "| m, mean KL" in text
+    assert "| m, windows of 2048, mean KL" in text
 
 
 def test_who_changes_more_weights_than_plain_rounding_is_compared_only_where_these_are_rotated(modules: Any) -> None:

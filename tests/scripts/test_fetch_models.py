@@ -53,8 +53,8 @@ def pin(module: ModuleType, monkeypatch: pytest.MonkeyPatch, wheels: Path) -> No
     """Lets the script know the embedder's release by the wheel that a test made."""
     data = next(wheels.iterdir()).read_bytes()
     wheel, write = module.MODELS["minilm-l6"]
-    known = replace(wheel, size=len(data), sha256=hashlib.sha256(data).hexdigest())
-    monkeypatch.setitem(module.MODELS, "minilm-l6", (known, write))
+    pinned = replace(wheel, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    monkeypatch.setitem(module.MODELS, "minilm-l6", (pinned, write))
 
 
 def said(module: ModuleType, *arguments: Any) -> str:
