@@ -9,6 +9,7 @@ from ptqpipe.calibration.kv import check_seen
 from ptqpipe.conversion.kv_cache import cache_specs
 from ptqpipe.conversion.planned_outputs import container_of
 from ptqpipe.errors import UsageError, arg
+from ptqpipe.models.embedder import is_embedder
 from ptqpipe.models.language_model import layered_model_of
 from ptqpipe.models.source import Source
 from ptqpipe.pipeline import validate
@@ -20,6 +21,11 @@ from ptqpipe.runtime.loading import default_length, read_config
 
 def check_data(path: Path, work: PipelineOptions, texts: Sequence[str]) -> None:
     """UsageError for windows that the model cannot take, or of which the texts have too few."""
+    if validate.own_weight(work.data) is not None and is_embedder(path):
+        raise UsageError(
+            f"{path} is a sentence embedder, which writes no text: {arg('data', validate.SELF)} is for models that "
+            f"continue text; give {arg('data', 'FILE')}"
+        )
     if work.data:
         config = read_config(path, layered_model_of)
         seqlen = default_length(config, path) if work.seqlen is None else work.seqlen

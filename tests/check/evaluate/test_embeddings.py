@@ -190,6 +190,7 @@ def test_what_is_not_for_an_embedder_is_refused_in_a_line(model: Path, tmp_path:
     other = make_embedder(tmp_path / "other", mode="cls_token")
     pairs, chats = write_pairs(tmp_path / "p.tsv"), tmp_path / "chats.jsonl"
     chats.write_text(json.dumps({"messages": [{"role": "user", "content": "w1 w2"}]}) + "\n")
+    words_file = write_text(tmp_path / "t.txt")
     calls: dict[str, Callable[[], Any]] = {
         "tasks is for models that continue text": lambda: ptqpipe.evaluate(model, source=model, tasks="local_piqa"),
         "max_tokens is for": lambda: ptqpipe.evaluate(model, source=model, max_tokens=5),
@@ -199,6 +200,8 @@ def test_what_is_not_for_an_embedder_is_refused_in_a_line(model: Path, tmp_path:
         "in two ways": lambda: ptqpipe.evaluate(model, source=other),
         "pairs are for sentence embedders": lambda: ptqpipe.evaluate(causal, source=causal, pairs=[pairs]),
         "positions": lambda: ptqpipe.evaluate(model, source=model, pairs=[pairs], seqlen=49),
+        "writes no text": lambda: ptqpipe.convert(model, data="self", out=tmp_path / "q", format="nvfp4"),
+        "method kl need": lambda: ptqpipe.tune(model, words_file, tmp_path / "c", method="kl", samples=300, seqlen=8),
         "gives no probabilities": lambda: ptqpipe.generate(model, tmp_path / "g.jsonl"),
         "chat template": lambda: ptqpipe.calibrate(model, chats, tmp_path / "s", samples=1, seqlen=4),
     }
