@@ -1,6 +1,6 @@
 """Embedders against their original, on pairs of sentences of a text: a JSON line for each, as `ptqpipe eval` has it.
 
-    python labs/embedder/measure.py ORIGINAL TEXT RESULTS.jsonl NAME=FOLDER ...
+    python labs/embedder/measure.py ORIGINAL TEXT RESULTS.jsonl NAME=FOLDER ... [--count 2000]
 
 The original's embeddings are computed once; each folder is any checkpoint that ptqpipe reads, of whatever program.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ptqpipe.check.evaluate.embeddings import embed, embedding_row
-from ptqpipe.check.evaluate.sentence_pairs import pairs_of_text
+from ptqpipe.check.evaluate.sentence_pairs import SentencePairs, pairs_of_text
 from ptqpipe.models.embedder import Pooling
 from ptqpipe.models.language_model import embedder_model_of
 from ptqpipe.runtime.loading import load_rank, load_tokenizer
@@ -26,8 +26,12 @@ def main() -> None:
     parser.add_argument("text", type=Path)
     parser.add_argument("results", type=Path)
     parser.add_argument("models", nargs="+", metavar="NAME=FOLDER")
+    parser.add_argument("--count", type=int, default=2000, help="pairs: half neighbours, half at random")
     options = parser.parse_args()
     pairs, pooling = pairs_of_text(str(options.text), options.text.name), Pooling.of(options.original)
+    half, middle = options.count // 2, len(pairs.first) // 2
+    some = [*range(half), *range(middle, middle + half)]
+    pairs = SentencePairs(pairs.name, tuple(pairs.first[i] for i in some), tuple(pairs.second[i] for i in some))
     tokenizer, longest = load_tokenizer(options.original), pooling.longest or 256
 
     def vectors(folder: Path) -> torch.Tensor:

@@ -276,10 +276,12 @@ def _use(record: Mapping[str, Any], warnings: Sequence[str], *, plain: bool, emb
     needs = not plain and container in ("modelopt", "ptqpipe")
     lines = ["## Use", "", "PATH is this folder, or its name on the hub.", ""]
     model_class = "AutoModel" if embeds else "AutoModelForCausalLM"
+    # compressed-tensors decodes to bfloat16, and embedders are published in float32, which their other layers keep.
+    dtype = ', dtype="bfloat16"' if embeds else ""
     lines += [f"    {line}" for line in (*readers, *([] if embeds else ["ptqpipe serve PATH"]))]
     lines += ["", f"    from transformers import {model_class}"]
     lines += ["    import ptqpipe  # for this layout"] if needs else []
-    lines += [f'    model = {model_class}.from_pretrained("PATH")', ""]
+    lines += [f'    model = {model_class}.from_pretrained("PATH"{dtype})', ""]
     lines += [*(f"- {one_line(warning, limit=500)}" for warning in warnings), ""] if warnings else []
     return [*lines, "`ptqpipe verify PATH` checks every byte of it. [ptqpipe.json](ptqpipe.json) lists what became of "
             "every tensor."]  # fmt: skip

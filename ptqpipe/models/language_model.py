@@ -48,8 +48,8 @@ def causal_model_of(config: Any, path: Path) -> tuple[Any, Any]:
 def _no_text(config: Any, path: Path) -> CheckpointError:
     if is_embedder(path):
         return CheckpointError(
-            f"{path} is a sentence embedder, which gives no probabilities of tokens, as generate, serve and plan's "
-            "measurements need; use convert, calibrate, tune and eval with it"
+            f"{path} is a sentence embedder, which gives no probabilities of tokens, as generate, serve, plan's "
+            f"measurements and {arg('method', 'kl')} need; use convert, calibrate, tune and eval with it"
         )
     return CheckpointError(
         f"{path} is a {config.model_type!r} model, which is no causal language model and no sentence embedder "
@@ -126,6 +126,8 @@ def lacks_head(model: Any, filled: Container[str]) -> bool:
 
 def without_head(path: Path, model: Any) -> CheckpointError:
     """The error for a checkpoint of which `lacks_head` holds, where logits are needed."""
+    if is_embedder(path):
+        return _no_text(model.config, path)
     named = _named(model.config)
     what = f", and its config.json names {named}" if named else ""
     return CheckpointError(

@@ -8,7 +8,8 @@ from ptqpipe.check.evaluate.tokenized_text import check_text
 from ptqpipe.checkpoint import Mode, check_disjoint, name_of, resolve_source
 from ptqpipe.conversion.convert_summary import missing_config, warnings_of
 from ptqpipe.conversion.prepare import prepare as prepare_conversion
-from ptqpipe.errors import arg
+from ptqpipe.errors import UsageError, arg
+from ptqpipe.models.embedder import is_embedder
 from ptqpipe.pipeline import validate
 from ptqpipe.pipeline.budget.command import Budget, check_budget
 from ptqpipe.pipeline.fit_preset import foldable, own_head_bytes, rotatable, with_own_text
@@ -38,6 +39,11 @@ def prepare(
         recipe = validate.for_reader(work.reader, recipe, recipe_path)
     formats = validate.formats_for(work.reader, work.formats) if work.budget is not None else ()
     path = resolve_source(str(model))
+    if validate.own_weight(work.data) is not None and is_embedder(path):
+        raise UsageError(
+            f"{path} is a sentence embedder, which writes no text: {arg('data', validate.SELF)} is for models that "
+            f"continue text; give {arg('data', 'FILE')}"
+        )
     validate.check_data(path, work, texts)
     tokenizer = cache(lambda: load_tokenizer(path))
     notes = [line for text in work.eval for line in check_text(text, tokenizer, field=work.text_field)]

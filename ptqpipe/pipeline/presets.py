@@ -56,7 +56,7 @@ TABLE: dict[str, dict[str, QualityPreset]] = {
 _WORDS = {
     "": "scales weighted by the inputs, rounding to nearest",
     "layerwise": "GPTQ on each layer independently",
-    "gptq": "GPTQ layer after layer, minimizing the model's KL divergence",
+    "gptq": "GPTQ layer after layer, minimizing the model's {loss}",
 }
 
 
@@ -65,10 +65,11 @@ def kind_of(schemes: Sequence[Scheme]) -> str:
     return WEIGHTS if len(schemes) != 1 else _KINDS.get(schemes[0].activation, FP8)
 
 
-def describe(preset: QualityPreset) -> str:
+def describe(preset: QualityPreset, loss: str = "KL divergence") -> str:
+    """In words. ``loss``: what is minimized where the method goes by the model's output."""
     before = [*(["learned rotations"] if preset.rotations else []), *([preset.transform] if preset.transform else [])]
     text = ", on the data and on text that the model generates" if preset.own_text else ""
-    return (f"{', '.join(before)}, then " if before else "") + _WORDS[preset.method] + text
+    return (f"{', '.join(before)}, then " if before else "") + _WORDS[preset.method].format(loss=loss) + text
 
 
 def markdown() -> str:

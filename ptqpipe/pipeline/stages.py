@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from ptqpipe.models.embedder import is_embedder
 from ptqpipe.pipeline.check_stages import eval_stage, report_stage, verify_stage
 from ptqpipe.pipeline.data_stages import calibrate_stage, generate_stage, rotate_stage, transform_stage
 from ptqpipe.pipeline.output_stages import convert_stage, plan_stage, tune_stage
@@ -23,6 +24,7 @@ class Step:
 def steps_of(run: Pipeline) -> list[Step]:
     preset, work = run.preset, run.work
     steps: list[Step] = []
+    embeds = is_embedder(run.path)
 
     def add(wanted: object, name: str, words: str, stage: Callable[[Pipeline], None]) -> None:
         if wanted:
@@ -39,11 +41,14 @@ def steps_of(run: Pipeline) -> list[Step]:
     add(
         preset and preset.method,
         "tune",
-        describe(QualityPreset(method=preset.method if preset else "")),
+        describe(
+            QualityPreset(method=preset.method if preset else ""), "error of embeddings" if embeds else "KL divergence"
+        ),
         tune_stage,
     )
     add(True, "convert", f"into {run.out}", convert_stage)
     add(True, "verify", "check hashes and recorded claims of the result", verify_stage)
-    add(work.eval, "eval", f"KL divergence from the original model on {', '.join(work.eval)}", eval_stage)
+    compared = "cosine of embeddings with" if embeds else "KL divergence from"
+    add(work.eval, "eval", f"{compared} the original model on {', '.join(work.eval)}", eval_stage)
     add(work.report, "report", f"{run.beside('report.html')}", report_stage)
     return steps

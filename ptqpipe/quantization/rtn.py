@@ -61,7 +61,7 @@ def quantize(task: Task) -> UnitResult:
     rule = _rule(task, samples, amax)
     importance = task.importance or [None] * len(samples)
     # Where columns count differently, candidates differ by less than the luck of rounding (labs/propagated).
-    points = POINTS if task.importance is None else 0
+    points = POINTS if all(h is None for h in importance) else 0
     plain, g, lossless = search_global(
         task,
         lambda: [(enlarge(w, rule.factor), h) for w, h in zip(samples, importance, strict=True)],
@@ -120,7 +120,9 @@ def _result(
     task: Task, rule: _Rule, errors: tuple[WeightError, ...], g: torch.Tensor | None, versus_plain: float
 ) -> UnitResult:
     proven = get_search(rule.search).proven
-    importance = task.importance or [None] * len(errors)
+    columns = task.importance or [None] * len(errors)
+    lossless = [not one.squared_error for one in errors]  # whatever the columns count
+    importance = [None if exact else h for exact, h in zip(lossless, columns, strict=True)]
     promises = tuple(Promise(scales=proven, codes=True, importance=h, factor=rule.factor) for h in importance)
     fields = {"enlarged": rule.factor} if task.search == "enlarged" else {}
     return UnitResult(None if g is None else float(g), versus_plain, errors, proven, promises, (fields,) * len(errors))

@@ -105,8 +105,9 @@ def test_fused_weights_share_one_global_scale(model: Path, tmp_path: Path) -> No
 
 
 def test_the_searched_global_scale_is_never_worse_than_amax(model: Path, tmp_path: Path) -> None:
-    record = ptqpipe.convert(model, out=tmp_path / "out").record["weights"]
-    plain = ptqpipe.convert(model, out=tmp_path / "plain", global_scale="absmax").record["weights"]
+    unweighted = {"model": model, "objective": "none"}
+    record = ptqpipe.convert(**unweighted, out=tmp_path / "out").record["weights"]
+    plain = ptqpipe.convert(**unweighted, out=tmp_path / "plain", global_scale="absmax").record["weights"]
     assert all(record[name]["versus_plain_global"] <= 1.0 for name in record)
     units = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
     better = 0

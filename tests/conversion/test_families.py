@@ -277,15 +277,15 @@ def test_a_model_without_a_number_of_positions_has_no_limit(make: Make, tmp_path
     assert result["perplexity"][0]["window"] == 3000
 
 
-def test_positions_that_are_a_property_of_the_family_are_no_limit() -> None:
+def test_positions_that_are_a_property_of_the_family_are_no_limit(tmp_path: Path) -> None:
     nothing = SimpleNamespace(max_position_embeddings=None)
     nothing.get_text_config = lambda: nothing
     for config in (transformers.XLNetConfig(), transformers.BloomConfig(), nothing):  # -1 of the class, none, null
         assert positions_of(config) is None
-        assert default_length(config) == 2048
+        assert default_length(config, tmp_path) == 2048
     assert positions_of(transformers.GPT2Config(n_positions=77)) == 77
     assert positions_of(families.make_config("qwen3_5")) == 64  # of the text inside
-    assert default_length(families.make_config("qwen3_5")) == 64
+    assert default_length(families.make_config("qwen3_5"), tmp_path) == 64
 
 
 def test_a_description_inside_the_text_config_is_seen_by_verify_and_inspect(make: Make, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ptqpipe.check.evaluate.verdict import KNOWN, LEVELS, WORDS, like, thresholds, verdict
+from ptqpipe.check.evaluate.verdict import KNOWN, LEVELS, WORDS, embedder_thresholds, like, thresholds, verdict
 
 NOISE = (-0.1, 0.05)
 
@@ -77,6 +77,27 @@ def test_each_word_asks_for_less_than_the_one_before() -> None:
         assert better.kl < worse.kl
         assert better.same > worse.same
         assert better.perplexity < worse.perplexity
+        assert better.cosine > worse.cosine
+        assert better.rank > worse.rank
+
+
+def test_the_thresholds_of_embedders_are_those_of_the_documentation_and_of_the_report() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "using.md").read_text(encoding="utf-8")
+    row = r"^\| ([\w -]+) \| at least ([\d.]+) \| at least ([\d.]+) \| at least ([\d.]+) % \|"
+    numbers = [(one.word, f"{one.cosine:g}", f"{one.rank:g}", f"{100 * one.same:g}") for one in LEVELS]
+    assert re.findall(row, page, re.M) == numbers
+    assert all(f"{word}: {cosine}, {rank}, {same} %" in embedder_thresholds() for word, cosine, rank, same in numbers)
+
+
+@pytest.mark.parametrize("key", ["cosine", "spearman", "same_nearest"])
+def test_the_worst_number_of_an_embedder_decides(key: str) -> None:
+    row = {"data": "p.tsv", "pairs": 9, "cosine": 0.9999, "spearman": 0.9999, "same_nearest": 0.99}
+    assert level_of({"embeddings": [row]}) == "near-lossless"
+    for level, worse in pairwise(LEVELS):
+        least = {"cosine": level.cosine, "spearman": level.rank, "same_nearest": level.same}[key]
+        assert level_of({"embeddings": [{**row, key: least}]}) == level.word
+        assert level_of({"embeddings": [row, {**row, key: least - 1e-4}]}) == worse.word
+    assert level_of({"embeddings": [{**row, key: 0.1}]}) == "damaged"
 
 
 def test_the_thresholds_are_those_of_the_documentation_and_of_the_report() -> None:
