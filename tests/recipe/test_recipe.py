@@ -1,24 +1,20 @@
 """Claims about recipes: what they accept, what they refuse and with which words, and which rule wins."""
 
-import hashlib
 import inspect
-import json
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import FormatError, RecipeError, UsageError
-from ptqpipe.models.families import DEFAULT_FUSE, Keep
+from ptqpipe.models.families import DEFAULT_FUSE
 from ptqpipe.numerics.schemes import SCHEMES, get_scheme
-from ptqpipe.recipe import file
-from ptqpipe.recipe.file import build_recipe, load_recipe, named_recipes, parse_recipe
-from ptqpipe.recipe.options import CheckpointOptions, CodeOptions, RecipeOptions, described, recipe_path
+from ptqpipe.recipe.file import build_recipe, load_recipe, parse_recipe
+from ptqpipe.recipe.options import CheckpointOptions, CodeOptions, RecipeOptions, described
 from ptqpipe.recipe.recipe import Recipe, Rule, matches
 from ptqpipe.run.options import options_of
 
@@ -33,104 +29,6 @@ def plain(tmp_path: Path) -> Path:
     path = tmp_path / "plain.yaml"
     path.write_text("version: 1\nrules: [{match: '*', format: nvfp4}]\n")
     return path
-
-
-@pytest.mark.parametrize("name", [name for name, path in named_recipes().items() if path.parent.name == "methods"])
-def test_every_recipe_for_any_model_says_more_than_a_format(name: str) -> None:
-    recipe = load_recipe(Path(name))
-    assert recipe.description
-    assert len(recipe.schemes()) > 1 or any(rule.calibrated for rule in recipe.rules)
-
-
-def test_a_recipe_has_one_name_which_is_no_format_s() -> None:
-    files = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
-    assert sorted(named_recipes().values()) == files
-    assert named_recipes().keys().isdisjoint(SCHEMES)
-
-
-def test_a_recipe_goes_by_its_name_in_any_spelling_from_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert load_recipe(Path("NVFP4-GPTQ")) == load_recipe(named_recipes()["nvfp4_gptq"])
-    assert load_recipe(Path("Qwen2.5")) == load_recipe(named_recipes()["qwen2_5"])
-
-
-@pytest.mark.parametrize("kind", ["file", "folder"])
-def test_a_name_that_is_both_a_recipe_and_something_here_is_not_guessed(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    if kind == "file":
-        Path("qwen3").write_text("version: 1\nrules: [{match: '*', format: fp8}]\n")
-    else:
-        Path("qwen3").mkdir()
-    own = named_recipes()["qwen3"]
-    said = f"qwen3 is a recipe of ptqpipe and a {kind} in the working directory; give ./qwen3 for the {kind}, {own} for"
-    with pytest.raises(RecipeError, match=re.escape(said)):
-        load_recipe(Path("qwen3"))
-    assert load_recipe(own).schemes() == (get_scheme("nvfp4"),)
-    if kind == "file":
-        parsed = main.commands["convert"].make_context("convert", ["m", "--recipe", "./qwen3"]).params
-        for path in (parsed["recipe"], recipe_path("./qwen3")):
-            assert load_recipe(path).schemes() == (get_scheme("fp8"),)
-
-
-def test_a_file_of_another_name_or_with_its_ending_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("mine", "qwen3.yaml"):
-        Path(name).write_text("version: 1\nrules: [{match: '*', format: fp8}]\n")
-        assert load_recipe(Path(name)).schemes() == (get_scheme("fp8"),)
-
-
-def test_an_installation_without_recipes_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "site-packages/ptqpipe"
-    (package.parent / "recipes/models").mkdir(parents=True)  # of another package
-    (package.parent / "recipes/models/other.yaml").touch()
-    said = f"{package}/recipes has no recipes; install ptqpipe again, or name a YAML file"
-    with pytest.raises(RecipeError, match=f"^{re.escape(said)}$"):
-        named_recipes(package)
-    monkeypatch.setattr(file, "named_recipes", lambda: named_recipes(package))
-    with pytest.raises(RecipeError, match=re.escape(said)):
-        load_recipe(Path("qwen3"))
-    (tmp_path / "mine").write_text("version: 1\nrules: [{match: '*', format: fp8}]\n")
-    monkeypatch.chdir(tmp_path)
-    assert load_recipe(Path("mine")).schemes() == (get_scheme("fp8"),)
-
-
-def test_recipes_lists_and_prints_those_with_a_name(tmp_path: Path) -> None:
-    def shown(*args: str) -> str:
-        return CliRunner().invoke(main, ["recipes", *args], catch_exceptions=False).output
-
-    listed = shown().splitlines()
-    assert max(map(len, listed)) <= 80
-    assert [line for line in listed if line.endswith(":")] == ["For a series of models:", "For any model:"]
-    assert [line.split()[0] for line in listed if re.match("  [a-z]", line)] == list(named_recipes())
-    assert [one["name"] for one in json.loads(shown("--json"))] == list(named_recipes())
-    (tmp_path / "copy.yaml").write_text(shown("mixed-nvfp4-fp8"))
-    assert load_recipe(tmp_path / "copy.yaml") == load_recipe(Path("mixed_nvfp4_fp8"))
-    assert shown("NVFP4-GPTQ").startswith("# NVFP4 weights by error feedback")
-
-
-@pytest.mark.parametrize(
-    ("name", "scheme"),
-    [
-        ("model.layers.0.mlp.up_proj", "nvfp4"),
-        ("model.layers.0.mlp.experts.3.up_proj", "nvfp4"),
-        ("model.layers.0.block_sparse_moe.experts.3.w1", "nvfp4"),
-        ("model.layers.0.feed_forward.w1", "nvfp4"),
-        ("model.decoder.layers.0.fc1", "nvfp4"),
-        ("model.layers.0.self_attn.q_proj", "fp8_dynamic"),
-        ("model.layers.0.linear_attn.out_proj", "fp8_dynamic"),
-        ("gpt_neox.layers.0.attention.dense", "fp8_dynamic"),
-        ("transformer.h.0.self_attention.query_key_value", "fp8_dynamic"),
-        ("transformer.h.0.attn.c_attn", "fp8_dynamic"),
-    ],
-)
-def test_the_mixed_recipe_knows_attention_by_whatever_name_families_give_it(name: str, scheme: str) -> None:
-    rule, _ = load_recipe(Path("mixed_nvfp4_fp8")).rule_for(name)
-    assert rule is not None
-    assert rule.scheme == get_scheme(scheme)
 
 
 def test_the_first_rule_that_matches_wins() -> None:
@@ -334,83 +232,6 @@ def test_no_name_means_two_schemes() -> None:
 def test_the_default_fuse_table_holds_what_runtimes_fuse() -> None:
     for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")):
         assert group in DEFAULT_FUSE
-
-
-RECORDED = """{"rules": [{"match": "*", "scheme": "nvfp4", "search": "auto", "global_scale": "search", "algorithm":
-"gptq", "weighting": "diagonal", "damping": 0.01, "order": "static", "scales": "auto", "refine": 2}, {"match":
-"re:x", "scheme": "keep", "search": "auto", "global_scale": "search", "algorithm": "rtn", "weighting": "auto",
-"damping": 0.01, "order": "static", "scales": "auto", "refine": 3}], "keep": [["lm_head", "why"]], "fuse": [["a",
-"b"]], "container": "compressed_tensors", "input_amax": 336.0, "input_scale": "absmax", "headroom": 1.0, "kv_cache":
-"none", "bias_correction": false, "mtp": "keep", "shard_bytes": 7, "description": "text"}""".replace("\n", " ")
-
-
-def test_a_record_says_every_field_in_this_spelling_and_order() -> None:
-    gptq = Rule("*", get_scheme("nvfp4"), algorithm="gptq", objective="diagonal", refine_passes=2)
-    recipe = Recipe(
-        (gptq, Rule("re:x", None)),
-        keep=(Keep("lm_head", "why"),),
-        fuse=(("a", "b"),),
-        container="Compressed-Tensors",
-        input_amax=336.0,
-        shard_size=7,
-        description="text",
-    )
-    assert json.dumps(recipe.to_json()) == RECORDED
-    before = {name: value for name, value in recipe.to_json().items() if name != "mtp"}
-    assert Recipe.from_json(before).mtp == "keep"  # of a version that did not know the field
-    by_format = replace(recipe, input_amax=None)
-    assert by_format.to_json() == recipe.to_json() | {"input_amax": None}
-    assert Recipe.from_json(by_format.to_json()).input_amax is None
-    turned = replace(recipe, rotate="down_proj:64")
-    assert turned.to_json() == recipe.to_json() | {"rotate": "down_proj:64"}
-    assert Recipe.from_json(turned.to_json()).rotations == {"down_proj": 64}
-
-
-def test_a_recipe_of_a_version_with_low_rank_parts_is_the_same_without_one_and_refused_with_one() -> None:
-    """Its digest, which names a run, is that of the JSON as that version wrote it."""
-    recipe, earlier = Recipe.from_json(json.loads(RECORDED)), json.loads(RECORDED)
-    for rule in earlier["rules"]:
-        rule |= {"low_rank": 0, "low_rank_dtype": "bf16"}
-    assert Recipe.from_json(earlier) == recipe
-    assert recipe.digest == hashlib.sha256(json.dumps(earlier, sort_keys=True).encode()).hexdigest()
-    earlier["rules"][1]["low_rank"] = 4
-    with pytest.raises(RecipeError, match=r"low_rank is 4, .* convert again") as error:
-        Recipe.from_json(earlier)
-    assert "\n" not in str(error.value)
-    with pytest.raises(RecipeError, match=r"rules\[0\]\.low_rank: .* leave low_rank and low_rank_dtype out$"):
-        parse_recipe({"version": 1, "rules": [{"match": "*", "format": "nvfp4", "low_rank": 16}]})
-
-
-@pytest.mark.parametrize("name", named_recipes())
-def test_a_recipe_is_made_again_from_its_record(name: str) -> None:
-    recipe = load_recipe(Path(name))
-    assert Recipe.from_json(recipe.to_json()) == replace(recipe, container=recipe.container_name)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"shard_bytes": None, "more": 1}, "the recipe's more is not one that this version writes"),
-        ({"container": "Compressed-Tensors"}, "the recipe's container is not one"),
-        ({"keep": [["re:(", "why"]]}, "cannot be read: RecipeError pattern"),
-        ({"rules": []}, "cannot be read: RecipeError a recipe needs"),
-        ({"rules": [{"match": "*", "scheme": "nvfp4", "serch": "x"}]}, "cannot be read: TypeError"),
-        ({"rules": [{"match": "*", "scheme": "nvfp4"}]}, "the recipe's rules is not one"),
-        ({"rules": [{"match": "*", "scheme": "nvfp5"}]}, "cannot be read: UnknownFormat"),
-        ({"fuse": 3}, "cannot be read: TypeError"),
-    ],
-)
-def test_a_record_of_no_recipe_is_refused_in_one_line(change: dict[str, object], words: str) -> None:
-    with pytest.raises(RecipeError, match=words) as error:
-        Recipe.from_json(json.loads(RECORDED) | change)
-    assert "\n" not in str(error.value)
-
-
-def test_a_record_without_a_field_is_refused() -> None:
-    described = json.loads(RECORDED)
-    del described["kv_cache"]
-    with pytest.raises(RecipeError, match="cannot be read: KeyError 'kv_cache'"):
-        Recipe.from_json(described)
 
 
 def test_every_option_sets_the_field_of_its_name(plain: Path) -> None:
