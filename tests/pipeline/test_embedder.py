@@ -3,6 +3,7 @@
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.models.embedder import Pooling
 from ptqpipe.models.source import Source
 from ptqpipe.runtime.skeleton import Skeleton
-from tests.embedders import make_embedder, write_text
+from tests.embedders import make_embedder, write_pairs, write_text
 from tests.pipeline.runs import ran
 
 COUNT, LENGTH = 16, 24
@@ -59,11 +60,12 @@ def test_slopes_are_those_of_the_embeddings_against_normal_vectors(model: Path, 
 
     samples = load_samples([str(text)], model, samples=COUNT, seqlen=LENGTH, holdout=0)
     with Source.open(model) as source:
-        options = {"seed": 5, "device": torch.device("cpu"), "memory_bytes": 1 << 30, "spill": tmp_path}
+        options: dict[str, Any] = {"seed": 5, "device": torch.device("cpu"), "memory_bytes": 1 << 30, "spill": tmp_path}
         layers = dict(
             run_model_backward(Skeleton.of(source, dtype=torch.float32), samples, modules=linear_modules, **options)
         )
-    plain, leaf, kept = BertModel.from_pretrained(model).eval(), "encoder.layer.0.attention.self.value", []
+    plain, leaf = BertModel.from_pretrained(model).eval(), "encoder.layer.0.attention.self.value"
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     plain.get_submodule(leaf).register_forward_hook(lambda _, args, out: kept.append((args[0], out)))
     hidden = plain(input_ids=samples.windows).last_hidden_state
     vectors = torch.nn.functional.normalize(Pooling.of(model).pool(hidden))
@@ -87,13 +89,13 @@ def test_every_step_that_a_command_prints_works(
         "convert", model, "--format", scheme, "--data", text, "--quality", "best", "--samples", 8, "--workers", 1,
         "-o", out,
     )  # fmt: skip
-    steps = []
+    steps: list[str] = []
     while "Next: " in said and len(steps) < 4:
         call = shlex.split(said.partition("Next: ")[2].splitlines()[0])
         if call[0] != "ptqpipe":
             break
         steps.append(call[1])
-        said = ran(*call[1:], *(["--pairs", _pairs(tmp_path)] if call[1] == "eval" else []))
+        said = ran(*call[1:], *(["--pairs", write_pairs(tmp_path / "p.tsv", 20)] if call[1] == "eval" else []))
     assert steps == ["eval", "report"]
     row = json.loads((tmp_path / "out.eval.json").read_text())["embeddings"][0]
     assert 0.5 < row["cosine"] < 1
@@ -106,16 +108,10 @@ def test_every_step_that_a_command_prints_works(
     assert "sound" in ran("verify", out, "--source", model)
 
 
-def _pairs(folder: Path) -> Path:
-    from tests.embedders import write_pairs
-
-    return write_pairs(folder / "p.tsv", 20)
-
-
 def test_data_bring_the_embeddings_nearer(model: Path, text: Path, tmp_path: Path) -> None:
     cosines = {}
     for quality in ("nearest", "good", "best"):
-        data = [] if quality == "nearest" else ["--data", text, "--quality", quality, "--samples", 64]
+        data: list[object] = [] if quality == "nearest" else ["--data", text, "--quality", quality, "--samples", 64]
         ran("convert", model, *data, "--eval", text, "--workers", 1, "-o", tmp_path / quality)
         record = json.loads((tmp_path / f"{quality}.eval.json").read_text())
         cosines[quality] = record["embeddings"][0]["cosine"]
