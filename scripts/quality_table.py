@@ -25,6 +25,8 @@ class Cell:
     def __init__(self, lines: list[dict[str, Any]]) -> None:
         self.tool, self.entry, self.calibrated = (lines[0][name] for name in ("tool", "entry", "calibrated"))
         self.weights: int = lines[0].get("weights", -1)  # -1: not known
+        self.bits: float = lines[0].get("bits", 0.0)  # of a weight of another format; 0: those of the format
+        self.larger = self.bits > NORMAL.get(lines[0]["format"], (self.bits, 0.0))[0]
         more = any(word in self.entry for word in ("trained", "untie"))  # beside what the others change or store
         self.rotated = self.tool == OWN and self.entry.startswith(ROTATED) and not more
         self.kls = [line["kl"] for line in lines]
@@ -136,13 +138,14 @@ def standing_for(found: dict[str, Cell], *, calibrated: bool) -> Cell | None:
 
 
 def comparable(found: dict[str, Cell]) -> dict[str, Cell]:
-    """Those that quantize as many weights as ptqpipe without data does. Rotations change the head and the embedding,
-    too, which count, but quantize no more."""
+    """Those that quantize as many weights as ptqpipe without data does, to no more bits than the format has. Rotations
+    change the head and the embedding, too, which count, but quantize no more."""
     own = standing_for(found, calibrated=False)
     return {
         name: cell
         for name, cell in found.items()
-        if own is None or cell.weights == own.weights or (cell.rotated and cell.weights > own.weights)
+        if (own is None or cell.weights == own.weights or (cell.rotated and cell.weights > own.weights))
+        and not cell.larger
     }
 
 
@@ -170,7 +173,7 @@ def column(found: dict[str, Cell], name: str) -> str:
     if cell.weights == 0:
         return text
     if name not in same:
-        return f"({text}: {cell.weights} weights)"
+        return f"({text}: {f'{cell.bits:g} bits' if cell.larger else f'{cell.weights} weights'})"
     if cell.kl == min(other.kl for other in same.values()):
         return f"**{text}**"
     free = [other.kl for other in same.values() if not other.calibrated]

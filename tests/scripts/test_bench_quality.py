@@ -406,6 +406,19 @@ def test_who_changes_more_weights_than_plain_rounding_is_compared_only_where_the
         assert told in text
 
 
+def test_who_needs_more_bits_than_the_format_is_shown_with_them_and_compared_with_nobody(modules: Any) -> None:
+    lines = [
+        line("ptqpipe", "exact", 0.005),
+        line("peer", "Q4_0", 0.006) | {"bits": 4.5},
+        line("peer", "Q4_K_M", 0.001) | {"bits": 4.8},
+    ]
+    text = modules("quality_table").render(lines)
+    assert "| ptqpipe exact | no | **5.00** |" in text
+    assert "| peer Q4_K_M | no | (1.00: 4.8 bits) |" in text
+    assert "| peer Q4_0 | no | 6.00 |" in text
+    assert "| peer Q4_0 6.000 |" in text  # the best peer
+
+
 @pytest.mark.slow
 def test_the_tables_are_what_the_results_give(modules: Any) -> None:
     root = SCRIPTS.parent
