@@ -119,16 +119,16 @@ class _Propagation:
     def run(self) -> dict[_Place, torch.Tensor]:
         for layer, edges in _by_layer(self._structure.edges):
             written: dict[bool, list[torch.Tensor]] = defaultdict(list)  # by whether an expert wrote it
-            readers: Sequence[Matrix] = ()
+            gates: Mapping[Matrix, Matrix] = {}
             norms = self._outputs[layer]
             for edge in edges:
                 if edge.kind in ("norm", "latent"):
                     if edge.kind == "norm":
                         self._add(written, norms[:1])
-                        readers = edge.consumers
+                        gates = dict(zip(edge.consumers[1:], edge.consumers, strict=False))  # each before its up
                     self._read(edge)
                     continue
-                h = self._behind(edge, readers)
+                h = self._behind(edge, gates)
                 if h is None:
                     continue
                 for consumer in edge.consumers:
@@ -150,19 +150,21 @@ class _Propagation:
         for consumer in edge.consumers:
             self._moments[_place(consumer)] = h
 
-    def _behind(self, edge: Edge, readers: Sequence[Matrix]) -> torch.Tensor | None:
+    def _behind(self, edge: Edge, gates: Mapping[Matrix, Matrix]) -> torch.Tensor | None:
         """float64 [K] of what the consumers of a value or an up edge read; None where the producer's input is not
-        known."""
+        known. ``gates``: up projection -> its gate, where they are tensors of their own."""
         producer = edge.producer
         assert isinstance(producer, Matrix)
         x = self._moments.get(_place(producer))
         if x is None:
             return None
-        energies = self._energies(producer, x)
-        if edge.kind == "up":
-            gate = _gate_of(producer, readers)
-            energies = energies * self._energies(gate, x) + 2 * self._products(gate, producer, x).square()
-        return energies[edge.channel_of()]
+        if edge.kind == "value":
+            return self._energies(producer, x)[edge.channel_of()]
+        up = producer
+        gate = replace(up, start=up.start - up.shape[0]) if up.start else gates[up]
+        pairs = self._over_rows((gate, up), lambda g, u: torch.stack([(g * g) @ x, (u * u) @ x, (g * u) @ x]))
+        of_gate, of_up = pairs[0] + self._bias(gate), pairs[1] + self._bias(up)
+        return of_gate * of_up + 2 * pairs[2].square()
 
     def _add(self, written: dict[bool, list[torch.Tensor]], norms: Sequence[str]) -> None:
         """What a sublayer wrote joins the residual stream, behind a norm where the model has one there."""
@@ -182,31 +184,29 @@ class _Propagation:
         """A norm or a bias, float64."""
         return self._read_whole(name).double()
 
+    def _bias(self, matrix: Matrix) -> torch.Tensor | float:
+        """bias^2 of its rows."""
+        if matrix.bias is None:
+            return 0.0
+        return self._whole(matrix.bias)[matrix.start : matrix.start + matrix.shape[0]].square()
+
     def _energies(self, matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
         """float64 [rows]: E y^2 of y = W x + bias."""
-        energies = self._over_rows(matrix, matrix, x)
-        if matrix.bias is not None:
-            bias = self._whole(matrix.bias)[matrix.start : matrix.start + matrix.shape[0]]
-            energies = energies + bias.square()
-        return energies
+        return self._over_rows((matrix,), lambda w: (w * w) @ x) + self._bias(matrix)
 
-    def _products(self, one: Matrix, other: Matrix, x: torch.Tensor) -> torch.Tensor:
-        """float64 [rows]: E y z of the outputs of two weights, biases left out."""
-        return self._over_rows(one, other, x)
+    def _over_rows(self, matrices: Sequence[Matrix], sums: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """``sums`` [..., n] of every run of n rows, float64, of weights of one shape, joined to [..., rows]."""
+        weights = [self._rows(_slice_of(matrix), matrix.shape) for matrix in matrices]
+        count, columns = matrices[0].shape
 
-    def _over_rows(self, one: Matrix, other: Matrix, x: torch.Tensor) -> torch.Tensor:
-        """float64 [rows]: sum_k w_k v_k x_k of the rows of two weights."""
-        rows = [self._rows(_slice_of(matrix), matrix.shape) for matrix in dict.fromkeys((one, other))]
-        count, columns = one.shape
-
-        def product(run: tuple[int, int]) -> torch.Tensor:
-            parts = [each.rows(*run).double() for each in rows]
-            return (parts[0] * parts[-1]) @ x
+        def of_run(run: tuple[int, int]) -> torch.Tensor:
+            return sums(*(weight.rows(*run).double() for weight in weights))
 
         step = max(1, RUN_ELEMENTS // columns)
         runs = [(start, min(start + step, count)) for start in range(0, count, step)]
         # Rows with NaN or inf count as zeros: a damaged weight is refused where it is quantized, and copied where not.
-        return torch.cat(list(self._pool.map(product, runs))).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        joined = torch.cat(list(self._pool.map(of_run, runs)), dim=-1)
+        return joined.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _slice_of(matrix: Matrix) -> Slice:
@@ -215,13 +215,6 @@ def _slice_of(matrix: Matrix) -> Slice:
 
 def _place(matrix: Matrix) -> _Place:
     return matrix.tensor, matrix.expert
-
-
-def _gate_of(up: Matrix, readers: Sequence[Matrix]) -> Matrix:
-    """The gate beside an up projection: the rows above it in a fused tensor, else the reader before it."""
-    if up.start:
-        return replace(up, start=up.start - up.shape[0])
-    return readers[readers.index(up) - 1]
 
 
 def _by_layer(edges: Iterable[Edge]) -> Iterator[tuple[str, list[Edge]]]:
