@@ -41,7 +41,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         "shard_size", "transform.dtype", "out", "push",
     ),
     "Text": (
-        "data", "text_field", "samples", "seqlen", "stride", "max_tokens", "seed", "holdout", "measure", "tasks",
+        "data", "pairs", "text_field", "samples", "seqlen", "stride", "max_tokens", "seed", "holdout", "measure", "tasks",
         "task_data", "include_path", "limit", "batch_size", "system", "temperature", "top_p", "length", "prompts",
     ),
     "Quality": (

@@ -163,7 +163,7 @@ def test_plan_costs_are_kl_to_second_order(model: Path, stats: Path, tmp_path: P
     plan = plan_mixed(model, Budget(bits=6), sensitivity=stats, machine=ONE)
     assert plan.meaning == "KL divergence to second order of nearest codes, second moment of x"
     alone, follows = {}, {}
-    ptqpipe.convert(model, format="nvfp4", out=tmp_path / "nearest", workers=1)
+    ptqpipe.convert(model, format="nvfp4", objective="none", out=tmp_path / "nearest", workers=1)
     with Statistics.open(stats) as opened, ptqpipe.load_tensors(tmp_path / "nearest") as nearest:
         for name, w in load_file(model / "model.safetensors").items():
             module = name.removesuffix(".weight")

@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(model: Path) -> Path:
-    return ptqpipe.convert(model, format="nvfp4_w4a4", out=model.parent / "packed", workers=1).out
+    return ptqpipe.convert(model, format="nvfp4_w4a4", objective="none", out=model.parent / "packed", workers=1).out
 
 
 def stored_bytes(folder: Path) -> int:

@@ -201,7 +201,9 @@ def test_what_is_not_for_an_embedder_is_refused_in_a_line(model: Path, tmp_path:
         "pairs are for sentence embedders": lambda: ptqpipe.evaluate(causal, source=causal, pairs=[pairs]),
         "positions": lambda: ptqpipe.evaluate(model, source=model, pairs=[pairs], seqlen=49),
         "writes no text": lambda: ptqpipe.convert(model, data="self", out=tmp_path / "q", format="nvfp4"),
-        "method kl need": lambda: ptqpipe.tune(model, words_file, tmp_path / "c", method="kl", samples=300, seqlen=8),
+        r"method=.kl. need": lambda: ptqpipe.tune(
+            model, words_file, tmp_path / "c", method="kl", samples=300, seqlen=8
+        ),
         "gives no probabilities": lambda: ptqpipe.generate(model, tmp_path / "g.jsonl"),
         "chat template": lambda: ptqpipe.calibrate(model, chats, tmp_path / "s", samples=1, seqlen=4),
     }

@@ -24,6 +24,7 @@ from ptqpipe.pipeline.budget.plan_units import find_groups, schemes_of
 from ptqpipe.quantization.metric import output_error
 from ptqpipe.recipe.file import exact_patterns, load_recipe
 from ptqpipe.recipe.knapsack import solve
+from ptqpipe.recipe.options import RecipeOptions
 from ptqpipe.recipe.recipe import matches
 from tests.quantization import inputs
 from tests.tiny import LLAMA_CONFIG, Tensors, fused_moe, llama, save
@@ -144,7 +145,7 @@ def test_a_sensitive_layer_gets_the_bits(tmp_path: Path) -> None:
 def test_data_free_costs_are_the_stated_formula(model: Path, tmp_path: Path) -> None:
     """By converting everything to the format and measuring the decode: another path to the same numbers."""
     plan = plan_mixed(model, Budget(bits=6))
-    prepared = prepare(model, out=tmp_path / "out")
+    prepared = prepare(model, options=RecipeOptions(objective="none"), out=tmp_path / "out")
     try:
         convert(prepared)
     finally:
@@ -261,7 +262,7 @@ def test_costs_with_statistics_are_relative_output_errors(model: Path, tmp_path:
     stats = write_statistics(tmp_path / "stats", model)
     plan = plan_mixed(model, Budget(bits=6), sensitivity=stats)
     assert "second moment" in plan.meaning
-    prepared = prepare(model, out=tmp_path / "out")
+    prepared = prepare(model, options=RecipeOptions(objective="none"), out=tmp_path / "out")
     try:
         convert(prepared)
     finally:

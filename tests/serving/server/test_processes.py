@@ -340,7 +340,7 @@ def test_torchruns_ranks_are_joined(tmp_path: Path) -> None:
     [
         (["/nowhere"], "does not exist"),
         ([str(DEMO), "--max-model-len", "100000"], "this model can 256"),
-        ([str(DEMO), "--max-num-seqs", "0"], "--max-num-seqs is 0"),
+        ([str(DEMO), "--max-num-seqs", "0"], "--max-num-seqs 0 is out of range"),
         ([str(DEMO), "--tp", "0"], "--tp is 0"),
         ([str(DEMO), "--batch-invariant", "--allreduce", "int8"], "--batch-invariant needs --dtype bfloat16"),
     ],
