@@ -1,6 +1,6 @@
 """Embedders against their original, on pairs of sentences of a text: a JSON line for each, as `ptqpipe eval` has it.
 
-    python labs/embedder/measure.py ORIGINAL TEXT RESULTS.jsonl NAME=FOLDER ... [--count 2000]
+    python -m labs.embedder ORIGINAL TEXT RESULTS.jsonl NAME=FOLDER ... [--count 2000]
 
 The original's embeddings are computed once; each folder is any checkpoint that ptqpipe reads, of whatever program.
 """
