@@ -41,8 +41,9 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         "shard_size", "transform.dtype", "out", "push",
     ),
     "Text": (
-        "data", "pairs", "text_field", "samples", "seqlen", "stride", "max_tokens", "seed", "holdout", "measure", "tasks",
-        "task_data", "include_path", "limit", "batch_size", "system", "temperature", "top_p", "length", "prompts",
+        "data", "pairs", "text_field", "samples", "seqlen", "stride", "max_tokens", "seed", "holdout", "measure",
+        "tasks", "task_data", "include_path", "limit", "batch_size", "system", "temperature", "top_p", "length",
+        "prompts",
     ),
     "Quality": (
         "quality", "stats", "codes", "source", "transforms", "scale_search", "global_scale", "algorithm",

@@ -109,7 +109,7 @@ def test_suspicious_scales_are_named(packed: Path, tmp_path: Path, scale: int, w
 def test_blocks_of_zeros_are_no_sign_of_a_bad_global_scale(tmp_path: Path) -> None:
     tensors = tiny.llama()
     tensors[f"{Q}.weight"][:64] = 0
-    out = ptqpipe.convert(tiny.save(tmp_path / "model", tensors), out=tmp_path / "out", workers=1).out
+    out = ptqpipe.convert(tiny.save(tmp_path / "model", tensors), objective="none", out=tmp_path / "out", workers=1).out
     report = inspect(out)
     row = next(row for row in report.weights if row.role == "q_proj")
     assert row.scales.empty == 64 * 8
@@ -119,7 +119,7 @@ def test_blocks_of_zeros_are_no_sign_of_a_bad_global_scale(tmp_path: Path) -> No
 def test_global_scales_far_apart_are_named(tmp_path: Path) -> None:
     tensors = tiny.llama()
     tensors["model.layers.1.self_attn.o_proj.weight"] *= 2.0**14
-    out = ptqpipe.convert(tiny.save(tmp_path / "model", tensors), out=tmp_path / "out", workers=1).out
+    out = ptqpipe.convert(tiny.save(tmp_path / "model", tensors), objective="none", out=tmp_path / "out", workers=1).out
     assert ["global scales of o_proj range" in line for line in inspect(out).suspicious] == [True]
 
 
