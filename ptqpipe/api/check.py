@@ -173,7 +173,7 @@ def report(
     progress    whether there are bars; None: in a terminal and in a notebook
 
     >>> ptqpipe.report("OUT", source="MODEL", out="report.html")
-    <report report.html: summary OUT: 21 weights at 4.501 bits, 8 tensors kept, weight error 21.82 dB>
+    <report report.html: summary OUT: 21 weights at 4.501 bits, 8 tensors kept, weight error 21.76 dB>
     """
     named = {"source": source, "eval": eval, "out": out, "kind": kind, "all_rows": all_rows}
     chosen = options_from(ReportCommand, named, ckpts=(ckpt, *others))

@@ -82,8 +82,46 @@ class PropagatedInputs:
             structure = find_structure(self._tensors, self._config)
         except (UsageError, CheckpointError):
             return {}
+        if not _fits(structure, self._tensors):
+            return {}
         with ThreadPoolExecutor(workers) as pool:
             return _Propagation(structure, self._rows, self._read, pool).run()
+
+
+def _fits(structure: Structure, tensors: Shapes) -> bool:
+    """Whether every width is the one that reads or writes it: those of a damaged checkpoint need not be."""
+    hidden, outputs = structure.hidden, [tensors[norm][1] for norm in structure.output_norms]
+    if not hidden or any(shape != (hidden,) for shape in outputs):
+        return False
+    matrices = list(structure.writers)
+    gates: Mapping[Matrix, Matrix] = {}
+    for edge in structure.edges:
+        producer = edge.producer
+        if isinstance(producer, Norm):
+            bias = (edge.channels,) if producer.bias is None else tensors[producer.bias][1]
+            if bias != (edge.channels,) or (edge.kind == "norm" and edge.channels != hidden):
+                return False
+            gates = _gates(edge)
+        else:
+            matrices.append(producer)
+            gate = _gate_of(producer, gates) if edge.kind == "up" else producer
+            if gate is None or gate.shape != producer.shape or gate.start < 0:
+                return False
+    biased = (matrix for matrix in matrices if matrix.bias is not None)
+    return all(writer.shape[0] == hidden for writer in structure.writers) and all(
+        tensors[str(matrix.bias)][1] and tensors[str(matrix.bias)][1][0] >= matrix.start + matrix.shape[0]
+        for matrix in biased
+    )
+
+
+def _gates(edge: Edge) -> dict[Matrix, Matrix]:
+    """Each reader of a norm -> the one before it: for an up projection its gate, where that is a tensor of its own."""
+    return dict(zip(edge.consumers[1:], edge.consumers, strict=False))
+
+
+def _gate_of(up: Matrix, gates: Mapping[Matrix, Matrix]) -> Matrix | None:
+    """The rows above it in a fused tensor, else the tensor before it; None where there is none."""
+    return replace(up, start=up.start - up.shape[0]) if up.start else gates.get(up)
 
 
 def _rounded(moments: dict[_Place, torch.Tensor]) -> dict[_Place, torch.Tensor]:
@@ -125,7 +163,7 @@ class _Propagation:
                 if edge.kind in ("norm", "latent"):
                     if edge.kind == "norm":
                         self._add(written, norms[:1])
-                        gates = dict(zip(edge.consumers[1:], edge.consumers, strict=False))  # each before its up
+                        gates = _gates(edge)
                     self._read(edge)
                     continue
                 h = self._behind(edge, gates)
@@ -152,7 +190,7 @@ class _Propagation:
 
     def _behind(self, edge: Edge, gates: Mapping[Matrix, Matrix]) -> torch.Tensor | None:
         """float64 [K] of what the consumers of a value or an up edge read; None where the producer's input is not
-        known. ``gates``: up projection -> its gate, where they are tensors of their own."""
+        known. ``gates``: as `_gates`."""
         producer = edge.producer
         assert isinstance(producer, Matrix)
         x = self._moments.get(_place(producer))
@@ -161,7 +199,8 @@ class _Propagation:
         if edge.kind == "value":
             return self._energies(producer, x)[edge.channel_of()]
         up = producer
-        gate = replace(up, start=up.start - up.shape[0]) if up.start else gates[up]
+        gate = _gate_of(up, gates)
+        assert gate is not None
         pairs = self._over_rows((gate, up), lambda g, u: torch.stack([(g * g) @ x, (u * u) @ x, (g * u) @ x]))
         of_gate, of_up = pairs[0] + self._bias(gate), pairs[1] + self._bias(up)
         return of_gate * of_up + 2 * pairs[2].square()

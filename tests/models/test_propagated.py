@@ -153,6 +153,30 @@ def test_where_it_has_no_meaning_it_is_refused(tmp_path: Path, options: dict[str
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("input_layernorm.weight", (64,)),
+        ("self_attn.o_proj.weight", (64, 128)),
+        ("mlp.gate_proj.weight", (128, 128)),
+        ("mlp.down_proj.weight", (64, 256)),
+    ],
+)
+def test_widths_that_contradict_each_other_are_no_structure(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+    tensors = outliers()
+    tensors[f"{LAYER}.{name}"] = torch.ones(shape, dtype=torch.bfloat16)
+    with Source.open(tiny.save(tmp_path / "model", tensors)) as source:
+        assert source.propagated.compute() == {}
+
+
+def test_biases_of_another_length_are_no_structure(tmp_path: Path) -> None:
+    tensors = outliers()
+    for length, count in ((64, 14), (63, 0)):
+        tensors[f"{LAYER}.self_attn.v_proj.bias"] = torch.ones(length, dtype=torch.bfloat16)
+        with Source.open(tiny.save(tmp_path / str(length), tensors)) as source:
+            assert len(source.propagated.compute()) == count
+
+
 def test_damaged_rows_count_as_zeros(tmp_path: Path) -> None:
     tensors = outliers()
     tensors[f"{LAYER}.self_attn.v_proj.weight"][3] = float("nan")
