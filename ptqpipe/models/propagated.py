@@ -103,14 +103,13 @@ def _fits(structure: Structure, tensors: Shapes) -> bool:
                 return False
             gates = _gates(edge)
         else:
-            matrices.append(producer)
             gate = _gate_of(producer, gates) if edge.kind == "up" else producer
             if gate is None or gate.shape != producer.shape or gate.start < 0:
                 return False
-    biased = (matrix for matrix in matrices if matrix.bias is not None)
+            matrices += [producer, gate]
+    biases = ((tensors[m.bias][1], m.start + m.shape[0]) for m in matrices if m.bias is not None)
     return all(writer.shape[0] == hidden for writer in structure.writers) and all(
-        tensors[str(matrix.bias)][1] and tensors[str(matrix.bias)][1][0] >= matrix.start + matrix.shape[0]
-        for matrix in biased
+        len(shape) == 1 and shape[0] >= rows for shape, rows in biases
     )
 
 

@@ -1,14 +1,17 @@
 """Input energies that weights alone let expect: against sampled inputs, by layout, through convert and verify."""
 
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ptqpipe
 from ptqpipe.check.verify.command import verify
-from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.errors import NumericsError, PtqError, UsageError
 from ptqpipe.models.propagated import LEAST
 from ptqpipe.models.slices import Slice
 from ptqpipe.models.source import Source
@@ -35,9 +38,9 @@ def moments_of(folder: Path, *names: str, workers: int = 1) -> list[torch.Tensor
     with Source.open(folder) as source:
         inputs = source.propagated
         inputs.compute(workers=workers)
-        found = [inputs.of(Slice(f"{name}.weight"), source.tensors[f"{name}.weight"][1][1]) for name in names]
-    assert all(one is not None for one in found)
-    return [one for one in found if one is not None]
+        moments = [inputs.of(Slice(f"{name}.weight"), source.tensors[f"{name}.weight"][1][1]) for name in names]
+    assert all(one is not None for one in moments)
+    return [one for one in moments if one is not None]
 
 
 def near(actual: torch.Tensor, expected: torch.Tensor, *, rel: float) -> bool:
@@ -175,6 +178,40 @@ def test_biases_of_another_length_are_no_structure(tmp_path: Path) -> None:
         tensors[f"{LAYER}.self_attn.v_proj.bias"] = torch.ones(length, dtype=torch.bfloat16)
         with Source.open(tiny.save(tmp_path / str(length), tensors)) as source:
             assert len(source.propagated.compute()) == count
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "gpt2", "deepseek_v3", "qwen2"])
+def test_a_damaged_checkpoint_is_refused_or_no_structure(tmp_path: Path, kind: str) -> None:
+    """Tensors that are missing, empty, or of another shape or dtype, one or two at a time."""
+    folder = make_model(tmp_path / "model", kind)
+    whole, rng = load_file(folder / "model.safetensors"), random.Random(kind)
+    damages: list[Callable[[torch.Tensor], torch.Tensor | None]] = [
+        lambda _: None,
+        lambda w: w[: len(w) // 2],
+        lambda w: w[None] if w.dim() < 3 else w[0],
+        lambda w: w.t(),
+        lambda w: w[:0],
+        lambda w: w.new_ones(()),
+        lambda w: w.repeat([2] * w.dim()),
+        lambda w: w.to(rng.choice([torch.uint8, torch.float8_e4m3fn, torch.float64])),
+        lambda w: w * float("nan"),
+    ]
+    names, outcomes = [name for name, w in whole.items() if 0 < w.dim() < 3], set()
+    for _ in range(60):
+        tensors = dict(whole)
+        for name in rng.sample(names, rng.choice((1, 2))):
+            damaged = rng.choice(damages)(tensors.pop(name))
+            tensors |= {} if damaged is None else {name: damaged.contiguous()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        try:
+            with Source.open(folder) as source:
+                moments = source.propagated.compute()
+        except PtqError:
+            outcomes.add("refused")
+            continue
+        assert all(bool((h > 0).all()) and bool(torch.isfinite(h).all()) for h in moments.values())
+        outcomes.add("known" if moments else "unknown")
+    assert {"known", "unknown"} <= outcomes
 
 
 def test_damaged_rows_count_as_zeros(tmp_path: Path) -> None:

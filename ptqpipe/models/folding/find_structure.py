@@ -5,7 +5,7 @@ and shapes.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -120,6 +120,13 @@ class _Finder:
         value = self.config.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
+    def check_has(self, layer: str, there: Container[str], *names: str) -> None:
+        """CheckpointError for the first of these names, those of a layer without it, that is not there."""
+        missing = next((name for name in names if name not in there), None)
+        if missing is not None:
+            whole = f"{layer}.{missing}" if layer else missing
+            raise CheckpointError(f"a {self.model_type} has '{whole}', but the checkpoint does not; check the files")
+
     def matrix(
         self, name: str, *, group: str = "", rows: tuple[int, int] | None = None, transposed: bool = False
     ) -> Matrix:
@@ -142,8 +149,7 @@ class _Finder:
         """The norm called ``leaf``. CheckpointError where it is missing."""
         prefix = f"{layer}.{leaf}" if layer else leaf
         name, bias = f"{prefix}.weight", f"{prefix}.bias"
-        if name not in self.tensors:
-            raise CheckpointError(f"a {self.model_type} has '{name}', but the checkpoint does not; check the files")
+        self.check_has("", self.tensors, name)
         self.seen.add(name)
         has_bias = bias in self.tensors
         self.seen.update([bias] if has_bias else [])
@@ -174,7 +180,9 @@ class _Finder:
         """The matrices that read the layer's input, and the edges between them and the layer's output."""
         linear = [name for leaf, name in leaves.items() if _STATE_INPUT.fullmatch(leaf)]
         if linear:  # a layer with states: nothing is known of the channels between its projections
-            self.writers.append(self.matrix(next(n for leaf, n in leaves.items() if _STATE_OUTPUT.fullmatch(leaf))))
+            state = next((leaf for leaf in leaves if _STATE_OUTPUT.fullmatch(leaf)), "linear_attn.out_proj.weight")
+            self.check_has(layer, leaves, state)
+            self.writers.append(self.matrix(leaves[state]))
             return [self.matrix(name) for name in linear], []
         output = next((leaf for leaf in _OUTPUTS if leaf in leaves), f"{_ATTENTION}.o_proj.weight")
         if f"{_ATTENTION}.kv_b_proj.weight" in leaves:
@@ -183,11 +191,7 @@ class _Finder:
         spelled = "to_{}" if f"{_ATTENTION}.to_q.weight" in leaves else "{}_proj"
         parts = [f"{_ATTENTION}.{spelled.format(part)}.weight" for part in "qkv"]
         needed = () if fused else parts if self.norms.values else parts[:1]
-        missing = next((leaf for leaf in (*needed, output) if leaf not in leaves), None)
-        if missing is not None:
-            raise CheckpointError(
-                f"a {self.model_type} has '{layer}.{missing}', but the checkpoint does not; check the files"
-            )
+        self.check_has(layer, leaves, *needed, output)
         o = self.matrix(leaves[output])
         self.writers.append(o)
         if not self.norms.values:
@@ -208,14 +212,17 @@ class _Finder:
         for latent in ("q", "kv"):
             name = next((n for leaf, n in leaves.items() if leaf.startswith(f"{_ATTENTION}.{latent}_a_proj")), None)
             if name is None:  # queries may come in one step
+                self.check_has(layer, leaves, f"{_ATTENTION}.q_proj.weight")
                 readers.append(self.matrix(leaves[f"{_ATTENTION}.q_proj.weight"]))
                 continue
             readers.append(self.matrix(name))
+            self.check_has(layer, leaves, f"{_ATTENTION}.{latent}_b_proj.weight")
             behind = [f"{_ATTENTION}.{latent}_b_proj.weight", *([_INDEX_QUERIES] if latent == "q" else [])]
             matrices = tuple(self.matrix(leaves[leaf]) for leaf in behind if leaf in leaves)
             norm = self.norm(layer, f"{_ATTENTION}.{latent}_a_layernorm")
             edges.append(Edge(f"{layer}.{latent}_latent", "latent", norm, matrices, matrices[0].shape[1]))
         readers += [self.matrix(name) for leaf, name in leaves.items() if _INDEX_INPUT.fullmatch(leaf)]
+        self.check_has(layer, leaves, output)
         self.writers.append(self.matrix(leaves[output]))
         return readers, edges
 
@@ -223,7 +230,8 @@ class _Finder:
         """v -> o with the grouping of heads. CheckpointError where the shapes do not group."""
         heads = self.number("num_attention_heads") or self.number("n_head")
         head_dim = o.shape[1] // heads if heads and o.shape[1] % heads == 0 else 0
-        if not head_dim or v.shape[0] % head_dim or heads % (v.shape[0] // head_dim):
+        groups = v.shape[0] // head_dim if head_dim else 0
+        if not groups or v.shape[0] % head_dim or heads % groups:
             raise CheckpointError(
                 f"'{v.tensor}' has {v.shape[0]} values and '{o.tensor}' reads {o.shape[1]}, which {heads} attention "
                 "heads cannot group; check config.json"
@@ -318,9 +326,7 @@ class _Finder:
     def gpt2_layer(self, layer: str, leaves: Mapping[str, str]) -> None:
         """The edges of a GPT-2 layer: weights are [in, out], q, k and v are one matrix, and the MLP is not gated."""
         need = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-        missing = next((leaf for leaf in need if leaf not in leaves), None)
-        if missing is not None:
-            raise CheckpointError(f"a gpt2 has '{layer}.{missing}', but the checkpoint does not; check the files")
+        self.check_has(layer, leaves, *need)
         qkv, o, fc, down = (self.matrix(leaves[leaf], transposed=True) for leaf in need)
         third = qkv.shape[0] // 3
         v = self.matrix(leaves[need[0]], rows=(2 * third, qkv.shape[0]), transposed=True)
