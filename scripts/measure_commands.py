@@ -110,7 +110,7 @@ def main() -> None:
     """Runs what is asked for, and writes the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--show", action="store_true", help="run nothing")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="commands with one of these parts [all]")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="commands, or parts of them [all]")
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of the assets")
     parser.add_argument("--scratch", type=Path, default=Path("bench-scratch"))
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "commands.jsonl")
@@ -126,8 +126,9 @@ def main() -> None:
         held_out = place(model.held_out, args.shared)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as worker:
             worker.submit(begin, source, held_out, text, TOKENS, False, None).result()
-            for command in commands():
-                if args.only and not any(part in command for part in args.only):
+            every = list(commands())
+            for command in every:
+                if args.only and not any(p == command or (p not in every and p in command) for p in args.only):
                     continue
                 line = run(command, scratch, source, worker)
                 print(json.dumps(line), flush=True)
