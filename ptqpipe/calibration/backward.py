@@ -324,7 +324,7 @@ def _through(
     for batch in range(layer.batches):
         x = entering.get(batch).to(layer.device).requires_grad_(True)
         gradient = leaving.get(batch).to(layer.device)
-        rows = gradient.flatten(0, -2).float()
+        rows = gradient.flatten(0, -2)
         sums.outputs[""].add(rows, torch.ones(len(rows), device=layer.device))
         kept = contextlib.nullcontext() if pairs is None else pairs.batch(len(rows))
         with torch.enable_grad(), watched(layer, x.shape[:-1], sums), kept:

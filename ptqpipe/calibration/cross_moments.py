@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ptqpipe.calibration.experts import Observer, attached, is_stacked, observe, rows_of_token, stack_of
-from ptqpipe.calibration.moments import symmetric
+from ptqpipe.calibration.moments import add_outer, mirror
 from ptqpipe.calibration.runner import Layer, Runner
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.rotation import rotated
@@ -55,13 +55,15 @@ class CrossSums:
         self._sums: list[torch.Tensor] = []
 
     def add(self, x: torch.Tensor, seen: torch.Tensor) -> None:
-        """Adds inputs [tokens, K] in the float model and in the quantized one, float32."""
-        products = (symmetric(seen, seen), x.t() @ seen)
-        pairs = zip(self._sums, products, strict=True) if self._sums else ()
-        self._sums = [total.add_(product) for total, product in pairs] or [p.double() for p in products]
+        """Adds inputs [tokens, K] in the float model and in the quantized one."""
+        if not self._sums:
+            self._sums = [x.new_zeros(x.shape[1], x.shape[1], dtype=torch.float64) for _ in range(2)]
+        add_outer(self._sums[0], seen)
+        add_outer(self._sums[1], x, seen)
 
     def mean(self, tokens: int, name: str) -> CrossMoments:
         """Over so many. NumericsError for inputs, those of ``name``, that are not finite."""
+        mirror(self._sums[0])
         means = CrossMoments(*((each / tokens).float() for each in self._sums))
         if not bool(torch.isfinite(means.moment).all()) or not bool(torch.isfinite(means.cross).all()):
             raise NumericsError(f"the input of '{name}' is not finite; check the model's weights")
@@ -223,9 +225,9 @@ def paired_inputs(
     quantizers: Mapping[str, Quantizer],
     cache: ActivationCache,
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The inputs of ``modules`` in one batch, in the float model and in the quantized one, float32 [tokens, K] each and
-    rotated where the layer rotates its input; by the first of the modules that are given it. The other arguments are
-    those of `collect_cross_moments`.
+    """The inputs of ``modules`` in one batch, in the float model and in the quantized one, [tokens, K] each in the
+    layer's dtype and rotated where the layer rotates its input; by the first of the modules that are given it. The
+    other arguments are those of `collect_cross_moments`.
 
     leaders  module -> that first one; found out and noted here where it is empty
     """
@@ -238,7 +240,7 @@ def paired_inputs(
         in_quantized = _inputs(layer, names, cache.left(batch, quantizers), entering(batch), batch, parameters)
     both = {}
     for name in names:
-        x, seen = (rows[name].reshape(-1, rows[name].shape[-1]).float() for rows in (exact, in_quantized))
+        x, seen = (rows[name].reshape(-1, rows[name].shape[-1]) for rows in (exact, in_quantized))
         both[name] = rotated(x, quantizers[name].rotation) if name in quantizers else x, seen
     return both
 

@@ -441,10 +441,13 @@ def check_samples(names: Sequence[str], model: Path, *, samples: int, seqlen: in
     for (files, _), count in zip(sources, _shares(samples, sources), strict=True):
         tokens, lengths = 0, Counter[int]()
         for where, value in itertools.chain.from_iterable(map(read, files)):
+            for length in [seqlen] if shows_images(value) else map(len, row_tokens(tokenizer, value, where)):
+                lengths[length] += 1
+                tokens += length
+                if tokens >= count * seqlen:
+                    break
             if tokens >= count * seqlen:
                 break
-            lengths.update([seqlen] if shows_images(value) else map(len, row_tokens(tokenizer, value, where)))
-            tokens = sum(length * rows for length, rows in lengths.items())
         if tokens < count * seqlen:
             raise _too_few(tokens, seqlen, f"{count}", "the data" if len(sources) == 1 else files[0], lengths)
 

@@ -24,7 +24,7 @@ from ptqpipe.calibration.experts import (
 )
 from ptqpipe.calibration.inputs import EXPERT_ROWS, OUT_ROWS, WeightGradients
 from ptqpipe.calibration.merge import merge_added, merge_windows
-from ptqpipe.calibration.moments import symmetric
+from ptqpipe.calibration.moments import add_outer, mirror
 from ptqpipe.calibration.pairs import Pair
 from ptqpipe.calibration.runner import Layer
 from ptqpipe.errors import NumericsError, arg
@@ -89,16 +89,20 @@ class OutputSums:
 
     def add(self, g: torch.Tensor, energy: torch.Tensor) -> None:
         """Adds gradients [tokens, m] and what each token counts [tokens]."""
-        weighted = g * energy.unsqueeze(1)
-        pairs = zip(torch.split(g, self.run, dim=1), torch.split(weighted, self.run, dim=1), strict=True)
-        outer = [symmetric(run, other).double() for run, other in pairs]
-        outer.append(torch.tensor([float(len(g))], dtype=torch.float64, device=g.device))
-        self.parts = [a.add_(b) for a, b in zip(self.parts, outer, strict=True)] if self.parts else outer
+        runs = torch.split((g.float() * energy.sqrt().unsqueeze(1)).to(g.dtype), self.run, dim=1)
+        if not self.parts:
+            shapes = [(run.shape[1], run.shape[1]) for run in runs]
+            self.parts = [torch.zeros(s, dtype=torch.float64, device=g.device) for s in (*shapes, (1,))]
+        for part, run in zip(self.parts, runs, strict=False):  # the last part is the number of tokens
+            add_outer(part, run)
+        self.parts[-1] += len(g)
         self.total += float(energy.double().sum())
 
     def means(self) -> list[torch.Tensor]:
         """By runs, symmetric."""
-        return [((h + h.t()) / (2 * self.total)).float().cpu() for h in self.parts[:-1]]
+        for part in self.parts[:-1]:
+            mirror(part)
+        return [(part / self.total).float().cpu() for part in self.parts[:-1]]
 
 
 class WeightSums:
@@ -253,7 +257,7 @@ def watched(layer: Layer, windows: tuple[int, ...], sums: LayerSums) -> Iterator
             whole = x.shape[:-1] in (windows, (math.prod(windows),)) and (out.shape[-1], x.shape[-1]) == w.shape
 
             def see(g: torch.Tensor) -> None:
-                sums.outputs[name].add(g.flatten(0, -2).float(), energy)
+                sums.outputs[name].add(g.flatten(0, -2), energy)
                 if squares is not None and whole and x._version == version:  # not changed since
                     squares.add(w, *(part.reshape(*windows, -1) for part in (x, g.to(x.dtype))))
 
@@ -269,7 +273,7 @@ def watched(layer: Layer, windows: tuple[int, ...], sums: LayerSums) -> Iterator
                 out.register_hook(lambda g: squares.add(rows, g))
             if outer is not None and out.requires_grad:
                 energy = rows.float().square().mean(1)
-                out.register_hook(lambda g: outer.add(g.float(), energy))
+                out.register_hook(lambda g: outer.add(g, energy))
 
         return see
 

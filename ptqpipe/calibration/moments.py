@@ -2,7 +2,8 @@
 
 Sums over the tokens of one call of `RunningMoments.add` are in float64 (mean, second moment) or in one float32 matrix
 product (outer products), and calls are added in float64: the error of an outer product is that of a float32 dot product
-of as many tokens as one batch has.
+of as many tokens as one batch has. Rows of bfloat16 have a compiled product, which is as exact, and its diagonal is
+their second moment.
 
 Quantiles: |x| is counted in 32768 bins, those of its float32 bits without the lower 16 (eight bits of exponent, seven
 of mantissa). A bin is at most 1/128 of its value wide, which bounds the relative error of a quantile.
@@ -15,11 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.calibration.statistics import BLOCK, QUANTILES
+from ptqpipe.numerics.kernels.cpu_gram import add_gram
 
 BINS = 1 << 15
 QUANTILE_ERROR = 2.0**-7  # relative, half of it on average
 MAX_ROWS = 8192  # rows that one float32 product may sum
 LARGEST = 2.0**57  # of |x|: the squares of so many rows have a sum that float32 holds
+_SHORT = 64  # rows of few bits whose float32 sum is as good as exact
 _STRIPE = 256  # columns of sums, and rows of a symmetric product, that are computed together
 
 
@@ -32,7 +35,8 @@ class RunningMoments:
     squares     [K] float64, sum of x^2
     histogram   [BINS] int64, elements by bin of |x|; [0] where no quantiles are wanted
     block_gram  [K/16, 16, 16] float64, sum of x x^T in blocks of 16 columns, or None
-    gram        [K, K] float64, sum of x x^T, or None; the blocks are cut from it where it is there
+    gram        [K, K] float64, sum of x x^T above the diagonal and on it, or None; the blocks are cut from it where it
+                is there
     """
 
     tokens: int
@@ -68,32 +72,39 @@ class RunningMoments:
 
     def add(self, x: torch.Tensor) -> bool:
         """Adds rows [tokens, K] of any float dtype; False, with nothing added, where one is not below `LARGEST`."""
-        for rows in torch.split(x.detach(), MAX_ROWS):
-            if not self._add(rows if rows.dtype == torch.float64 else rows.float()):
-                return False
-        return True
+        return all(self._add(rows) for rows in torch.split(x.detach(), MAX_ROWS))
 
-    def _add(self, x: torch.Tensor) -> bool:
+    def _add(self, rows: torch.Tensor) -> bool:
+        x = rows if rows.dtype == torch.float64 else rows.float()
         magnitude = x.abs()
         amax = magnitude.amax(0)
         if not bool((amax < LARGEST).all()):
             return False
         self.tokens += x.shape[0]
         self.amax = torch.maximum(self.amax, amax.float())
+        if self.gram is not None and rows.dtype == torch.bfloat16:  # numbers of few bits, whose squares the product has
+            add_outer(self.gram, rows)
+            self.total += torch.stack([part.sum(0) for part in torch.split(x, _SHORT)]).double().sum(0)
+            self.squares = self.gram.diagonal().clone()
+            self._count(magnitude)
+            return True
         for start in range(0, x.shape[1], _STRIPE):  # norms with a dtype of their own take five times as long
             columns = slice(start, start + _STRIPE)
             part = x[:, columns].to(torch.float64, copy=True)
             self.total[columns] += part.sum(0)
             self.squares[columns] += part.square_().sum(0)
-        if self.histogram.numel():
-            bins = magnitude.float().view(torch.int32).bitwise_right_shift_(16)
-            self.histogram += torch.bincount(bins.flatten(), minlength=BINS)
+        self._count(magnitude)
         if self.gram is not None:
-            self.gram += symmetric(x, x)
+            add_outer(self.gram, rows)
         elif self.block_gram is not None:
             blocks = x.view(x.shape[0], -1, BLOCK).transpose(0, 1)  # [K/16, tokens, 16]
             self.block_gram += blocks.transpose(1, 2) @ blocks
         return True
+
+    def _count(self, magnitude: torch.Tensor) -> None:
+        if self.histogram.numel():
+            bins = magnitude.float().view(torch.int32).bitwise_right_shift_(16)
+            self.histogram += torch.bincount(bins.flatten(), minlength=BINS)
 
     def sums(self) -> list[torch.Tensor]:
         """What adds over processes, beside the tokens; ``amax`` is the one that does not."""
@@ -123,6 +134,7 @@ class RunningMoments:
         means = {"amax": self.amax, "mean": self.total / count, "second_moment": self.squares / count}
         columns = self.amax.numel()
         if self.gram is not None:
+            mirror(self.gram)
             if block and columns % BLOCK == 0:
                 means["block_moment"] = _diagonal_blocks(self.gram) / count
             # In place: this is the largest tensor of all. Rounding each half alone keeps it symmetric.
@@ -143,6 +155,23 @@ def symmetric(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         product[start:stop, start:] = x[:, start:stop].t() @ y[:, start:]
         product[stop:, start:stop] = product[start:stop, stop:].t()
     return product
+
+
+def add_outer(sums: torch.Tensor, x: torch.Tensor, y: torch.Tensor | None = None) -> None:
+    """Adds x^T y to ``sums`` float64 [K, L], of rows [tokens, K] and [tokens, L]. Without ``y`` adds x^T x, and what is
+    below the diagonal has no meaning until `mirror` has been called."""
+    if not add_gram(sums, x, y):
+        x = x if x.dtype == torch.float64 else x.float()
+        sums += symmetric(x, x) if y is None else x.t() @ y.to(x.dtype)
+
+
+def mirror(sums: torch.Tensor) -> None:
+    """Copies what a square matrix has above its diagonal to what is below, in place."""
+    for start in range(0, len(sums), _STRIPE):
+        stop = start + _STRIPE
+        sums[stop:, start:stop] = sums[start:stop, stop:].t()
+        beside = sums[start:stop, start:stop]
+        beside.copy_(beside.triu() + beside.triu(1).t())
 
 
 def _diagonal_blocks(gram: torch.Tensor) -> torch.Tensor:

@@ -116,9 +116,10 @@ def _linear(work: TunedLayer, unit: Unit, state: LayerState) -> dict[str, QTenso
     rows = paired_inputs(work.layer, each, leaders, state.judged[0], *runs, state.cache)
     if not all(bool((pair.moment.diagonal() > 0).any()) for pair in moments.values()):
         return {}  # no activation has reached it: nothing to compensate for
+    floats = {name: (x.float(), seen.float()) for name, (x, seen) in rows.items()}
     members = [
         LayerInputs(
-            m, moments[name], rows[leaders[name]], outputs_of(work, m.key, state.gradients), state.decoded[m.key]
+            m, moments[name], floats[leaders[name]], outputs_of(work, m.key, state.gradients), state.decoded[m.key]
         )
         for m, name in zip(unit.members, modules, strict=True)
     ]
