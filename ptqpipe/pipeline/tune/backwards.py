@@ -6,7 +6,6 @@ of the next are: a run that was killed goes on behind the last layer that is in 
 every file. Where one is damaged, the pass runs again.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,7 +23,6 @@ from ptqpipe.conversion.conversion import Conversion
 from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.quantization import kronecker
 from ptqpipe.run.machine import BASE_BYTES, Machine, counting_bar
-from ptqpipe.runtime.compiled import pass_dtype
 from ptqpipe.runtime.skeleton import Skeleton
 
 PASS = "backwards"  # the pass as a unit of the journal: {"layers": {layer: sha256}, "slopes": sha256 or None}
@@ -43,6 +41,7 @@ def observe(
     spill: Path,
     machine: Machine,
     *,
+    dtype: torch.dtype,
     seed: int,
     done: Mapping[str, Any],
     commit: Callable[[str, Mapping[str, Any]], None],
@@ -51,6 +50,7 @@ def observe(
     they are missing.
 
     samples       those of `tune_samples.learned_from`
+    dtype         that the pass runs in
     seed          of the labels
     done, commit  units of the journal that are done, and what notes another one
     """
@@ -58,8 +58,7 @@ def observe(
     with output_errors(folder):
         folder.mkdir(exist_ok=True)
         slopes.mkdir(exist_ok=True)
-    largest = max(math.prod(m.shape) for unit in prepared.outputs.plan.units for m in unit.members)
-    skeleton = Skeleton.of(prepared.source, dtype=pass_dtype(largest, machine.device))
+    skeleton = Skeleton.of(prepared.source, dtype=dtype)
     names = [name for name, _ in skeleton.blocks]
     layers = _sound(done.get(PASS, {}), folder, slopes, names)
     if len(layers) < len(names):

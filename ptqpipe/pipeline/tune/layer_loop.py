@@ -8,11 +8,10 @@ interruption finished layers are run again, not tuned again.
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
-
-import torch
 
 from ptqpipe.calibration.cross_moments import ActivationCache
 from ptqpipe.calibration.data import Samples
@@ -28,7 +27,7 @@ from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.pipeline.tune.tune_samples import learned_from
 from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
 from ptqpipe.run.machine import Machine, counting_bar
-from ptqpipe.runtime.skeleton import Skeleton
+from ptqpipe.runtime.compiled import pass_dtype
 
 
 def tune_layers(
@@ -40,15 +39,16 @@ def tune_layers(
     def look(runner: Runner) -> None:
         likely.update(likeness_of(runner, samples))
 
-    skeleton = Skeleton.of(prepared.source, dtype=torch.float32, images=bool(samples.images))
+    largest = max(math.prod(m.shape) for unit in prepared.outputs.plan.units for m in unit.members)
+    dtype = pass_dtype(largest, machine.device)
     spill = folder.paths.partial
     gradients: Callable[[str], Gradients | None] = lambda name: None  # noqa: E731
     if options.by_kl:
         learned = learned_from(samples, options)
         noted: dict[str, Any] = {"done": folder.done, "commit": folder.commit}
-        gradients = backwards.observe(prepared, learned, spill, machine, seed=options.seed, **noted)
-    runner, keeps = open_runner(prepared, skeleton, samples, options, machine, spill=spill)
-    names = [*runner.names, *(name for name, _ in skeleton.mtp if _quantizes(prepared, skeleton, name))]
+        gradients = backwards.observe(prepared, learned, spill, machine, dtype=dtype, seed=options.seed, **noted)
+    runner, keeps = open_runner(prepared, samples, options, machine, dtype=dtype, spill=spill)
+    names = [*runner.names, *(name for name, _ in runner.skeleton.mtp if _quantizes(prepared, runner, name))]
     count, done = len(names), sum(name in folder.done for name in names)
     with (
         runner,
@@ -86,7 +86,8 @@ def _at_head(runner: Runner, look: Callable[[Runner], None]) -> Iterator[Layer]:
     yield from ()
 
 
-def _quantizes(prepared: Conversion, skeleton: Skeleton, part: str) -> bool:
+def _quantizes(prepared: Conversion, runner: Runner, part: str) -> bool:
+    skeleton = runner.skeleton
     tensors = {tensor for name in skeleton.names_in(part) for tensor in skeleton.origins.get(name, ())}
     return any(member.source.tensor in tensors for unit in prepared.outputs.plan.units for member in unit.members)
 

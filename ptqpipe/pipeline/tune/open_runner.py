@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from ptqpipe.calibration.collect import sums_of_layers
 from ptqpipe.calibration.cross_moments import cached_batches
 from ptqpipe.calibration.data import Samples
@@ -17,15 +19,16 @@ from ptqpipe.runtime.skeleton import Skeleton
 
 def open_runner(
     prepared: Conversion,
-    skeleton: Skeleton,
     samples: Samples,
     options: TuneOptions,
     machine: Machine,
     *,
+    dtype: torch.dtype,
     spill: Path,
 ) -> tuple[Runner, list[int]]:
-    """Of the float model, with hidden states on disk in ``spill`` where memory is short of them; of which batches there
-    is room for what `ActivationCache` keeps, too: of those that `follow` runs several times."""
+    """Of the float model in ``dtype``, with hidden states on disk in ``spill`` where memory is short of them; of which
+    batches there is room for what `ActivationCache` keeps, too: of those that `follow` runs several times."""
+    skeleton = Skeleton.of(prepared.source, dtype=dtype, images=bool(samples.images))
     held_out = len(samples.held_out) > 0
     together = not options.follows or not _whole_stacks(prepared, skeleton)  # moments of all experts
     sums = max(sums_of_layers(skeleton, block=False, full=True, held_out=held_out, experts=together))

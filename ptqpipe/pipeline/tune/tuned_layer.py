@@ -28,6 +28,7 @@ class TunedLayer:
     assemblies  of those parameters that are made of nothing but quantized matrices
     quantizers  module of the layer (expert of a stack) -> what happens to its input, at the static scale that convert
                 writes
+    dtype       that the layer runs in
     """
 
     layer: Layer
@@ -36,6 +37,7 @@ class TunedLayer:
     weights: Mapping[str, torch.Tensor]
     assemblies: tuple[Assembly, ...]
     quantizers: Mapping[str, InputQuantizer]
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, layer: Layer, prepared: Conversion, runner: Runner) -> "TunedLayer":
@@ -49,7 +51,8 @@ class TunedLayer:
         parameters = {name.removeprefix(f"{layer.name}."): t for name, t in _parameters(layer, runner).items()}
         origins = {name.removeprefix(f"{layer.name}."): tensors_there for name, tensors_there in layer.origins.items()}
         assemblies = tuple(assemble(parameters, origins, members, plain))
-        return cls(layer, prepared, units, weights, assemblies, _quantizers(assemblies, units, prepared))
+        quantizers = _quantizers(assemblies, units, prepared)
+        return cls(layer, prepared, units, weights, assemblies, quantizers, runner.skeleton.dtype)
 
     @property
     def places(self) -> dict[str, str]:
@@ -79,7 +82,7 @@ class TunedLayer:
 
     def parameters(self, decoded: Mapping[str, torch.Tensor], without: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """The layer's quantized parameters, made of the decoded matrices; but for those of modules ``without``."""
-        return {a.parameter: a.build(decoded) for a in self.assemblies if a.module not in without}
+        return {a.parameter: a.build(decoded).to(self.dtype) for a in self.assemblies if a.module not in without}
 
     def outputs(
         self, x: torch.Tensor, batch: int, parameters: Mapping[str, torch.Tensor], cache: ActivationCache | None = None

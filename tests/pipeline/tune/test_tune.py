@@ -25,7 +25,7 @@ from ptqpipe.conversion import command as convert_stage, units
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.numerics.formats import get_format
-from ptqpipe.pipeline.tune import backwards, command as tune, feedback, in_order, open_runner, tune_samples
+from ptqpipe.pipeline.tune import backwards, command as tune, feedback, in_order, layer_loop, open_runner, tune_samples
 from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.pipeline.tune.start_codes import start_codes
 from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
@@ -199,6 +199,27 @@ def test_layers_that_make_up_for_earlier_ones_lose_less_than_layers_by_themselve
         assert done.content["method"] == "gptq"
         losses[share] = [entry["learned_loss"] for entry in blocks]
     assert losses[1.0][-1] < losses[0.0][-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["gptq", "layerwise"])
+def test_layers_that_run_in_bfloat16_get_codes_that_are_as_good(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """By what the converted model computes, against the float32 one."""
+    tokens = torch.tensor(json.loads(rows.read_text().splitlines()[0])["input_ids"])[None]
+    exact = load_model(DEMO)(tokens).logits
+    logits: dict[torch.dtype, torch.Tensor] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(layer_loop, "pass_dtype", lambda *_, dtype=dtype: dtype)
+        codes, out = tmp_path / f"codes-{dtype}", tmp_path / f"out-{dtype}"
+        tune.tune(DEMO, [str(rows)], codes, options=of_method(method), machine=ONE)
+        done = CliRunner().invoke(main, ["convert", str(DEMO), "--codes", str(codes), "-o", str(out), "-q"])
+        assert done.exit_code == 0, done.output
+        logits[dtype] = load_model(out)(tokens).logits
+    rounded, plain = ((logits[dtype] - exact).norm() for dtype in (torch.bfloat16, torch.float32))
+    assert not torch.equal(*logits.values())
+    assert rounded < 1.1 * plain
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,8 @@ from ptqpipe.calibration.data import Samples, load_samples
 from ptqpipe.checkpoint import tensor_file
 from ptqpipe.conversion.prepare import prepare
 from ptqpipe.errors import OutputError
-from ptqpipe.numerics.kernels import cpu_library
 from ptqpipe.pipeline.tune import backwards, codes_folder, command as tune, layer_codes, tune_samples
 from ptqpipe.recipe.options import RecipeOptions
-from ptqpipe.runtime import compiled
 from ptqpipe.runtime.skeleton import Skeleton
 from tests.pipeline.tune.tune_runs import DEMO, ONE, content_of, of_method
 
@@ -135,7 +133,9 @@ def reverse_pass(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(backwards, "write_tensors", write)
             folder.mkdir(exist_ok=True)
             with suppress(KeyboardInterrupt):
-                backwards.observe(made, learned_from, folder, ONE, seed=0, done=journal, commit=commit)
+                backwards.observe(
+                    made, learned_from, folder, ONE, dtype=torch.float32, seed=0, done=journal, commit=commit
+                )
             return events
 
         yield observe
@@ -220,28 +220,28 @@ def test_a_reverse_pass_in_bfloat16_finds_the_moments_of_one_in_float32(
 ) -> None:
     """But for rounding, which is less than what other labels change: those of another seed have other moments. With the
     same labels, of which the slightest change of the distribution makes others."""
-    found: dict[tuple[bool, int], list[torch.Tensor]] = {}
+    found: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
     labels: list[tuple[torch.Tensor, torch.Tensor]] = []  # those of the first pass
     draw, again = reverse.draw_labels, iter(labels)
 
     def same(chances: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        if cpu_library.multiplies_bf16():
+        if dtype == torch.bfloat16:
             return next(again)
         labels.append(draw(chances, generator))
         return labels[-1]
 
     monkeypatch.setattr(reverse, "draw_labels", same)
-    for fast, seed in ((False, 0), (True, 0), (False, 1)):
-        monkeypatch.setattr(compiled, "PASS_NUMBERS", 1)
-        monkeypatch.setattr(cpu_library, "multiplies_bf16", lambda fast=fast: fast)
-        folder = tmp_path / f"{fast}-{seed}"
+    for dtype, seed in ((torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 1)):
+        folder = tmp_path / f"{dtype}-{seed}"
         folder.mkdir()
         with prepare(DEMO, options=RecipeOptions("nvfp4"), out=folder / "codes", stats=None, collected=True) as made:
             samples = load_samples([str(text)], DEMO, samples=16, seqlen=32)
             learned_from = tune_samples.learned_from(samples, of_method("gptq"))
-            at = backwards.observe(made, learned_from, folder, ONE, seed=seed, done={}, commit=lambda *_: None)
+            at = backwards.observe(
+                made, learned_from, folder, ONE, dtype=dtype, seed=seed, done={}, commit=lambda *_: None
+            )
             every = [at(name) for name, _ in Skeleton.of(made.source, dtype=torch.float32).blocks]
-        found[fast, seed] = [g for of in every for runs in (*of.outputs.values(), of.last) for g in runs]
+        found[dtype, seed] = [g for of in every for runs in (*of.outputs.values(), of.last) for g in runs]
     exact, rounded, other = found.values()
     assert all(g.dtype == torch.float32 for g in rounded)
     for one, two, three in zip(exact, rounded, other, strict=True):
