@@ -22,8 +22,8 @@ _PROBE_ROWS = 8
 
 
 def pass_dtype(largest: int, device: torch.device) -> torch.dtype:
-    """What a pass through a float model runs in whose results are means over tokens, or over labels that are drawn,
-    which move them far more than rounding does: bfloat16 where a CPU multiplies that faster and the ``largest`` weight
+    """What a pass through a model runs in whose results are means over tokens, or over labels that are drawn, which
+    move them far more than rounding does: bfloat16 where a CPU multiplies that faster and the ``largest`` weight
     has `PASS_NUMBERS`, else float32, which is the same on every CPU."""
     fast = device.type == "cpu" and cpu_library.multiplies_bf16() and largest >= PASS_NUMBERS
     return torch.bfloat16 if fast else torch.float32
