@@ -48,6 +48,9 @@ from ptqpipe.runtime.processor import Processor
 
 NO_TOKEN = -1
 _OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
+# Tokens of a window. Short ones show a model more beginnings of texts: many models send attention to the first token,
+# whose activations are huge, and an error there is in every token behind it.
+SAMPLE_LENGTH = 256
 HELD_SHARE = 8  # samples for each window that is held out, unless the caller says how many
 LONG = 1 << 23  # at most so many characters are tokenized,
 CHARACTERS = 32  # or so many for each token of the wanted windows, where that is more
@@ -181,10 +184,17 @@ def load_samples(
     return _together(picked, pools)
 
 
+def sample_length(config: Any, model: Path) -> int:
+    """The default number of tokens of a window to calibrate on: `SAMPLE_LENGTH`, or the model's positions where they
+    are fewer; for a model that takes images, whose rows are longer, that of other windows."""
+    longest = default_length(config, model)
+    return longest if takes_images(config, model) else min(SAMPLE_LENGTH, longest)
+
+
 def samples_of_model(names: Sequence[str], model: Path, config: Any, *, seqlen: int | None, **options: Any) -> Samples:
     """`load_samples` with images where the model of ``config`` takes them, and of its usual length where ``seqlen`` is
     None."""
-    length = default_length(config, model) if seqlen is None else seqlen
+    length = sample_length(config, model) if seqlen is None else seqlen
     return load_samples(names, model, seqlen=length, images=takes_images(config, model), **options)
 
 

@@ -14,7 +14,7 @@ class WindowOptions(Options):
 
     samples: int = option(128, "Windows of text that the model runs on.", metavar="N")
     seqlen: int | None = option(
-        None, "Tokens in each window.", metavar="N", shown="the model's positions, at most 2048"
+        None, "Tokens in each window.", metavar="N", shown="256; 2048 with images; at most the model's positions"
     )
     seed: int = option(0, "Seed that chooses the windows.", metavar="N")
 

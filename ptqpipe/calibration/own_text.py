@@ -7,7 +7,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
-from ptqpipe.calibration.data import HELD_SHARE, check_seed
+from ptqpipe.calibration.data import HELD_SHARE, check_seed, sample_length
 from ptqpipe.calibration.generate import Texts, check_windows, generate as windows_of, threads_for
 from ptqpipe.calibration.options import GenerateOptions
 from ptqpipe.calibration.rows import Notes, files_of, read_rows, row_tokens
@@ -16,7 +16,7 @@ from ptqpipe.errors import OutputExists, UsageError, arg
 from ptqpipe.models.language_model import with_note
 from ptqpipe.models.source import Source
 from ptqpipe.run.machine import Machine, compute_threads, counting_bar, peak_bytes, threads
-from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load, load_tokenizer, read_config
+from ptqpipe.runtime.loading import check_device, dtype_of, load, load_tokenizer, read_config
 
 HOTTEST = 2.0
 TOKEN_BYTES = 8  # of a token and its comma in the file, at most, but for vocabularies of millions
@@ -44,7 +44,7 @@ def generate(
     path = resolve_source(str(model))
     Source.open(path).close()  # which refuses what cannot be read
     config = read_config(path)
-    samples, seqlen = options.samples, default_length(config, path) if options.seqlen is None else options.seqlen
+    samples, seqlen = options.samples, sample_length(config, path) if options.seqlen is None else options.seqlen
     held_out = samples // HELD_SHARE
     count = samples + held_out
     check_windows(config, samples=samples, seqlen=seqlen)

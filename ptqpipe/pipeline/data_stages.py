@@ -4,6 +4,7 @@ import shutil
 from contextlib import suppress
 
 from ptqpipe.calibration.command import calibrate
+from ptqpipe.calibration.data import SAMPLE_LENGTH
 from ptqpipe.calibration.options import CalibrateOptions, GenerateOptions
 from ptqpipe.calibration.own_text import generate
 from ptqpipe.calibration.pairs import most_pairs
@@ -17,7 +18,6 @@ from ptqpipe.models.source import Source
 from ptqpipe.pipeline import validate
 from ptqpipe.pipeline.run_plan import Pipeline
 from ptqpipe.recipe.weight_map import WeightMap
-from ptqpipe.runtime.loading import DEFAULT_LENGTH
 
 LEAST_ROWS = 32  # of text to learn rotations from, where there are so many
 
@@ -67,7 +67,7 @@ def pair_samples(source: Source, *, samples: int, seqlen: int | None) -> int:
     configs = [part for part in (text, source.reader.config) if isinstance(part, dict)]
     keys = "max_position_embeddings", "n_positions"
     positions = [value for part in configs for key in keys if isinstance(value := part.get(key), int)]
-    length = seqlen or min(DEFAULT_LENGTH, next(iter(positions), 0) or DEFAULT_LENGTH)
+    length = seqlen or min(SAMPLE_LENGTH, next(iter(positions), 0) or SAMPLE_LENGTH)
     return min(samples, max(LEAST_ROWS, -(-most_pairs(_columns(source)) // length)))
 
 

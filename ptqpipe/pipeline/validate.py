@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 
-from ptqpipe.calibration.data import check_samples, check_seed
+from ptqpipe.calibration.data import check_samples, check_seed, sample_length
 from ptqpipe.calibration.generate import check_windows
 from ptqpipe.calibration.kv import check_seen
 from ptqpipe.calibration.rows import files_of, weighted
@@ -19,7 +19,7 @@ from ptqpipe.pipeline.budget.plan_units import DEFAULT_FORMATS, KEEP
 from ptqpipe.recipe.file import build_recipe
 from ptqpipe.recipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.recipe.recipe import Recipe
-from ptqpipe.runtime.loading import default_length, read_layered_config
+from ptqpipe.runtime.loading import read_layered_config
 
 SELF = "self"
 _BY_QUALITY = ("algorithm", "objective", "damping", "refine_passes")
@@ -87,7 +87,7 @@ def check_data(path: Path, work: PipelineOptions, texts: Sequence[str]) -> None:
     """UsageError for windows that the model cannot take, or of which the texts have too few."""
     if work.data:
         config = read_layered_config(path)
-        seqlen = default_length(config, path) if work.seqlen is None else work.seqlen
+        seqlen = sample_length(config, path) if work.seqlen is None else work.seqlen
         check_windows(config, samples=work.samples, seqlen=seqlen)
         check_seed(work.seed)
         if texts:

@@ -243,7 +243,10 @@ class PipelineOptions(Options):
     report: bool = option(False, "Write OUT.report.html at the end.")
     samples: int = option(128, "Windows of {data} that the model runs on.", metavar="N")
     seqlen: int | None = option(
-        None, "Tokens in each window of {data}.", metavar="N", shown="the model's positions, at most 2048"
+        None,
+        "Tokens in each window of {data}.",
+        metavar="N",
+        shown="256; 2048 with images; at most the model's positions",
     )
     seed: int = option(0, "Seed that chooses the windows of {data}.", metavar="N")
     work_dir: Path | None = option(
