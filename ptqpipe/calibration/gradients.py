@@ -89,7 +89,9 @@ class OutputSums:
 
     def add(self, g: torch.Tensor, energy: torch.Tensor) -> None:
         """Adds gradients [tokens, m] and what each token counts [tokens]."""
-        runs = torch.split((g.float() * energy.sqrt().unsqueeze(1)).to(g.dtype), self.run, dim=1)
+        weighted = g.float() * energy.sqrt().unsqueeze(1)
+        # bfloat16 has float32's range, float16 has not.
+        runs = torch.split(weighted.bfloat16() if g.dtype == torch.bfloat16 else weighted, self.run, dim=1)
         if not self.parts:
             shapes = [(run.shape[1], run.shape[1]) for run in runs]
             self.parts = [torch.zeros(s, dtype=torch.float64, device=g.device) for s in (*shapes, (1,))]

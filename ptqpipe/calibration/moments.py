@@ -2,8 +2,8 @@
 
 Sums over the tokens of one call of `RunningMoments.add` are in float64 (mean, second moment) or in one float32 matrix
 product (outer products), and calls are added in float64: the error of an outer product is that of a float32 dot product
-of as many tokens as one batch has. Rows of bfloat16 have a compiled product, which is as exact, and its diagonal is
-their second moment.
+of as many tokens as one batch has. Rows of bfloat16 have a compiled product, which is as exact for
+products above 2^-126, and its diagonal is their second moment.
 
 Quantiles: |x| is counted in 32768 bins, those of its float32 bits without the lower 16 (eight bits of exponent, seven
 of mantissa). A bin is at most 1/128 of its value wide, which bounds the relative error of a quantile.
@@ -71,7 +71,8 @@ class RunningMoments:
         return 8 * (BINS + 2 * columns + outer) + 4 * columns
 
     def add(self, x: torch.Tensor) -> bool:
-        """Adds rows [tokens, K] of any float dtype; False, with nothing added, where one is not below `LARGEST`."""
+        """Adds rows [tokens, K] of any float dtype; False, and then the sums are of no use, where one is not below
+        `LARGEST`."""
         return all(self._add(rows) for rows in torch.split(x.detach(), MAX_ROWS))
 
     def _add(self, rows: torch.Tensor) -> bool:

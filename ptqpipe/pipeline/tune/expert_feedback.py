@@ -118,4 +118,7 @@ def _first(work: TunedLayer, stack: str, expert: int, weights: Mapping[str, torc
 
 
 def _second_inputs(module: torch.nn.Module, expert: int, x: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
-    return torch.cat([second_input(module, expert, rows, first) for rows in torch.split(x, BATCH_TOKENS)])
+    dtype = module.down_proj.dtype  # that the layer runs in
+    first = None if first is None else first.to(dtype)
+    parts = (second_input(module, expert, rows.to(dtype), first) for rows in torch.split(x, BATCH_TOKENS))
+    return torch.cat(list(parts)).float()

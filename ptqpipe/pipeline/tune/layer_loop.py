@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
+
 from ptqpipe.calibration.cross_moments import ActivationCache
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.gradients import Gradients
@@ -29,6 +31,8 @@ from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
 from ptqpipe.run.machine import Machine, counting_bar
 from ptqpipe.runtime.compiled import pass_dtype
 
+COARSE_BITS = 6  # finer codes change a layer's output by little more than rounding to bfloat16 does
+
 
 def tune_layers(
     prepared: Conversion, samples: Samples, folder: LayerFolder, options: TuneOptions, machine: Machine
@@ -39,14 +43,16 @@ def tune_layers(
     def look(runner: Runner) -> None:
         likely.update(likeness_of(runner, samples))
 
-    largest = max(math.prod(m.shape) for unit in prepared.outputs.plan.units for m in unit.members)
-    dtype = pass_dtype(largest, machine.device)
+    units = prepared.outputs.plan.units
+    dtype = pass_dtype(max(math.prod(m.shape) for unit in units for m in unit.members), machine.device)
     spill = folder.paths.partial
     gradients: Callable[[str], Gradients | None] = lambda name: None  # noqa: E731
     if options.by_kl:
         learned = learned_from(samples, options)
         noted: dict[str, Any] = {"done": folder.done, "commit": folder.commit}
         gradients = backwards.observe(prepared, learned, spill, machine, dtype=dtype, seed=options.seed, **noted)
+    if any(unit.scheme.fmt.element.bits > COARSE_BITS for unit in units):
+        dtype = torch.float32
     runner, keeps = open_runner(prepared, samples, options, machine, dtype=dtype, spill=spill)
     names = [*runner.names, *(name for name, _ in runner.skeleton.mtp if _quantizes(prepared, runner, name))]
     count, done = len(names), sum(name in folder.done for name in names)
