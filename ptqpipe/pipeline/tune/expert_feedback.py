@@ -9,6 +9,7 @@ memory.
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -117,7 +118,7 @@ def _first(work: TunedLayer, stack: str, expert: int, weights: Mapping[str, torc
     return None if assembly is None else assembly.part(assembly.stacks[0][expert]).build(weights)[0]
 
 
-def _second_inputs(module: torch.nn.Module, expert: int, x: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
+def _second_inputs(module: Any, expert: int, x: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
     dtype = module.down_proj.dtype  # that the layer runs in
     first = None if first is None else first.to(dtype)
     parts = (second_input(module, expert, rows.to(dtype), first) for rows in torch.split(x, BATCH_TOKENS))
