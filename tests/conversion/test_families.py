@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import ptqpipe
 from ptqpipe.calibration.command import calibrate
+from ptqpipe.calibration.data import SAMPLE_LENGTH
 from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.check.evaluate.command import evaluate
 from ptqpipe.check.inspect import inspect
@@ -272,7 +273,7 @@ def test_a_model_without_a_number_of_positions_has_no_limit(make: Make, tmp_path
     options = CalibrateOptions(samples=1, moments=("diagonal",), holdout=0)
     done = calibrate(model, [str(data)], tmp_path / "stats", options=options)
     assert done is not None
-    assert done.content["data"]["seqlen"] == 2048
+    assert done.content["data"]["seqlen"] == SAMPLE_LENGTH
     result = evaluate(str(model), options=EvalOptions(data=(str(data),), max_tokens=3000, seqlen=3000))
     assert result["perplexity"][0]["window"] == 3000
 
