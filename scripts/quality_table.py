@@ -31,7 +31,9 @@ class Cell:
         self.rotated = self.tool == OWN and self.entry.startswith(ROTATED) and not more
         self.kls = [line["kl"] for line in lines]
         self.others, self.chats = ([line[name] for line in lines if name in line] for name in ("other_kl", "chat_kl"))
-        self.perplexity = float(np.mean([line["perplexity"] for line in lines]))
+        self.perplexity, self.agreement = (
+            float(np.mean([line[name] for line in lines])) for name in ("perplexity", "top1_agreement")
+        )
         self.sums = np.mean([line["kl_windows"] for line in lines], axis=0)
         self.counts = np.full(len(self.sums), lines[0]["window"] - 1.0)
         # Of one thread on a CPU; what a run beside a GPU took is no such cost.
@@ -90,9 +92,12 @@ def other_text(cells: dict[tuple[str, str], dict[str, Cell]]) -> str:
     for (model, fmt), cell in every:
         on_chats = [f"{1000 * float(np.mean(cell.chats)):.2f}" if cell.chats else ""] if chats else []
         kls = [f"{1000 * cell.kl:.2f}", f"{1000 * float(np.mean(cell.others)):.2f}", *on_chats]
-        rows.append(f"| {' | '.join([model, fmt, cell.name, *kls, str(len(cell.others)), cell.cpu_s])} |")
+        first = [model, fmt, cell.name, *kls, str(len(cell.others)), f"{cell.perplexity:.2f}"]
+        row = [*first, f"{100 * cell.agreement:.1f} %", cell.cpu_s, f"{cell.peak_mib:.0f}"]
+        rows.append(f"| {' | '.join(row)} |")
     titles = ["model", "format", "entry", "KL x 1000", "on text of another kind", *["on chats"] * chats]
-    head = [f"| {' | '.join([*titles, 'seeds of it', 'CPU-s'])} |", "|---" * (len(titles) + 2) + "|"]
+    titles += ["seeds of it", "perplexity", "same top token", "CPU-s", "MiB"]
+    head = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     return "\n".join([*head, *rows]) if rows else ""
 
 

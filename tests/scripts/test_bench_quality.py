@@ -348,7 +348,7 @@ def test_learned_rotations_come_before_the_factors_and_both_are_found_on_statist
 def line(tool: str, entry: str, kl: float, *, calibrated: bool = False, seed: int | None = None) -> dict[str, Any]:
     """A result whose KL is the same in every one of four windows of three tokens."""
     costs = {"cpu_s": 1.0, "peak_rss_mib": 1, "seconds": 1.0}
-    found = {"kl": kl, "kl_windows": [3 * kl] * 4, "window": 4, "tokens": 12, "perplexity": 2.0}
+    found = {"kl": kl, "kl_windows": [3 * kl] * 4, "window": 4, "tokens": 12, "perplexity": 2.0, "top1_agreement": 0.5}
     names = {"model": "m", "format": "nvfp4", "tool": tool, "entry": entry, "seed": seed, "calibrated": calibrated}
     return {**names, **costs, **found}
 
@@ -377,7 +377,7 @@ def test_the_table_shows_the_lowest_and_pairs_by_window(modules: Any) -> None:
 
 def test_chats_have_a_column_where_any_entry_was_measured_on_them(modules: Any) -> None:
     plain, render = line("peer", "rtn", 0.003) | {"other_kl": 0.004}, modules("quality_table").render
-    assert "| m | nvfp4 | peer rtn | 3.00 | 4.00 | 1 | 1 |" in render([plain])
+    assert "| m | nvfp4 | peer rtn | 3.00 | 4.00 | 1 | 2.00 | 50.0 % | 1 | 1 |" in render([plain])
     text = render([plain, line("ptqpipe", "exact", 0.002) | {"other_kl": 0.005, "chat_kl": 0.006}])
     assert "| on text of another kind | on chats | seeds of it |" in text
     assert "| m | nvfp4 | peer rtn | 3.00 | 4.00 |  | 1 | 1 |" in text

@@ -53,17 +53,17 @@ def test_rows_that_lie_apart_are_those_that_are_dense() -> None:
 def test_threads_change_no_bit() -> None:
     x, y = rows(1100, 500), rows(1100, 300, seed=1)
     before = torch.get_num_threads()
-    found = []
+    results = []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             one, two = torch.zeros(500, 500).double(), torch.zeros(500, 300).double()
             assert cpu_gram.add_gram(one, x)
             assert cpu_gram.add_gram(two, x, y)
-            found.append((one.triu(), two))
+            results.append((one.triu(), two))
     finally:
         torch.set_num_threads(before)
-    for first, second in itertools.pairwise(found):
+    for first, second in itertools.pairwise(results):
         assert torch.equal(first[0], second[0])
         assert torch.equal(first[1], second[1])
 
