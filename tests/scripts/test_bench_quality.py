@@ -380,8 +380,8 @@ def test_chats_have_a_column_where_any_entry_was_measured_on_them(modules: Any) 
     assert "| m | nvfp4 | peer rtn | 3.00 | 4.00 | 1 | 2.00 | 50.0 % | 1 | 1 |" in render([plain])
     text = render([plain, line("ptqpipe", "exact", 0.002) | {"other_kl": 0.005, "chat_kl": 0.006}])
     assert "| on text of another kind | on chats | seeds of it |" in text
-    assert "| m | nvfp4 | peer rtn | 3.00 | 4.00 |  | 1 | 1 |" in text
-    assert "| m | nvfp4 | ptqpipe exact | 2.00 | 5.00 | 6.00 | 1 | 1 |" in text
+    assert "| m | nvfp4 | peer rtn | 3.00 | 4.00 |  | 1 | 2.00 | 50.0 % | 1 | 1 |" in text
+    assert "| m | nvfp4 | ptqpipe exact | 2.00 | 5.00 | 6.00 | 1 | 2.00 | 50.0 % | 1 | 1 |" in text
 
 
 def test_a_model_is_shown_with_its_windows_of_other_sizes(modules: Any) -> None:
