@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.experts import SIDES, gate_and_up, is_product, is_stacked, observe, product_name
-from ptqpipe.calibration.moments import LARGEST, RunningMoments
+from ptqpipe.calibration.moments import LARGEST, RunningMoments, first_tokens
 from ptqpipe.calibration.statistics import of_all_experts
 from ptqpipe.errors import not_finite
 from ptqpipe.models.families import Family, family_of
@@ -77,9 +77,10 @@ class Collector:
         self._hooks: list[Any] = []
         self._stacked: list[torch.nn.Module] = []
         self._seen: dict[tuple[int, int, int, int], tuple[str, torch.Tensor]] = {}
+        self._windows = (0, 0)  # of the batch that runs: samples and tokens
 
     def __enter__(self) -> "Collector":
-        self._hooks.append(self._module.register_forward_pre_hook(lambda *_: self._seen.clear()))
+        self._hooks.append(self._module.register_forward_pre_hook(self._starts))
         for path, module in _named(self._name, self._module):
             if is_stacked(module):
                 observe(module, self._expert_observer(path))
@@ -95,8 +96,14 @@ class Collector:
             observe(module, None)
         self._hooks, self._stacked, self._seen = [], [], {}
 
-    def see(self, slot: str, x: torch.Tensor) -> None:
-        """Adds the rows [..., K] that a slot is given. NumericsError where one is not finite."""
+    def start(self, shape: Sequence[int]) -> None:
+        """Begins a batch of hidden states [samples, tokens, hidden]."""
+        self._windows = (shape[0], shape[1])
+        self._seen.clear()
+
+    def see(self, slot: str, x: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
+        """Adds the rows [..., K] that a slot is given, those of ``tokens`` int64 of the batch, or of all. NumericsError
+        where one is not finite."""
         if slot not in self.slots:
             return
         columns = self.slots[slot].columns
@@ -108,16 +115,14 @@ class Collector:
         moments = self.held_out if self.holding_out else self.moments
         if slot not in moments:
             moments[slot] = self.empty(columns)
-        if not moments[slot].add(x.reshape(-1, columns)):
+        rows = x.reshape(-1, columns)
+        first = first_tokens(self._windows, len(rows)) if tokens is None else tokens % self._windows[1] == 0
+        if not moments[slot].add(rows, first):
             bad = x.numel() - int((x.abs() < LARGEST).sum())
             name = self.slots[slot].names[0]
             raise not_finite(
                 f"the input of '{name}' has {bad} of {x.numel()} values that are NaN, inf or huge", x.dtype
             )
-
-    def forget(self) -> None:
-        """Ends a batch of inputs that are shown by `see` alone."""
-        self._seen.clear()
 
     def _assign(self, slot: str, x: torch.Tensor) -> str:
         """The slot that has this very tensor already; kept alive until the layer's next batch, so its place is its
@@ -127,6 +132,9 @@ class Collector:
         self.leaders[slot] = leader
         return leader
 
+    def _starts(self, _module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self.start(next(x.shape for x in args if isinstance(x, torch.Tensor)))
+
     def _hook(self, slot: str) -> Callable[..., None]:
         def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = args[0] if args else next(iter(kwargs.values()), None)
@@ -135,8 +143,8 @@ class Collector:
 
         return hook
 
-    def _expert_observer(self, path: str) -> Callable[[int, str, torch.Tensor], None]:
-        return lambda expert, side, x: self.see(product_name(path, expert, side), x)
+    def _expert_observer(self, path: str) -> Callable[[int, str, torch.Tensor, torch.Tensor], None]:
+        return lambda expert, side, x, tokens: self.see(product_name(path, expert, side), x, tokens)
 
 
 def sums_of_layers(skeleton: Skeleton, *, block: bool, full: bool, held_out: bool, experts: bool = True) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ptqpipe.calibration.experts import Observer, attached, is_stacked, observe, rows_of_token, stack_of
-from ptqpipe.calibration.moments import add_outer, mirror
+from ptqpipe.calibration.moments import NO_ROWS, Rows, add_outer, first_tokens, mirror, weight_of, weighted
 from ptqpipe.calibration.runner import Layer, Runner
 from ptqpipe.errors import NumericsError
 from ptqpipe.numerics.rotation import rotated
@@ -53,18 +53,21 @@ class CrossSums:
 
     def __init__(self) -> None:
         self._sums: list[torch.Tensor] = []
+        self._weight = 0.0
 
-    def add(self, x: torch.Tensor, seen: torch.Tensor) -> None:
-        """Adds inputs [tokens, K] in the float model and in the quantized one."""
+    def add(self, x: torch.Tensor, seen: torch.Tensor, first: Rows = NO_ROWS) -> None:
+        """Adds inputs [tokens, K] in the float model and in the quantized one; ``first`` as `weighted` has it."""
         if not self._sums:
             self._sums = [x.new_zeros(x.shape[1], x.shape[1], dtype=torch.float64) for _ in range(2)]
+        self._weight += weight_of(x, first)
+        x, seen = weighted(x, first), weighted(seen, first)
         add_outer(self._sums[0], seen)
         add_outer(self._sums[1], x, seen)
 
-    def mean(self, tokens: int, name: str) -> CrossMoments:
-        """Over so many. NumericsError for inputs, those of ``name``, that are not finite."""
+    def mean(self, name: str) -> CrossMoments:
+        """NumericsError for inputs, those of ``name``, that are not finite."""
         mirror(self._sums[0])
-        means = CrossMoments(*((each / tokens).float() for each in self._sums))
+        means = CrossMoments(*((each / self._weight).float() for each in self._sums))
         if not bool(torch.isfinite(means.moment).all()) or not bool(torch.isfinite(means.cross).all()):
             raise NumericsError(f"the input of '{name}' is not finite; check the model's weights")
         return means
@@ -205,13 +208,11 @@ def collect_cross_moments(
     """
     sums: dict[str, CrossSums] = {}
     leaders: dict[str, str] = {}
-    tokens = 0
     for batch in batches:
         rows = paired_inputs(layer, modules, leaders, batch, entering, parameters, quantizers, cache)
         for name, (x, seen) in rows.items():
-            sums.setdefault(name, CrossSums()).add(x, seen)
-        tokens += len(rows[modules[0]][0])
-    means = {name: total.mean(tokens, f"{layer.name}.{name}") for name, total in sums.items()}
+            sums.setdefault(name, CrossSums()).add(x, seen, first_tokens(layer.windows(batch), len(x)))
+    means = {name: total.mean(f"{layer.name}.{name}") for name, total in sums.items()}
     return {name: means[leaders[name]] for name in modules}
 
 
@@ -341,7 +342,7 @@ def quantized_inputs(module: torch.nn.Module, quantizers: Mapping[str, Quantizer
 
 
 def _expert_quantizer(quantizers: Mapping[tuple[int, str], Quantizer]) -> Observer:
-    def quantized(expert: int, side: str, x: torch.Tensor) -> torch.Tensor | None:
+    def quantized(expert: int, side: str, x: torch.Tensor, _tokens: torch.Tensor) -> torch.Tensor | None:
         quantizer = quantizers.get((expert, side))
         return None if quantizer is None else _straight_through(quantizer, x)
 

@@ -14,6 +14,7 @@ import torch
 from ptqpipe.calibration.activations import Activations
 from ptqpipe.calibration.cross_moments import ActivationCache, CrossMoments, CrossSums, Quantizer, arguments
 from ptqpipe.calibration.experts import LEAST_TOKENS, routing
+from ptqpipe.calibration.moments import FIRST_WEIGHT
 from ptqpipe.calibration.runner import BATCH_TOKENS, Layer
 
 STREAMS = 4  # sets of hidden states that there are at once, at most: what enters a stack in both runs, and experts
@@ -45,7 +46,7 @@ class ExpertInputs:
         sums = CrossSums()
         for start in range(0, len(self.weights), BATCH_TOKENS):
             sums.add(*self.part(slice(start, start + BATCH_TOKENS)).weighted())
-        return sums.mean(len(self.weights), name)
+        return sums.mean(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,10 @@ class StackInputs:
             stack_arguments = arguments(layer, [stack], left, entering(batch), batch, parameters)[stack]
         places, experts, weights = routing(layer.module.get_submodule(stack), stack_arguments)
         x, seen = exact[stack][places], stack_arguments[0][places]
+        samples, tokens = layer.windows(batch)
+        weights = torch.where(
+            (places % (samples * tokens) % tokens == 0)[:, None], FIRST_WEIGHT**0.5 * weights, weights
+        )
         # Where each expert has rows of its own, the float model may have sent a token to another one.
         both = x.any(dim=-1) if len(places) < len(stack_arguments[0]) else slice(None)
         self.exact.put(batch, x[both])

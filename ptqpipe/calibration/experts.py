@@ -16,9 +16,9 @@ from ptqpipe.errors import CheckpointError
 from ptqpipe.runtime.creating import without_run
 from ptqpipe.runtime.stacked_experts import first_stack, in_runs, is_known, is_turned
 
-#: (expert, "up" or "down", rows [tokens, K]): the inputs of the first and of the second product of an expert. What it
-#: returns is what the product gets; None leaves the input as it is.
-Observer = Callable[[int, str, torch.Tensor], torch.Tensor | None]
+#: (expert, "up" or "down", rows [tokens, K], which tokens of the batch those are, int64 [tokens]): the inputs of the
+#: first and of the second product of an expert. What it returns is what the product gets; None leaves the input as it is.
+Observer = Callable[[int, str, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 #: (expert, "up" or "down", rows [tokens, K], what the product made of them [tokens, N]).
 OutputObserver = Callable[[int, str, torch.Tensor, torch.Tensor], None]
@@ -102,8 +102,8 @@ def routing(module: Any, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tenso
     return own, experts, torch.ones_like(experts, dtype=hidden.dtype)
 
 
-_Run = Callable[[int, torch.Tensor], torch.Tensor]
-"""(expert, rows [tokens, hidden]) -> the same."""
+_Run = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(expert, rows [tokens, hidden], those tokens of the batch int64 [tokens]) -> rows of the same shape."""
 
 
 def _runs_forward(module: Any, run: _Run, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ def _runs_forward(module: Any, run: _Run, hidden_states: torch.Tensor) -> torch.
         own = expert * rows + hidden_states[expert * rows : (expert + 1) * rows].any(dim=-1).nonzero().squeeze(-1)
         if own.numel():
             places.append(own)
-            outputs.append(run(expert, hidden_states[own]).to(hidden_states.dtype))
+            outputs.append(run(expert, hidden_states[own], own - expert * rows).to(hidden_states.dtype))
     out = torch.zeros_like(hidden_states)
     return out.index_put((torch.cat(places),), torch.cat(outputs)) if outputs else out
 
@@ -131,7 +131,7 @@ def _tokens_forward(
         token, place = torch.where(top_k_index == expert)
         if token.numel():
             places.append(token * top_k_index.shape[1] + place)
-            outputs.append(run(expert, hidden_states[token]).to(hidden_states.dtype))
+            outputs.append(run(expert, hidden_states[token], token).to(hidden_states.dtype))
     parts = torch.zeros(
         top_k_index.numel(), hidden_states.shape[-1], dtype=hidden_states.dtype, device=top_k_index.device
     )
@@ -141,13 +141,18 @@ def _tokens_forward(
 
 
 def _expert(
-    module: Any, observer: Observer | None, outputs: OutputObserver | None, expert: int, x: torch.Tensor
+    module: Any,
+    observer: Observer | None,
+    outputs: OutputObserver | None,
+    expert: int,
+    x: torch.Tensor,
+    tokens: torch.Tensor,
 ) -> torch.Tensor:
-    x = _seen(observer, expert, "up", x)
+    x = _seen(observer, expert, "up", x, tokens)
     first = _product(module, first_stack(module), expert, x)
     if outputs is not None:
         outputs(expert, "up", x, first)
-    inner = _seen(observer, expert, "down", _activated(module, first))
+    inner = _seen(observer, expert, "down", _activated(module, first), tokens)
     out = _product(module, "down_proj", expert, inner)
     if outputs is not None:
         outputs(expert, "down", inner, out)
@@ -156,8 +161,8 @@ def _expert(
     return out
 
 
-def _seen(observer: Observer | None, expert: int, side: str, x: torch.Tensor) -> torch.Tensor:
-    changed = None if observer is None else observer(expert, side, x)
+def _seen(observer: Observer | None, expert: int, side: str, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    changed = None if observer is None else observer(expert, side, x, tokens)
     return x if changed is None else changed
 
 

@@ -5,6 +5,9 @@ product (outer products), and calls are added in float64: the error of an outer 
 of as many tokens as one batch has. Rows of bfloat16 have a compiled product, which is as exact for
 products above 2^-126, and its diagonal is their second moment.
 
+The first token of a window counts FIRST_WEIGHT times in second moments. Most models send much of every token's attention
+to it, so its error is in all that follow, and its activations are up to a thousand times as large.
+
 Quantiles: |x| is counted in 32768 bins, those of its float32 bits without the lower 16 (eight bits of exponent, seven
 of mantissa). A bin is at most 1/128 of its value wide, which bounds the relative error of a quantile.
 """
@@ -22,6 +25,9 @@ BINS = 1 << 15
 QUANTILE_ERROR = 2.0**-7  # relative, half of it on average
 MAX_ROWS = 8192  # rows that one float32 product may sum
 LARGEST = 2.0**57  # of |x|: the squares of so many rows have a sum that float32 holds
+FIRST_WEIGHT = 16.0  # labs/window_length; its root scales numbers of every format exactly
+Rows = slice | torch.Tensor  # which of the rows of a tensor
+NO_ROWS = slice(0)
 _SHORT = 64  # rows of few bits whose float32 sum is as good as exact
 _STRIPE = 256  # columns of sums, and rows of a symmetric product, that are computed together
 
@@ -30,6 +36,7 @@ _STRIPE = 256  # columns of sums, and rows of a symmetric product, that are comp
 class RunningMoments:
     """Moments of the rows x [tokens, K] of one linear input that were seen so far. Tensors on the device of the rows.
 
+    weight      [1] float64, sum over the rows of what each counts in second moments
     amax        [K] float32, max |x|
     total       [K] float64, sum of x
     squares     [K] float64, sum of x^2
@@ -40,6 +47,7 @@ class RunningMoments:
     """
 
     tokens: int
+    weight: torch.Tensor
     amax: torch.Tensor
     total: torch.Tensor
     squares: torch.Tensor
@@ -56,6 +64,7 @@ class RunningMoments:
         blocks = columns // BLOCK if block and not full and columns % BLOCK == 0 else 0
         return cls(
             tokens=0,
+            weight=torch.zeros(1, dtype=f64, device=device),
             amax=torch.zeros(columns, device=device),
             total=torch.zeros(columns, dtype=f64, device=device),
             squares=torch.zeros(columns, dtype=f64, device=device),
@@ -68,14 +77,17 @@ class RunningMoments:
     def nbytes(columns: int, *, block: bool, full: bool) -> int:
         """What the moments of an input of K columns take."""
         outer = columns * (columns if full else BLOCK if block else 0)
-        return 8 * (BINS + 2 * columns + outer) + 4 * columns
+        return 8 * (1 + BINS + 2 * columns + outer) + 4 * columns
 
-    def add(self, x: torch.Tensor) -> bool:
-        """Adds rows [tokens, K] of any float dtype; False, and then the sums are of no use, where one is not below
-        `LARGEST`."""
-        return all(self._add(rows) for rows in torch.split(x.detach(), MAX_ROWS))
+    def add(self, x: torch.Tensor, first: Rows = NO_ROWS) -> bool:
+        """Adds rows [tokens, K] of any float dtype, of which ``first`` are the first tokens of windows; False, and then
+        the sums are of no use, where one is not below `LARGEST`."""
+        x = x.detach()
+        self.weight += weight_of(x, first)
+        parts = zip(torch.split(x, MAX_ROWS), torch.split(weighted(x, first), MAX_ROWS), strict=True)
+        return all(self._add(rows, weighted_rows) for rows, weighted_rows in parts)
 
-    def _add(self, rows: torch.Tensor) -> bool:
+    def _add(self, rows: torch.Tensor, weighted_rows: torch.Tensor) -> bool:
         x = rows if rows.dtype == torch.float64 else rows.float()
         magnitude = x.abs()
         amax = magnitude.amax(0)
@@ -83,22 +95,20 @@ class RunningMoments:
             return False
         self.tokens += x.shape[0]
         self.amax = torch.maximum(self.amax, amax.float())
+        self._count(magnitude)
         if self.gram is not None and rows.dtype == torch.bfloat16:  # numbers of few bits, whose squares the product has
-            add_outer(self.gram, rows)
+            add_outer(self.gram, weighted_rows)
             self.total += torch.stack([part.sum(0) for part in torch.split(x, _SHORT)]).double().sum(0)
             self.squares = self.gram.diagonal().clone()
-            self._count(magnitude)
             return True
         for start in range(0, x.shape[1], _STRIPE):  # norms with a dtype of their own take five times as long
             columns = slice(start, start + _STRIPE)
-            part = x[:, columns].to(torch.float64, copy=True)
-            self.total[columns] += part.sum(0)
-            self.squares[columns] += part.square_().sum(0)
-        self._count(magnitude)
+            self.total[columns] += x[:, columns].sum(0, dtype=torch.float64)
+            self.squares[columns] += weighted_rows[:, columns].to(torch.float64, copy=True).square_().sum(0)
         if self.gram is not None:
-            add_outer(self.gram, rows)
+            add_outer(self.gram, weighted_rows)
         elif self.block_gram is not None:
-            blocks = x.view(x.shape[0], -1, BLOCK).transpose(0, 1)  # [K/16, tokens, 16]
+            blocks = weighted_rows.to(x.dtype).view(x.shape[0], -1, BLOCK).transpose(0, 1)  # [K/16, tokens, 16]
             self.block_gram += blocks.transpose(1, 2) @ blocks
         return True
 
@@ -109,7 +119,7 @@ class RunningMoments:
 
     def sums(self) -> list[torch.Tensor]:
         """What adds over processes, beside the tokens; ``amax`` is the one that does not."""
-        tensors = [self.total, self.squares, self.histogram, self.block_gram, self.gram]
+        tensors = [self.weight, self.total, self.squares, self.histogram, self.block_gram, self.gram]
         return [tensor for tensor in tensors if tensor is not None]
 
     def merge(self, other: "RunningMoments") -> None:
@@ -120,7 +130,7 @@ class RunningMoments:
 
     def on(self, device: torch.device) -> "RunningMoments":
         outer = (None if tensor is None else tensor.to(device) for tensor in (self.block_gram, self.gram))
-        sums = (tensor.to(device) for tensor in (self.amax, self.total, self.squares, self.histogram))
+        sums = (tensor.to(device) for tensor in (self.weight, self.amax, self.total, self.squares, self.histogram))
         return RunningMoments(self.tokens, *sums, *outer)
 
     def quantiles(self) -> dict[float, float]:
@@ -131,8 +141,9 @@ class RunningMoments:
 
     def tensors(self, *, block: bool) -> dict[str, torch.Tensor]:
         """The means over tokens by their names in a statistics folder: float32 on the CPU, outer products symmetric."""
-        count = max(1, self.tokens)
-        means = {"amax": self.amax, "mean": self.total / count, "second_moment": self.squares / count}
+        count = max(1.0, float(self.weight))
+        mean = self.total / max(1, self.tokens)
+        means = {"amax": self.amax, "mean": mean, "second_moment": self.squares / count}
         columns = self.amax.numel()
         if self.gram is not None:
             mirror(self.gram)
@@ -144,6 +155,26 @@ class RunningMoments:
         elif self.block_gram is not None:
             means["block_moment"] = self.block_gram / count
         return {name: tensor.to("cpu", torch.float32).contiguous() for name, tensor in means.items()}
+
+
+def first_tokens(windows: Sequence[int], rows: int) -> Rows:
+    """Which rows of an input are of the first tokens of windows [samples, tokens]; none unless it has one a token."""
+    samples, tokens = windows
+    return slice(None, None, tokens) if rows == samples * tokens else NO_ROWS
+
+
+def weighted(x: torch.Tensor, first: Rows) -> torch.Tensor:
+    """``x`` [tokens, K], whose outer products then count the rows ``first`` FIRST_WEIGHT times."""
+    if not len(x[first]):
+        return x
+    x = x.clone()
+    x[first] *= FIRST_WEIGHT**0.5
+    return x
+
+
+def weight_of(x: torch.Tensor, first: Rows) -> float:
+    """The sum of what the rows of ``x`` count in `weighted`."""
+    return len(x) + (FIRST_WEIGHT - 1) * len(x[first])
 
 
 def symmetric(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -146,8 +146,8 @@ def _head(runner: Runner, name: str, output: LayerFolder, collecting: Collecting
     collector = Collector(name, module, origins, block=collecting.block, full=collecting.full, device=runner.device)
     for batch, x in enumerate(runner.head_inputs()):
         collector.holding_out = batch >= runner.held_from
+        collector.start(x.shape)
         collector.see(name, x)
-        collector.forget()
         runner.on_tokens(x.shape[0] * x.shape[1])
     merge_ranks(collector, world=collecting.ranks.world, held_out=collecting.held_out)
     if collecting.ranks.rank != 0:

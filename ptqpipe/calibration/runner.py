@@ -56,6 +56,11 @@ class Layer:
     def batches(self) -> int:
         return len(self._runner.batches)
 
+    def windows(self, batch: int) -> tuple[int, int]:
+        """Samples and tokens of a batch."""
+        samples, tokens = self._runner.batches[batch].shape
+        return samples, tokens
+
     def inputs(self, batch: int) -> torch.Tensor:
         """Hidden states [samples, tokens, hidden] that enter this layer, on the device. Before `advance` only."""
         if self.advanced:
@@ -112,6 +117,11 @@ class Layer:
 class MtpLayer(Layer):
     """The multi-token prediction layer, behind the last layer. A window has a place less in it: its last token is
     followed by none."""
+
+    def windows(self, batch: int) -> tuple[int, int]:
+        """Samples and tokens of what enters it."""
+        samples, tokens = super().windows(batch)
+        return samples, tokens - 1
 
     def inputs(self, batch: int) -> torch.Tensor:
         """What enters it [samples, tokens - 1, 2 * hidden]: embeddings of the next tokens, and what the head sees."""

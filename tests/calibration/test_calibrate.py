@@ -20,6 +20,7 @@ from ptqpipe.calibration import run_layers, runner
 from ptqpipe.calibration.activations import OnDisk
 from ptqpipe.calibration.command import calibrate
 from ptqpipe.calibration.data import load_samples
+from ptqpipe.calibration.moments import FIRST_WEIGHT
 from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.calibration.statistics import BLOCK, Statistics
 from ptqpipe.checkpoint.layer_folder import Finished
@@ -78,26 +79,35 @@ def close(found: torch.Tensor, expected: torch.Tensor, *, scale: float | None = 
     return bool(((found.double() - expected).abs() <= tolerance + 1e-300).all())
 
 
+def weighted_gram(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """E[x x^T] of rows, of which those of first tokens count FIRST_WEIGHT times."""
+    more = FIRST_WEIGHT - 1
+    return (x.t() @ x + more * first.t() @ first) / (len(x) + more * len(first))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_statistics_equal_those_of_the_whole_model_in_float64(kind: str, tmp_path: Path) -> None:
     done = run(tmp_path, kind)
     inputs, key_values = whole_model_inputs(tmp_path / kind, make_windows())
+    first, _ = whole_model_inputs(tmp_path / kind, make_windows()[:, :1])  # the models are causal
     expected = {
-        name: x for (parameter, expert), x in inputs.items() for name in checkpoint_names(kind, parameter, expert)
+        name: (x, first.get((parameter, expert), x[:0]))
+        for (parameter, expert), x in inputs.items()
+        for name in checkpoint_names(kind, parameter, expert)
     }
     with Statistics.open(done.out) as statistics:
         # DeepSeek's router multiplies with a float32 copy of its weight, which the other route cannot recognize.
         routers = {name for name in statistics.modules if kind == "deepseek_v3" and name.endswith(".mlp.gate")}
         assert {name for name in statistics.modules if statistics.of(name).measured} - routers <= expected.keys()
-        for name, x in expected.items():
+        for name, (x, first_tokens) in expected.items():
             found = statistics.of(name, block=x.shape[1] % BLOCK == 0, full=True)
             if x.shape[0] < 16:  # too few tokens for statistics of its own
                 assert not found.measured
                 assert found.tokens == x.shape[0]
                 continue
             assert (found.tokens, found.measured) == (x.shape[0], True), name
-            gram = x.t() @ x / x.shape[0]
+            gram = weighted_gram(x, first_tokens)
             size = float(gram.diagonal().max())
             assert close(found.amax, x.abs().amax(0)), name
             assert close(found.mean, x.mean(0), scale=size**0.5), name
@@ -136,6 +146,7 @@ def test_held_out_moments_are_those_of_the_other_windows_and_change_nothing_else
         assert {name for name in b if not name.endswith(HELD)} == a.keys()
         assert all(torch.equal(a[name], b[name]) for name in a)
     inputs, _ = whole_model_inputs(tmp_path / kind, chosen.held_out)
+    first, _ = whole_model_inputs(tmp_path / kind, chosen.held_out[:, :1])
     count = 0
     with Statistics.open(done.out) as statistics:
         for (parameter, expert), x in inputs.items():
@@ -145,7 +156,7 @@ def test_held_out_moments_are_those_of_the_other_windows_and_change_nothing_else
                 if found.held_out is None:  # an expert with too few tokens among the held-out ones
                     assert len(x) < 16 or not found.measured
                     continue
-                gram = x.t() @ x / len(x)
+                gram = weighted_gram(x, first.get((parameter, expert), x[:0]))
                 assert found.held_out.tokens == len(x)
                 assert close(found.held_out.second_moment, gram.diagonal())
                 assert found.held_out.full_moment is not None

@@ -15,6 +15,7 @@ from ptqpipe.calibration.cross_moments import (
     collect_cross_moments,
     quantized_inputs,
 )
+from ptqpipe.calibration.moments import FIRST_WEIGHT
 from ptqpipe.calibration.runner import BATCH_TOKENS, Runner
 from ptqpipe.models.source import Source
 from ptqpipe.runtime.skeleton import Skeleton
@@ -48,6 +49,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return plain, other
 
 
+def mean_outer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The mean of x y^T over rows of the windows, whose first tokens count FIRST_WEIGHT times."""
+    weights = torch.ones(make_windows().shape, dtype=x.dtype)
+    weights[:, 0] = FIRST_WEIGHT
+    return (x * weights.flatten().unsqueeze(1)).t() @ y / weights.sum()
+
+
 @pytest.mark.parametrize("modules", [QKV, ["self_attn.o_proj"], ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]])
 def test_moments_are_those_of_two_whole_models(folders: tuple[Path, Path], modules: list[str]) -> None:
     windows = make_windows()
@@ -79,8 +87,8 @@ def test_moments_are_those_of_two_whole_models(folders: tuple[Path, Path], modul
     for module in modules:
         x, seen = (inputs[f"{prefix}{module}.weight", None] for inputs in (exact, changed))
         for got, expected in (
-            (found[module].moment, seen.t() @ seen / len(seen)),
-            (found[module].cross, sign * x.t() @ seen / len(seen)),
+            (found[module].moment, mean_outer(seen, seen)),
+            (found[module].cross, sign * mean_outer(x, seen)),
         ):
             assert float((got - expected).abs().max()) < ROUNDING * float(expected.abs().max())
         assert found[module] is found[modules[0]]
@@ -192,7 +200,7 @@ def test_moments_of_rotated_inputs_are_rotated_on_both_sides(folders: tuple[Path
         h = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), h)
     x = whole_model_inputs(folders[0], make_windows())[0][f"model.layers.0.{name}.weight", None].double()
     x = (x.reshape(-1, 16) @ h / 4).reshape(x.shape)
-    expected = x.t() @ x / len(x)
+    expected = mean_outer(x, x)
     with (
         Source.open(folders[0]) as source,
         Runner.open(Skeleton.of(source, dtype=torch.float32), make_windows()) as runner,

@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from ptqpipe.calibration.moments import BINS, LARGEST, MAX_ROWS, QUANTILE_ERROR, RunningMoments, stand_in
+from ptqpipe.calibration.moments import (
+    BINS,
+    FIRST_WEIGHT,
+    LARGEST,
+    MAX_ROWS,
+    QUANTILE_ERROR,
+    RunningMoments,
+    first_tokens,
+    stand_in,
+)
 from ptqpipe.calibration.statistics import QUANTILES
 
 CPU = torch.device("cpu")
@@ -54,6 +63,33 @@ def test_moments_of_pieces_are_those_of_all_rows(dtype: torch.dtype) -> None:
     for i in range(3):
         part = slice(16 * i, 16 * i + 16)
         assert torch.equal(found["block_moment"][i], found["full_moment"][part, part])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("full", [False, True])
+def test_first_tokens_count_more_in_second_moments_alone(dtype: torch.dtype, full: bool) -> None:
+    windows = rows(10 * 30).to(dtype).view(10, 30, 48)
+    first = first_tokens((10, 30), 300)
+    found, plain, whole = (RunningMoments.empty(48, block=True, full=full, device=CPU) for _ in range(3))
+    kept = windows.clone()
+    assert found.add(windows.view(300, 48), first)
+    assert torch.equal(windows, kept)
+    assert plain.add(windows.view(300, 48))
+    assert whole.add(torch.cat([windows.view(300, 48), *[windows[:, 0]] * int(FIRST_WEIGHT - 1)]))
+    assert found.tokens == 300
+    assert found.quantiles() == plain.quantiles()
+    mine, of_all, repeated = (each.tensors(block=True) for each in (found, plain, whole))
+    for name in ("amax", "mean"):
+        assert torch.equal(mine[name], of_all[name])
+    for name in mine.keys() - {"amax", "mean"}:
+        assert torch.allclose(mine[name], repeated[name], rtol=1e-5, atol=1e-5 * float(repeated[name].abs().max()))
+        assert not torch.allclose(mine[name], of_all[name], rtol=1e-2)
+
+
+def test_rows_that_are_not_one_for_each_token_have_no_first_tokens() -> None:
+    x = torch.arange(24.0).view(12, 2)
+    assert x[first_tokens((3, 4), 12)].tolist() == x[[0, 4, 8]].tolist()
+    assert not len(x[first_tokens((3, 5), 12)])
 
 
 def test_sums_of_many_columns_are_exact_and_leave_the_rows_alone() -> None:
