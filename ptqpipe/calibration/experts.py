@@ -17,7 +17,8 @@ from ptqpipe.runtime.creating import without_run
 from ptqpipe.runtime.stacked_experts import first_stack, in_runs, is_known, is_turned
 
 #: (expert, "up" or "down", rows [tokens, K], which tokens of the batch those are, int64 [tokens]): the inputs of the
-#: first and of the second product of an expert. What it returns is what the product gets; None leaves the input as it is.
+#: first and of the second product of an expert. What it returns is what the product gets; None leaves the input as it
+#: is.
 Observer = Callable[[int, str, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 #: (expert, "up" or "down", rows [tokens, K], what the product made of them [tokens, N]).

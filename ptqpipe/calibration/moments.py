@@ -5,8 +5,9 @@ product (outer products), and calls are added in float64: the error of an outer 
 of as many tokens as one batch has. Rows of bfloat16 have a compiled product, which is as exact for
 products above 2^-126, and its diagonal is their second moment.
 
-The first token of a window counts FIRST_WEIGHT times in second moments. Most models send much of every token's attention
-to it, so its error is in all that follow, and its activations are up to a thousand times as large.
+The first token of a window counts FIRST_WEIGHT times in second moments. Most models send much of every token's
+attention to it (an attention sink): its error is in all that follow, and its activations are up to a thousand times as
+large.
 
 Quantiles: |x| is counted in 32768 bins, those of its float32 bits without the lower 16 (eight bits of exponent, seven
 of mantissa). A bin is at most 1/128 of its value wide, which bounds the relative error of a quantile.
