@@ -14,7 +14,6 @@ import torch
 from ptqpipe.calibration.activations import Activations
 from ptqpipe.calibration.cross_moments import ActivationCache, CrossMoments, CrossSums, Quantizer, arguments
 from ptqpipe.calibration.experts import LEAST_TOKENS, routing
-from ptqpipe.calibration.moments import FIRST_WEIGHT
 from ptqpipe.calibration.runner import BATCH_TOKENS, Layer
 
 STREAMS = 4  # sets of hidden states that there are at once, at most: what enters a stack in both runs, and experts
@@ -27,11 +26,13 @@ class ExpertInputs:
     exact    float32 [n, K] in the float model
     seen     float32 [n, K] in the quantized one
     weights  float32 [n], of which the mean square is 1: what each row counts for
+    first    bool [n]: those of the first tokens of windows, which count more in moments
     """
 
     exact: torch.Tensor
     seen: torch.Tensor
     weights: torch.Tensor
+    first: torch.Tensor
 
     def weighted(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Both, times the weights."""
@@ -39,13 +40,14 @@ class ExpertInputs:
 
     def part(self, rows: slice) -> "ExpertInputs":
         """Some of the rows."""
-        return ExpertInputs(self.exact[rows], self.seen[rows], self.weights[rows])
+        return ExpertInputs(self.exact[rows], self.seen[rows], self.weights[rows], self.first[rows])
 
     def moments(self, name: str) -> CrossMoments:
         """Means over the weighted rows. NumericsError for inputs, those of ``name``, that are not finite."""
         sums = CrossSums()
         for start in range(0, len(self.weights), BATCH_TOKENS):
-            sums.add(*self.part(slice(start, start + BATCH_TOKENS)).weighted())
+            part = self.part(slice(start, start + BATCH_TOKENS))
+            sums.add(*part.weighted(), part.first)
         return sums.mean(name)
 
 
@@ -56,6 +58,7 @@ class StackInputs:
     exact, seen  hidden states [n, K] of the float model and of the quantized one, before experts quantize them
     experts      int64 [n, k]: where the quantized model sends each token
     weights      [n, k]: what each of these experts counts for there
+    first        bool [n]: the first tokens of windows
     """
 
     layer: Layer
@@ -64,6 +67,7 @@ class StackInputs:
     seen: Activations
     experts: dict[int, torch.Tensor]
     weights: dict[int, torch.Tensor]
+    first: dict[int, torch.Tensor]
 
     @classmethod
     def of(
@@ -82,7 +86,7 @@ class StackInputs:
 
         store  opens a place for hidden states of all batches, which `close` closes
         """
-        inputs = cls(layer, stack, store(), store(), {}, {})
+        inputs = cls(layer, stack, store(), store(), {}, {}, {})
         try:
             for batch in batches:
                 inputs._add(batch, entering, parameters, quantizers, cache)
@@ -108,15 +112,13 @@ class StackInputs:
             stack_arguments = arguments(layer, [stack], left, entering(batch), batch, parameters)[stack]
         places, experts, weights = routing(layer.module.get_submodule(stack), stack_arguments)
         x, seen = exact[stack][places], stack_arguments[0][places]
-        samples, tokens = layer.windows(batch)
-        weights = torch.where(
-            (places % (samples * tokens) % tokens == 0)[:, None], FIRST_WEIGHT**0.5 * weights, weights
-        )
         # Where each expert has rows of its own, the float model may have sent a token to another one.
         both = x.any(dim=-1) if len(places) < len(stack_arguments[0]) else slice(None)
         self.exact.put(batch, x[both])
         self.seen.put(batch, seen[both])
         self.experts[batch], self.weights[batch] = experts[both].cpu(), weights[both].float().cpu()
+        samples, tokens = layer.windows(batch)
+        self.first[batch] = (places % (samples * tokens) % tokens == 0)[both].cpu()
 
     def close(self) -> None:
         self.exact.close()
@@ -138,21 +140,24 @@ class StackInputs:
             exact, seen = self.exact.get(batch), self.seen.get(batch)
             for expert, rows_of_expert in parts.items():
                 token, place = torch.where(self.experts[batch] == expert)
-                rows_of_expert.append((exact[token], seen[token], self.weights[batch][token, place]))
+                weights, first = self.weights[batch][token, place], self.first[batch][token]
+                rows_of_expert.append((exact[token], seen[token], weights, first))
         inputs: dict[int, ExpertInputs] = {}
         for expert in experts:
-            exact, seen, weights = (torch.cat(part) for part in zip(*parts.pop(expert), strict=True))
+            exact, seen, weights, first = (torch.cat(part) for part in zip(*parts.pop(expert), strict=True))
             if len(weights) >= LEAST_TOKENS and bool(weights.any()):
-                inputs[expert] = self._moved(exact, seen, weights / weights.square().mean().sqrt())
+                inputs[expert] = self._moved(exact, seen, weights / weights.square().mean().sqrt(), first)
         if len(inputs) < len(experts):  # one set of tokens for all of the others
             exact, seen = self.exact.get(batches[0]), self.seen.get(batches[0])
-            of_others = self._moved(exact, seen, torch.ones(len(exact)))
+            of_others = self._moved(exact, seen, torch.ones(len(exact)), self.first[batches[0]])
             inputs |= {expert: of_others for expert in experts if expert not in inputs}
         return inputs
 
-    def _moved(self, exact: torch.Tensor, seen: torch.Tensor, weights: torch.Tensor) -> ExpertInputs:
+    def _moved(
+        self, exact: torch.Tensor, seen: torch.Tensor, weights: torch.Tensor, first: torch.Tensor
+    ) -> ExpertInputs:
         device = self.layer.device
-        return ExpertInputs(exact.float().to(device), seen.float().to(device), weights.to(device))
+        return ExpertInputs(exact.float().to(device), seen.float().to(device), weights.to(device), first.to(device))
 
 
 def _runs(before: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:

@@ -71,12 +71,14 @@ def test_rows_of_experts_are_those_of_the_whole_model(kind: str, kept: bool, tmp
                     first = expected[f"{name}.{stack}.{first_stack(module)}", expert]
                     assert same_rows(rows.exact, first)
                     assert same_rows(rows.seen, first)
-                    if kind == "llama4":  # whose experts' outputs count alike
-                        heavy = rows.weights > 2 * rows.weights.min()
-                        ratio = float(rows.weights.max() / rows.weights.min())
-                        begins = of_first.get((f"{name}.{stack}.{first_stack(module)}", expert), first[:0])
-                        assert same_rows(rows.exact[heavy], begins)
-                        assert ratio == pytest.approx(FIRST_WEIGHT**0.5 if len(begins) else 1)
+                    begins = of_first.get((f"{name}.{stack}.{first_stack(module)}", expert), first[:0])
+                    assert same_rows(rows.exact[rows.first], begins)
+                    weighted, more = rows.weighted(), FIRST_WEIGHT - 1
+                    cross = (weighted[0] * (1 + more * rows.first.unsqueeze(1))).t() @ weighted[1]
+                    cross /= len(rows.first) + more * int(rows.first.sum())
+                    assert torch.allclose(
+                        rows.moments("x").cross, cross, rtol=1e-4, atol=1e-6 * float(cross.abs().max())
+                    )
                     second = expected[f"{name}.{stack}.down_proj", expert]
                     assert same_rows(second_input(module, expert, rows.exact), second)
 
@@ -85,7 +87,7 @@ def test_experts_with_few_tokens_share_those_of_others() -> None:
     """However many they are: inputs take no more memory than what enters the stack, and a batch."""
     experts, tokens, columns = 64, 512, 32
     layer: Any = SimpleNamespace(device=torch.device("cpu"))
-    stack = StackInputs(layer, "experts", InMemory(), InMemory(), {}, {})
+    stack = StackInputs(layer, "experts", InMemory(), InMemory(), {}, {}, {})
     generator = torch.Generator().manual_seed(0)
     batches = range(4)
     for batch in batches:
@@ -94,6 +96,7 @@ def test_experts_with_few_tokens_share_those_of_others() -> None:
         stack.experts[batch] = torch.full((tokens, 1), 3)
         stack.experts[batch][:2, 0] = torch.randint(experts, (2,), generator=generator)
         stack.weights[batch] = torch.rand(tokens, 1, generator=generator)
+        stack.first[batch] = torch.arange(tokens) % 64 == 0
     groups = list(stack.groups(batches, experts))
     assert sorted(expert for group in groups for expert in group) == list(range(experts))
     for group in groups:

@@ -11,6 +11,7 @@ import torch
 import ptqpipe
 from ptqpipe.calibration.command import calibrate
 from ptqpipe.calibration.data import load_samples
+from ptqpipe.calibration.moments import FIRST_WEIGHT
 from ptqpipe.calibration.options import CalibrateOptions
 from ptqpipe.calibration.statistics import Statistics
 from ptqpipe.check.verify.command import verify
@@ -75,10 +76,12 @@ def test_moments_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None
     with Statistics.open(done.out) as statistics:
         for name in MODULES:
             module = next(found for found in statistics.modules if found.endswith(name))
-            x = torch.cat(rows[name]).double()
+            x, first = torch.cat(rows[name]).double(), torch.cat([row[:1] for row in rows[name]]).double()
             found = statistics.of(module)
             assert found.tokens == len(x)
-            torch.testing.assert_close(found.second_moment.double(), x.square().mean(0), rtol=1e-4, atol=1e-9)
+            squares = x.square().sum(0) + (FIRST_WEIGHT - 1) * first.square().sum(0)
+            squares /= len(x) + (FIRST_WEIGHT - 1) * len(first)
+            torch.testing.assert_close(found.second_moment.double(), squares, rtol=1e-4, atol=1e-9)
     assert not [name for name in statistics.modules if "visual" in name or "vision" in name]
 
 

@@ -9,6 +9,7 @@ memory.
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,10 +94,10 @@ def _follow_expert(
             first = _first(work, stack, expert, {**state.decoded, **{key: decoded(q) for key, q in codes.items()}})
             module = work.layer.module.get_submodule(stack)
             learned, judging = (
-                ExpertInputs(
-                    _second_inputs(module, expert, inputs.exact, None),
-                    _second_inputs(module, expert, product.seen, first),
-                    inputs.weights,
+                replace(
+                    inputs,
+                    exact=_second_inputs(module, expert, inputs.exact, None),
+                    seen=_second_inputs(module, expert, product.seen, first),
                 )
                 for inputs, product in zip((learned, judging), products, strict=True)
             )
@@ -109,7 +110,7 @@ def _product_inputs(work: TunedLayer, place: str, inputs: ExpertInputs) -> Exper
     if quantizer is None:
         return inputs
     exact, seen = (rotated(x, quantizer.rotation) for x in (inputs.exact, inputs.seen))
-    return ExpertInputs(exact, quantizer.quantized(seen), inputs.weights)
+    return replace(inputs, exact=exact, seen=quantizer.quantized(seen))
 
 
 def _first(work: TunedLayer, stack: str, expert: int, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
