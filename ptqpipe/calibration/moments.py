@@ -25,8 +25,8 @@ from ptqpipe.numerics.kernels.cpu_gram import add_gram
 BINS = 1 << 15
 QUANTILE_ERROR = 2.0**-7  # relative, half of it on average
 MAX_ROWS = 8192  # rows that one float32 product may sum
-LARGEST = 2.0**57  # of |x|: the squares of so many rows have a sum that float32 holds
-FIRST_WEIGHT = 16.0  # labs/first_token; its root scales numbers of every format exactly
+FIRST_WEIGHT = 16.0  # labs/first_token; its root scales numbers exactly
+LARGEST = 2.0**55  # of |x|: the squares of so many rows, first tokens all, have a sum that float32 holds
 Rows = slice | torch.Tensor  # which of the rows of a tensor
 NO_ROWS = slice(0)
 _SHORT = 64  # rows of few bits whose float32 sum is as good as exact
@@ -168,7 +168,7 @@ def weighted(x: torch.Tensor, first: Rows) -> torch.Tensor:
     """``x`` [tokens, K], whose outer products then count the rows ``first`` FIRST_WEIGHT times."""
     if not len(x[first]):
         return x
-    x = x.clone()
+    x = x.float() if x.dtype == torch.float16 else x.clone()  # whose largest number is 65504
     x[first] *= FIRST_WEIGHT**0.5
     return x
 

@@ -86,6 +86,18 @@ def test_first_tokens_count_more_in_second_moments_alone(dtype: torch.dtype, ful
         assert not torch.allclose(mine[name], of_all[name], rtol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_first_tokens_as_large_as_a_dtype_or_the_sums_allow_stay_finite(dtype: torch.dtype) -> None:
+    largest = min(torch.finfo(dtype).max, 0.99 * LARGEST)
+    x = torch.full((MAX_ROWS, 16), largest).to(dtype)
+    for block, full in ((False, True), (True, False)):
+        moments = RunningMoments.empty(16, block=block, full=full, device=CPU)
+        assert moments.add(x, first_tokens((MAX_ROWS, 1), MAX_ROWS))
+        for name, tensor in moments.tensors(block=block).items():
+            expected = float(x[0, 0]) ** (2 if "moment" in name else 1)
+            assert torch.allclose(tensor, torch.full_like(tensor, expected), rtol=1e-4), name
+
+
 def test_rows_that_are_not_one_for_each_token_have_no_first_tokens() -> None:
     x = torch.arange(24.0).view(12, 2)
     assert x[first_tokens((3, 4), 12)].tolist() == x[[0, 4, 8]].tolist()
