@@ -535,10 +535,12 @@ def test_the_bench_model_calibrates_from_text(shared_dir: Path, tmp_path: Path) 
     with torch.no_grad():
         for row in torch.split(samples.windows, 12):
             loaded(row)
-    x = torch.cat(seen).reshape(-1, 768).double()
+    windows = torch.cat(seen).double()  # [16, 64, 768]
+    x = windows.flatten(0, 1)
     with Statistics.open(done.out) as statistics:
         found = statistics.of("model.layers.3.mlp.down_proj")
     # Both run in float32, in batches of different sizes.
-    assert torch.allclose(found.second_moment.double(), x.square().mean(0), rtol=1e-4)
+    expected = weighted_gram(x, windows[:, 0]).diagonal()
+    assert torch.allclose(found.second_moment.double(), expected, rtol=1e-4)
     assert torch.allclose(found.amax.double(), x.abs().amax(0), rtol=1e-4)
     assert done.content["data"]["sha256"] == samples.sha256
