@@ -20,7 +20,7 @@ EXPERT_ROWS = 256  # the same of an expert, which sees few tokens
 class Moments:
     """Second moments of an input x [tokens, K], means over its tokens; float32, from a folder on the CPU.
 
-    second_moment  [K] E[x^2]
+    second_moment  [K] E[x^2], as the others over tokens of which the first of a window counts `FIRST_WEIGHT` times
     block_moment   [K/16, 16, 16] E[x x^T] inside blocks of 16 columns, or None
     full_moment    [K, K] E[x x^T], or None
     held_out       the same moments of samples that no other number here is of, to judge by; or None
