@@ -4,8 +4,8 @@
         [--out docs/images]
 
 pipeline  what the tool does
-kl        every bar is the lowest mean KL divergence of one tool on bench-4m in NVFP4, over its methods, with and
-          without calibration data
+kl        every bar is the lowest mean KL divergence of one tool on SmolLM2-135M-Instruct in NVFP4, over its methods,
+          with and without calibration data
 cost      processor seconds by the number of weights: `--quality good`, `best`, llm-compressor's GPTQ, and auto-round's
           tuning where it was measured; hollow: layers of a synthetic model with TinyLlama's widths
 
@@ -24,7 +24,7 @@ from matplotlib.patches import FancyBboxPatch
 from quality_table import OWN, Cell, cells_of, comparable
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL, FORMAT, WIDE = "bench-4m", "nvfp4", "tinyllama-1.1b"
+MODEL, FORMAT, WIDE = "smollm2-135m", "nvfp4", "tinyllama-1.1b"
 # Page background, text, quiet text, lines, ptqpipe's bars, other bars: both sets keep a contrast of 4.5 for text.
 THEMES = {
     "light": ("#ffffff", "#1f2328", "#59636e", "#d1d9e0", "#0969da", "#b6bfc9"),
@@ -53,7 +53,7 @@ def draw_bars(axes: Axes, rows: list[tuple[str, float]], title: str, most: float
     _, text, quiet, _, own, other = theme
     for y, (tool, kl) in enumerate(rows):
         axes.barh(y, kl, height=0.62, color=own if tool == OWN else other)
-        axes.text(kl + most * 0.015, y, f"{kl:.2f}", va="center", color=text, fontsize=10)
+        axes.text(kl + most * 0.015, y, f"{kl:.3g}", va="center", color=text, fontsize=10)
     axes.set_yticks(range(len(rows)), [tool for tool, _ in rows], fontsize=10, color=text)
     axes.set_xlim(0, most * 1.12)
     axes.invert_yaxis()

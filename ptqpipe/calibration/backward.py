@@ -38,6 +38,7 @@ from ptqpipe.runtime.stacked_experts import first_stack
 HEAD_TOKENS = 256  # whose logits are in memory at once
 TOKENS = 16_384  # of samples, all of which are run backwards
 SHARE = 8  # run at least one window in 8 backwards
+STATES_SHARE = 4  # one in so many bytes may have hidden states: a file, written and read in order, is as fast
 _TINY = 1e-30
 
 Slopes = Callable[[int], torch.Tensor]
@@ -177,7 +178,7 @@ def run_model_backward(
         windows,
         held_out=held_out,
         device=device,
-        memory_bytes=memory_bytes,
+        memory_bytes=memory_bytes // STATES_SHARE,
         spill=spill,
         streams=streams(count, step),
     )

@@ -25,13 +25,16 @@ def use_one_arena() -> None:
     _set(_ARENA_MAX, 1)
 
 
-def keep_freed_memory() -> None:
-    """Blocks below 1 GiB come from the heap from now on, and it does not shrink by less.
-
-    To be called when a model is loaded: what loading has freed goes back to the system first. By itself malloc gives
-    back the end of the heap alone, and between the tensors of a packed model lies as much as half their size.
-    """
+def return_freed_memory() -> None:
+    """What is free goes back to the system, once. By itself malloc gives back the end of the heap alone, and between
+    the tensors of a packed model lies as much as half their size."""
     _of_malloc("malloc_trim", 0)
+
+
+def keep_freed_memory() -> None:
+    """Blocks below 1 GiB come from the heap from now on, and it does not shrink by less. To be called when a model is
+    loaded: what loading has freed goes back first."""
+    return_freed_memory()
     _set(_MMAP_THRESHOLD, _KEPT)
     _set(_TRIM_THRESHOLD, _KEPT)
 

@@ -1,5 +1,6 @@
 """The runner of the float model, with room for what tune keeps beside it: moments, streams of hidden states, caches."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,9 +12,11 @@ from ptqpipe.calibration.expert_inputs import STREAMS
 from ptqpipe.calibration.experts import STACKS, is_stacked
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.conversion.conversion import Conversion
+from ptqpipe.conversion.input_moments import unit_extra_bytes
 from ptqpipe.pipeline.tune.options import TuneOptions
+from ptqpipe.pipeline.tune.start_codes import by_data
 from ptqpipe.pipeline.tune.tune_samples import divided
-from ptqpipe.run.machine import BASE_BYTES, Machine
+from ptqpipe.run.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.runtime.skeleton import Skeleton
 
 
@@ -32,7 +35,9 @@ def open_runner(
     held_out = len(samples.held_out) > 0
     together = not options.follows or not _whole_stacks(prepared, skeleton)  # moments of all experts
     sums = max(sums_of_layers(skeleton, block=False, full=True, held_out=held_out, experts=together))
-    memory = machine.memory_bytes - BASE_BYTES - sums
+    units = (replace(unit, rule=by_data(unit)) for unit in prepared.outputs.plan.units)
+    searches = max((unit_extra_bytes(unit, None) for unit in units), default=0)
+    memory = machine.memory_bytes - BASE_BYTES - WORKER_BYTES - sums - searches
     stacked = options.follows and any(is_stacked(m) for _, layer in skeleton.blocks for m in layer.modules())
     streams = (3 if options.follows else 1) + (STREAMS if stacked else 0)
     runner = Runner.open(
