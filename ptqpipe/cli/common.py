@@ -24,7 +24,7 @@ from ptqpipe._version import __version__
 from ptqpipe.cli.completion import complete_values
 from ptqpipe.cli.foreign import hold_back
 from ptqpipe.cli.help import Command, Commands, examples
-from ptqpipe.cli.lines import fitted, say
+from ptqpipe.cli.lines import error_as_json, fitted, say
 from ptqpipe.cli.parameters import params_of
 from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, failure, first_line, is_no_memory, is_panic, one_line
 from ptqpipe.run.options import MachineOptions, Options, described, options_of
@@ -174,7 +174,7 @@ def _errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except AlreadyComplete as done:
-        click.echo(fitted(str(done), sys.stdout))
+        click.echo(json.dumps({"complete": str(done)}) if _as_json() else fitted(str(done), sys.stdout))
     except PtqError as error:
         _fail("; ".join([str(error), *getattr(error, "__notes__", ())]), error.exit_code)
     except BrokenPipeError:  # nobody reads on: click ends in silence
@@ -215,10 +215,18 @@ def _out_of_resources(error: BaseException) -> str | None:
     return f"a library gave up: {text}; check the model's tokenizer, and the text" if is_panic(error) else None
 
 
+def _as_json() -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and context.params.get("as_json", False) is True
+
+
 def _fail(message: str, code: int) -> NoReturn:
     rank = os.environ.get("RANK")
     where = f" (rank {rank})" if rank not in (None, "0") else ""
-    say(f"Error{where}: {message}")
+    if _as_json():
+        click.echo(error_as_json(message, code))
+    else:
+        say(f"Error{where}: {message}")
     sys.exit(code)
 
 

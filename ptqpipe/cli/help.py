@@ -120,14 +120,17 @@ class Commands(click.Group):
         with shell_messages():
             return super().main(*args, **kwargs)
 
-    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Click's; what it finds wrong is in lines that a terminal has room for, here and in `invoke`."""
-        with click_errors_fitted():
-            return super().make_context(*args, **kwargs)
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> click.Context:
+        """Click's; what it finds wrong is in lines that a terminal has room for, or JSON, here and in `invoke`."""
+        as_json = "--json" in args
+        with click_errors_fitted(as_json=as_json):
+            context = super().make_context(info_name, args, *rest, **extra)
+        context.meta[_AS_JSON] = as_json
+        return context
 
     def invoke(self, ctx: click.Context) -> Any:
         """Click's, which runs the command."""
-        with click_errors_fitted():
+        with click_errors_fitted(as_json=ctx.meta[_AS_JSON]):
             return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -217,7 +220,7 @@ class Command(click.Command):
         return in_groups(shown, groups) if len(shown) > LONG else {"Options": list(shown.values())}
 
 
-_ALL = "ptqpipe.help_all"
+_ALL, _AS_JSON = "ptqpipe.help_all", "ptqpipe.as_json"
 
 
 def _help_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:

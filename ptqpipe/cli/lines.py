@@ -1,11 +1,12 @@
 """Text in lines that a terminal has room for; elsewhere a line stays one, so that programs can read it."""
 
+import json
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 
@@ -42,12 +43,27 @@ def say(text: str) -> None:
     click.echo(fitted(text, sys.stderr), err=True)
 
 
+def error_as_json(message: str, code: int) -> str:
+    """What a command with --json prints on stdout in place of its result: the message and the exit code."""
+    return json.dumps({"error": message, "exit_code": code})
+
+
+class _JsonError(click.ClickException):
+    exit_code = click.UsageError.exit_code
+
+    def show(self, file: Any = None) -> None:
+        click.echo(error_as_json(self.message, self.exit_code))
+
+
 @contextmanager
-def click_errors_fitted() -> Iterator[None]:
-    """Errors that click itself finds and prints, about options and their values, are `fitted` as others are."""
+def click_errors_fitted(*, as_json: bool) -> Iterator[None]:
+    """Errors that click itself finds and prints, about options and their values, are `fitted` as others are, or with
+    ``as_json`` `error_as_json`."""
     try:
         yield
     except click.UsageError as error:
+        if as_json:
+            raise _JsonError(error.format_message()) from None
         message, head = error.format_message(), "Error: "
         text = fitted(head + message, sys.stderr)
         if "\n" in message or text == head + message:  # a help text, or all fits

@@ -1,5 +1,7 @@
 """Calls of the command line in this process."""
 
+import json
+
 from click.testing import CliRunner, Result
 
 from ptqpipe.cli import main
@@ -16,9 +18,14 @@ def run(*args: object, env: dict[str, str] | None = None) -> Result:
 
 
 def refused(*args: object, env: dict[str, str] | None = None) -> str:
-    """The one line of a command that fails; click's own two lines on usage aside."""
+    """The one line of a command that fails, or with --json its message; click's own two lines on usage aside."""
     result = run(*args, env=env)
     assert result.exit_code in (1, 2), result.output
+    if "--json" in args:
+        failure = json.loads(result.stdout)
+        assert failure == {"error": failure["error"], "exit_code": result.exit_code}
+        assert result.stderr == ""
+        return str(failure["error"])
     lines = [line for line in result.stderr.splitlines() if line and not line.startswith(("Usage:", "Try "))]
     assert len(lines) == 1, lines
     assert lines[0].startswith("Error")

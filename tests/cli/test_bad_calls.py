@@ -62,6 +62,7 @@ def test_a_bad_call_of_convert_is_one_line_and_leaves_everything_as_it_was(
 ) -> None:
     before = tiny.bytes_of(here)
     assert words in refused("convert", *args)
+    assert words in refused("convert", *args, "--json")
     assert tiny.bytes_of(here) == before
     assert {path.name for path in here.iterdir()} == {"model", "file", "file.jsonl", "empty", "pickled"}
 
