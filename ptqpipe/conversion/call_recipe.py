@@ -49,9 +49,7 @@ def with_searches(recipe: Recipe, *, data: bool) -> Recipe:
         if checked.objective == AUTO:
             free = not data and not checked.calibrated and weighable and scheme is not None
             checked = replace(checked, objective=OBJECTIVES.get(scheme.fmt.name, "none") if free and scheme else "none")
-        elif checked.objective == PROPAGATED and (
-            data or checked.calibrated or not weighable or checked.scale_search == "enlarged"
-        ):
+        elif checked.objective == PROPAGATED and (data or checked.calibrated or not weighable):
             what = arg("objective", PROPAGATED)
             raise UsageError(
                 f"{what} is for searches that take weights, of formats with a list of block scales, without data; use "

@@ -44,10 +44,10 @@ ALGORITHMS: dict[str, Algorithm] = {
 SEARCHES = {"mxfp4": "enlarged"}
 AUTO = "auto"
 
-# What the scales minimize without data, by format: the others' are too coarse to follow single columns, or so fine that
-# it makes no difference (labs/propagated/README.md).
+# What the scales minimize without data, by format: the others' are so fine that it makes no difference
+# (labs/propagated/README.md).
 PROPAGATED = "propagated"
-OBJECTIVES = {"nvfp4": PROPAGATED}
+OBJECTIVES = {"nvfp4": PROPAGATED, "mxfp4": PROPAGATED}
 _DATA_FREE = (AUTO, "none", PROPAGATED)
 DAMPING = 0.01  # of a second moment, as a fraction of its mean diagonal
 
@@ -84,7 +84,7 @@ class CodeOptions:
         "the weights of the layers before let expect (propagated), with {stats} by the second moment of each input "
         "(diagonal) or by the moments inside blocks of 16 inputs (block).",
         choices=(AUTO, "none", PROPAGATED, "diagonal", "block"),
-        shown="diagonal with statistics, else propagated for NVFP4 and none for other formats",
+        shown="diagonal with statistics, else propagated for NVFP4 and MXFP4, none for other formats",
     )
     damping: float = option(
         DAMPING,

@@ -101,13 +101,16 @@ def test_any_number_of_threads_gives_the_same_numbers(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
-def test_convert_spends_its_scales_on_the_channels_that_count_and_verify_proves_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fmt", "share"), [("nvfp4", 0.5), ("mxfp4", 1.0)])
+def test_convert_spends_its_scales_on_the_channels_that_count_and_verify_proves_them(
+    tmp_path: Path, fmt: str, share: float
+) -> None:
     tensors = outliers()
     folder = tiny.save(tmp_path / "model", tensors)
     name = f"{LAYER}.mlp.down_proj.weight"
     of_channel = {}
     for objective in ("none", "propagated"):
-        done = ptqpipe.convert(folder, format="nvfp4", objective=objective, out=tmp_path / objective, workers=1)
+        done = ptqpipe.convert(folder, format=fmt, objective=objective, out=tmp_path / objective, workers=1)
         with ptqpipe.load_tensors(done.out) as loaded:
             q = loaded[name]
             assert not isinstance(q, torch.Tensor)
@@ -115,8 +118,8 @@ def test_convert_spends_its_scales_on_the_channels_that_count_and_verify_proves_
         report = verify(done.out, source=folder, optimal=True, all_blocks=True, workers=1)
         assert report.faults == ()
         assert all(weight.optimality is not None and not weight.optimality.worse for weight in report.weights)
-    assert of_channel["propagated"] < 0.5 * of_channel["none"]
-    default = ptqpipe.convert(folder, format="nvfp4", out=tmp_path / "default", workers=2)
+    assert of_channel["propagated"] < share * of_channel["none"]
+    default = ptqpipe.convert(folder, format=fmt, out=tmp_path / "default", workers=2)
     files = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("default", "propagated", "none")]
     assert files[0] == files[1] != files[2]
     assert {entry["weighting"] for entry in default.record["weights"].values()} == {"propagated"}
@@ -147,7 +150,7 @@ def test_a_model_of_which_nothing_is_known_gets_the_least_squared_error(tmp_path
 
 @pytest.mark.parametrize(
     "options",
-    [{"format": "fp8"}, {"format": "nvfp4", "scale_search": "absmax"}, {"format": "mxfp4", "scale_search": "enlarged"}],
+    [{"format": "fp8"}, {"format": "nvfp4", "scale_search": "absmax"}, {"format": "mxfp4", "scale_search": "ocp_floor"}],
 )
 def test_where_it_has_no_meaning_it_is_refused(tmp_path: Path, options: dict[str, str]) -> None:
     folder = tiny.save(tmp_path / "model", outliers())
