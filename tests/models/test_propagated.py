@@ -150,7 +150,11 @@ def test_a_model_of_which_nothing_is_known_gets_the_least_squared_error(tmp_path
 
 @pytest.mark.parametrize(
     "options",
-    [{"format": "fp8"}, {"format": "nvfp4", "scale_search": "absmax"}, {"format": "mxfp4", "scale_search": "ocp_floor"}],
+    [
+        {"format": "fp8"},
+        {"format": "nvfp4", "scale_search": "absmax"},
+        {"format": "mxfp4", "scale_search": "ocp_floor"},
+    ],
 )
 def test_where_it_has_no_meaning_it_is_refused(tmp_path: Path, options: dict[str, str]) -> None:
     folder = tiny.save(tmp_path / "model", outliers())
