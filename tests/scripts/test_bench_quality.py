@@ -427,7 +427,7 @@ def test_the_tables_are_what_the_results_give(modules: Any) -> None:
 
 
 def test_the_results_show_the_best_of_each_row_of_the_lines(modules: Any) -> None:
-    """The short table of docs/results.md: the lowest mean KL of ptqpipe and of the other tools, with and without data."""
+    """The short table of docs/results.md: the lowest mean KL of ptqpipe and of other tools, with data and without."""
     root = SCRIPTS.parent
     rows = (
         "the lowest with data",
