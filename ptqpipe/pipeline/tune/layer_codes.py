@@ -20,6 +20,7 @@ from ptqpipe.pipeline.tune.in_order import follow
 from ptqpipe.pipeline.tune.options import TuneOptions
 from ptqpipe.pipeline.tune.start_codes import observe, start_codes
 from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
+from ptqpipe.runtime.memory import return_freed_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ def choose_by_layer(work: TunedLayer, runner: Runner, folder: LayerFolder, gradi
     entry: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0, "held_out": False}
     entry |= {"not_learned": []}
     folder.commit(work.layer.name, entry | codes_folder.write(folder.files, work.layer.name, codes))
+    return_freed_memory()
 
 
 def choose_in_order(
@@ -98,6 +100,7 @@ def choose_in_order(
             entering.put(batch, work.outputs(entering.get(batch).to(runner.device), batch, parameters, cache))
             runner.activations.put(batch, targets.get(batch))
     layer.advanced = True
+    return_freed_memory()  # else a layer's caches and moments, of all sizes, leave holes for the next one's
 
 
 def _find(

@@ -30,7 +30,6 @@ from ptqpipe.pipeline.tune.tune_samples import learned_from
 from ptqpipe.pipeline.tune.tuned_layer import TunedLayer
 from ptqpipe.run.machine import Machine, counting_bar
 from ptqpipe.runtime.compiled import pass_dtype
-from ptqpipe.runtime.memory import return_freed_memory
 
 COARSE_BITS = 6  # finer codes change a layer's output by little more than rounding to bfloat16 does
 
@@ -82,7 +81,6 @@ def tune_layers(
                 cache = ActivationCache(work.watched, keeps)
                 choose_in_order(work, runner, folder, options, streams, of_outputs, cache, on_part=on_part)
             layer.advance()
-            return_freed_memory()  # else a layer's caches and moments, of all sizes, leave holes for the next one's
     return lines_of(likely, samples)
 
 
