@@ -224,7 +224,7 @@ def _fail(message: str, code: int) -> NoReturn:
     rank = os.environ.get("RANK")
     where = f" (rank {rank})" if rank not in (None, "0") else ""
     if _as_json():
-        click.echo(error_as_json(message, code))
+        click.echo(error_as_json(f"{message}{where}", code))
     else:
         say(f"Error{where}: {message}")
     sys.exit(code)

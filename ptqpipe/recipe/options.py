@@ -44,8 +44,8 @@ ALGORITHMS: dict[str, Algorithm] = {
 SEARCHES = {"mxfp4": "enlarged"}
 AUTO = "auto"
 
-# What the scales minimize without data, by format: the others' are so fine that it makes no difference
-# (labs/propagated/README.md).
+# What the scales minimize without data, by format: for FP8 and MXFP8 it makes no difference
+# (labs/propagated/NOTES.md).
 PROPAGATED = "propagated"
 OBJECTIVES = {"nvfp4": PROPAGATED, "mxfp4": PROPAGATED}
 _DATA_FREE = (AUTO, "none", PROPAGATED)
